@@ -1,0 +1,46 @@
+# Sets up a .venv in this checkout and works in it. Safe to run again.
+#
+#   make prune   train a small language model, prune it while it is sharded over 2 processes
+#   make test    lint, then run all tests
+#   make bench   measure time, memory and communication of one pruning call
+#   make clean   delete the .venv and everything that was made
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NPROC ?= 2
+# Two workers: most tests run processes of their own.
+PYTEST_ARGS ?= -n 2
+
+.PHONY: help prune test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(READY): pyproject.toml constraints.txt
+	@echo "== installing into $(VENV), with the versions in constraints.txt"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+prune: $(READY)
+	@echo "== training, pruning and fine-tuning on $(NPROC) processes; results in runs/"
+	PATH="$(abspath $(BIN)):$$PATH" NPROC=$(NPROC) bash launch/prune_tiny_llama.sh $(ARGS)
+
+lint: $(READY)
+	@echo "== linting"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: lint
+	@echo "== testing"
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(READY)
+	@echo "== measuring"
+	$(BIN)/python tests/benchmarks/bench_global_unstructured.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,245 @@
+"""All communication of the library: sums, minima and maxima of a few integers.
+
+A :class:`Communicator` is the set of ranks that take part in one call. It only
+ever all-reduces int64 tensors, so it runs on any backend, over a process group
+or over every axis of a device mesh, and the order in which ranks are added can
+not change a result.
+
+[Note: all or none] A rank that raises while the others wait in a collective
+would hang them. So whatever may fail on one rank alone is caught
+(:func:`attempt`) and shared (:meth:`Communicator.agree`) before the next
+collective: every rank raises, or none does.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+_INT64_MAX = 2**63 - 1
+# Raised under their own type on every rank; any other becomes a RuntimeError.
+_SHARED_ERRORS = {
+    "AssertionError", "AttributeError", "IndexError", "KeyError", "MemoryError",
+    "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
+}  # fmt: skip
+_MESSAGE_BYTES = 2048
+
+
+class Communicator:
+    """The ranks of one call; counts what it sends.
+
+    Args:
+        groups: process groups to reduce over, one after the other: one group,
+            or one per axis of a mesh. Empty for a single process.
+        rank: the global rank, for messages.
+        index: this rank's place among those that take part; 0 leads.
+        size: how many ranks take part.
+        device: where the backend wants the integers.
+
+    Attributes:
+        num_collectives: all-reduces so far.
+        bytes_sent: payload of those, per rank.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        rank: int = 0,
+        index: int = 0,
+        size: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._groups = tuple(groups)
+        self.rank = rank
+        self.index = index
+        self.size = size
+        self._device = torch.device(device)
+        self.num_collectives = 0
+        self.bytes_sent = 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum an int64 tensor over all ranks (modulo 2**64)."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def min(self, values: Tensor) -> Tensor:
+        """Elementwise minimum of an int64 tensor over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of an int64 tensor over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def from_leader(self, values: Tensor) -> Tensor:
+        """The leader's int64 tensor, on every rank; shapes must agree."""
+        return self.sum(values if self.index == 0 else torch.zeros_like(values))
+
+    def agree(self, facts: Sequence[tuple[str, str]] = (), error: Exception | None = None) -> None:
+        """Raise on every rank if any rank failed, or if the ranks differ in a fact.
+
+        Args:
+            facts: (label, text) pairs that must be equal on all ranks.
+            error: what went wrong on this rank, if anything did.
+
+        Raises:
+            Exception: ``error`` itself when every rank failed; otherwise, on
+                every rank, the first failing rank's error.
+            ValueError: the ranks differ in a fact; names it and shows two values.
+
+        Cost: one all-reduce of 40 bytes when all is well.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        digest = _digest("\n".join(f"{label}={text}" for label, text in facts))
+        mine = [int(error is not None), len(facts), -len(facts), digest, -digest]
+        shared = self.max(torch.tensor(mine)).tolist()
+        if shared[0]:
+            self._raise_everywhere(error)
+        if shared[1] != -shared[2] or shared[3] != -shared[4]:
+            self._raise_difference(facts, num_common=-shared[2])
+
+    def _reduce(self, values: Tensor, op: Any) -> Tensor:
+        if self.size == 1:
+            return values
+        reduced = values.to(self._device, copy=True)
+        for group in self._groups:
+            dist.all_reduce(reduced, op=op, group=group)
+            self.num_collectives += 1
+            self.bytes_sent += reduced.numel() * reduced.element_size()
+        return reduced.to(values.device)
+
+    def _from_rank(self, values: Tensor, rank: int) -> Tensor:
+        return self.sum(values if self.rank == rank else torch.zeros_like(values))
+
+    def _text_from_rank(self, text: str, rank: int) -> str:
+        raw = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        shared = self._from_rank(torch.tensor(list(raw)), rank)
+        return bytes(shared.tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def _raise_everywhere(self, error: Exception | None) -> None:
+        failed = self.sum(torch.tensor([int(error is not None)]))
+        first = self.min(torch.tensor([self.rank if error is not None else _INT64_MAX]))
+        text = f"{type(error).__name__}\n{error}" if error is not None else ""
+        kind, _, message = self._text_from_rank(text, int(first[0])).partition("\n")
+        if int(failed[0]) == self.size and error is not None:
+            raise error
+        where = f"on rank {int(first[0])}: "
+        if kind in _SHARED_ERRORS:
+            raise getattr(builtins, kind)(where + message) from error
+        raise RuntimeError(f"{where}{kind}: {message}") from error
+
+    def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> None:
+        digests = [_digest(f"{label}={text}") for label, text in facts[:num_common]]
+        # Last, in case that one rank's facts are a part of another's.
+        digests.append(len(facts))
+        texts = [f"{label}: {text}" for label, text in facts[:num_common]]
+        texts.append(f"{len(facts)} facts in all")
+        shared = torch.tensor(digests)
+        low, high = self.min(shared), self.max(shared)
+        which = int((low != high).nonzero()[0])
+        mine, text, low, high = shared[which], texts[which], low[which], high[which]
+        examples = []
+        for value in (low, high):
+            candidate = self.rank if bool(mine == value) else _INT64_MAX
+            rank = int(self.min(torch.tensor([candidate]))[0])
+            examples.append((rank, self._text_from_rank(text, rank)))
+        examples.sort()
+        shown = "; ".join(f"rank {rank} has {example}" for rank, example in examples)
+        raise ValueError(
+            f"the ranks were called with different arguments: {shown}. Expected the same "
+            "parameters, in the same order, and the same arguments on every rank. If this "
+            "call is meant for one rank alone, pass a group that holds only that rank."
+        )
+
+
+def world(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The ranks of ``group``, every rank by default; a single process without one.
+
+    Raises:
+        ValueError: this rank is not a member of ``group``.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Communicator(())
+    if group is None:
+        group = dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of group={group}; "
+            "expected the call only on the ranks of the group."
+        )
+    return Communicator(
+        [group],
+        rank=dist.get_rank(),
+        index=dist.get_rank(group),
+        size=dist.get_world_size(group),
+        device=_reduction_device(group),
+    )
+
+
+def over_mesh(mesh: dist.DeviceMesh) -> Communicator:
+    """The ranks of a device mesh: reductions go over one axis after the other.
+
+    Raises:
+        ValueError: this rank is outside the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is outside the mesh of the parameter ({mesh}); expected "
+            "the call only on the ranks of the mesh."
+        )
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if not axes:
+        return Communicator(())
+    groups = [mesh.get_group(axis) for axis in axes]
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + coordinate[axis]
+    return Communicator(
+        groups,
+        rank=dist.get_rank(),
+        index=index,
+        size=mesh.size(),
+        device=_reduction_device(groups[0]),
+    )
+
+
+def is_distributed() -> bool:
+    """Whether a process group is initialised: plain modules may then be replicas."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def group_ranks(group: dist.ProcessGroup | None = None) -> set[int]:
+    """Global ranks of ``group``; empty without a process group."""
+    if not is_distributed():
+        return set()
+    return set(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    """Call and return (result, None) or (None, error): see [Note: all or none]."""
+    try:
+        return function(*args), None
+    except Exception as error:  # whatever it is, every rank is to raise it
+        return None, error
+
+
+def _reduction_device(group: dist.ProcessGroup) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _digest(text: str) -> int:
+    """62 bits of SHA-256, so that the value and its negative fit in an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2

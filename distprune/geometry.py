@@ -1,0 +1,115 @@
+"""Where a rank's part of a tensor sits in the whole: pure functions on shapes and splits.
+
+Knows neither process groups nor DTensor; sharding/ turns a wrapper's own terms
+into the splits used here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """One cut of a tensor dimension into chunks, as torch.chunk cuts, of which a rank holds one."""
+
+    dim: int
+    num_chunks: int
+    which: int
+
+
+def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Tensor, ...]:
+    """Global coordinates, per tensor dimension, of the elements that one rank holds.
+
+    Args:
+        shape: the global shape.
+        splits: in the order in which the tensor was cut.
+
+    Returns:
+        One int64 [local size of the dimension] per dimension. The local element
+        (i, j, ...) is the global element (result[0][i], result[1][j], ...).
+
+    Cost: memory of sum(shape), not of prod(shape).
+    """
+    coordinates = [torch.arange(size) for size in shape]
+    for split in splits:
+        held = coordinates[split.dim]
+        size = -(-held.numel() // split.num_chunks)
+        coordinates[split.dim] = held[split.which * size : (split.which + 1) * size]
+    return tuple(coordinates)
+
+
+@dataclass(frozen=True)
+class IndexMap:
+    """From positions in a flat local view to row-major indices in the global tensor.
+
+    Attributes:
+        coordinates: int64 [size] per dimension, slowest-varying dimension of the
+            flat view first.
+        strides: row-major stride of the same dimensions in the global tensor.
+        start: first global index when the local elements are a contiguous run.
+    """
+
+    coordinates: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    start: int | None
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Global indices, int64 [m], of local positions, int64 [m]."""
+        if self.start is not None:
+            return positions + self.start
+        indices = torch.zeros_like(positions)
+        rest = positions
+        for coordinate, stride in zip(
+            reversed(self.coordinates), reversed(self.strides), strict=True
+        ):
+            size = coordinate.numel()
+            indices += coordinate.to(positions.device)[rest % size] * stride
+            rest = rest // size
+        return indices
+
+
+def index_map(
+    shape: Sequence[int], coordinates: Sequence[Tensor], memory_order: Sequence[int]
+) -> IndexMap:
+    """Build the :class:`IndexMap` of a flat view.
+
+    Args:
+        shape: the global shape.
+        coordinates: per dimension, as :func:`dim_coordinates` returns them.
+        memory_order: dimensions from the slowest to the fastest in the flat view.
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start = None
+    # A run: rows follow each other in dimension 0, and everything below is whole.
+    if list(memory_order) == list(range(len(shape))) and all(
+        coordinates[dim].numel() == shape[dim] for dim in range(1, len(shape))
+    ):
+        rows = coordinates[0] if shape else torch.zeros(1, dtype=torch.int64)
+        if rows.numel() == 0:
+            start = 0
+        elif int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
+            start = int(rows[0]) * (strides[0] if shape else 1)
+    return IndexMap(
+        tuple(coordinates[dim] for dim in memory_order),
+        tuple(strides[dim] for dim in memory_order),
+        start,
+    )
+
+
+def memory_order(tensor: Tensor) -> list[int] | None:
+    """Dimensions from the slowest to the fastest; None if the tensor has gaps or overlaps.
+
+    A dense tensor (contiguous, transposed, channels_last) can be read flat in
+    this order without a copy.
+    """
+    dims = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), -tensor.size(dim), dim))
+    if tensor.permute(dims).is_contiguous():
+        # Dimensions of size 1 may have any stride: keep the natural order when it is one.
+        return list(range(tensor.ndim)) if tensor.is_contiguous() else dims
+    return None

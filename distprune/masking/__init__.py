@@ -1,0 +1,1 @@
+"""How a mask acts: the only code that changes modules."""

@@ -1,0 +1,220 @@
+"""Put masks on modules and take them off, all of them or none.
+
+| parameter   | the mask acts                              | ``<name>_mask``            |
+|-------------|--------------------------------------------|----------------------------|
+| plain, TP   | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
+| FSDP2       | on the shard, before the all-gather        | as the parameter, bool      |
+
+The Parameter object stays, and its place in ``module._parameters``: optimizers
+made before pruning go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from distprune.masking import live_property
+from distprune.masking.hook import PruningHook, find_hook
+
+
+class Transaction:
+    """Changes to modules that can be taken back together.
+
+    A failure half way through a list of parameters must leave every module as it
+    was, on this rank and, once it is shared, on all.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(
+        self, module: nn.Module, name: str, hook: PruningHook, mask: Tensor, managed: Any | None
+    ) -> None:
+        """Prune ``module.<name>``: a first mask, or another one if it is pruned already.
+
+        Args:
+            hook: what to register; takes the place of the parameter's present hook.
+            mask: laid out as the parameter.
+            managed: FSDP2's record of the parameter, if it has one.
+        """
+        owners = _owners(module, name, managed)
+        self._remember(owners, name, managed)
+        if managed is None:
+            _reparametrize(module, name, hook, mask)
+        else:
+            _mask_shards(owners, name, mask, managed)
+        hook.bind(module)
+        for owner in owners:
+            present = find_hook(owner, name)
+            if present is None:
+                owner.register_forward_pre_hook(hook)
+            else:
+                owner._forward_pre_hooks[present[0]] = hook
+
+    def detach(self, module: nn.Module, name: str, final: Tensor, managed: Any | None) -> None:
+        """Make the pruning of ``module.<name>`` final; the module is an ordinary one again.
+
+        Args:
+            final: the masked values, local, with pruned elements at +0.
+            managed: FSDP2's record of the parameter, if it has one.
+        """
+        owners = _owners(module, name, managed)
+        self._remember(owners, name, managed)
+        if managed is None:
+            _local(module._parameters[name + "_orig"]).copy_(final)
+            _restore_parameter(module, name)
+        else:
+            _local(managed.sharded).copy_(final)
+            _unmask_shards(owners, name, managed)
+        for owner in owners:
+            present = find_hook(owner, name)
+            if present is not None:
+                del owner._forward_pre_hooks[present[0]]
+
+    def rollback(self) -> None:
+        """Leave every module as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _remember(self, owners: list[nn.Module], name: str, managed: Any | None) -> None:
+        key = live_property.shard_mask_key(name)
+        shard_mask = owners[0].__dict__.get(key)
+        restore = [_snapshot(owner, name) for owner in owners]
+        was_renamed = shard_mask is not None
+
+        def undo() -> None:
+            now = owners[0].__dict__.get(key)
+            if managed is not None and now is not shard_mask:
+                if now is not None:
+                    now.detach()
+                if (now is not None) and not was_renamed:
+                    managed.rename(name + "_orig", name)
+                if (now is None) and was_renamed:
+                    managed.rename(name, name + "_orig")
+                if shard_mask is not None:
+                    shard_mask.attach()
+            for each in restore:
+                each()
+
+        self._undo.append(undo)
+
+
+def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
+    """Remember what pruning changes on a module; the result puts it back."""
+    cls = module.__class__
+    dicts = [module._parameters, module._buffers, module._forward_pre_hooks]
+    saved = [dict(each) for each in dicts]
+    keys = (name, live_property.shard_mask_key(name))
+    attributes = {key: module.__dict__[key] for key in keys if key in module.__dict__}
+
+    def restore() -> None:
+        module.__class__ = cls
+        for each, contents in zip(dicts, saved, strict=True):
+            each.clear()
+            each.update(contents)
+        for key in keys:
+            module.__dict__.pop(key, None)
+        module.__dict__.update(attributes)
+        _refresh_flat_weights(module, name)
+
+    return restore
+
+
+def _owners(module: nn.Module, name: str, managed: Any | None) -> list[nn.Module]:
+    """The modules that hold the parameter under this name; FSDP2 masks it for all of them."""
+    if managed is None:
+        return [module]
+    names = (name, name + "_orig")
+    others = [owner for owner, n in managed.owners if n in names and owner is not module]
+    return [module, *others]
+
+
+def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> None:
+    original, buffer = name + "_orig", name + "_mask"
+    if original not in module._parameters:
+        _check_free(module, original, buffer)
+        _rename_parameter(module, name, original)
+        module.register_buffer(buffer, mask)
+    else:
+        module._buffers[buffer] = mask
+    if live_property.is_read_by_parent(module):
+        live_property.install(module, name)
+    else:
+        # Through setattr: recurrent modules keep a list of their weights in step.
+        setattr(module, name, hook.apply_mask(module))
+
+
+def _restore_parameter(module: nn.Module, name: str) -> None:
+    if live_property.is_live(module, name):
+        live_property.uninstall(module, name)
+    module.__dict__.pop(name, None)
+    del module._buffers[name + "_mask"]
+    _rename_parameter(module, name + "_orig", name)
+    _refresh_flat_weights(module, name)
+
+
+def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Any) -> None:
+    from distprune.wrappers import fsdp2
+
+    original, buffer = name + "_orig", name + "_mask"
+    key = live_property.shard_mask_key(name)
+    # The gathered copy, if there is one, was made without this mask.
+    managed.reshard()
+    previous = owners[0].__dict__.get(key)
+    shard_mask = fsdp2.ShardMask(managed, mask)
+    for owner in owners:
+        if previous is None:
+            _check_free(owner, original, buffer)
+            _rename_parameter(owner, name, original)
+            owner.register_buffer(buffer, mask)
+        owner._buffers[buffer] = mask
+        owner.__dict__[key] = shard_mask
+        live_property.install(owner, name)
+    if previous is None:
+        managed.rename(name, original)
+    else:
+        previous.detach()
+    shard_mask.attach()
+
+
+def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
+    key = live_property.shard_mask_key(name)
+    managed.reshard()
+    owners[0].__dict__[key].detach()
+    managed.rename(name + "_orig", name)
+    for owner in owners:
+        live_property.uninstall(owner, name)
+        del owner.__dict__[key]
+        del owner._buffers[name + "_mask"]
+        _rename_parameter(owner, name + "_orig", name)
+
+
+def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
+    """Rename in place, at its place: optimizers save their state by index."""
+    parameters = module._parameters
+    items = [(new if key == old else key, value) for key, value in parameters.items()]
+    parameters.clear()
+    parameters.update(items)
+
+
+def _refresh_flat_weights(module: nn.Module, name: str) -> None:
+    """Let a recurrent module see what now stands behind a name of its."""
+    if name in getattr(module, "_flat_weights_names", ()):
+        setattr(module, name, getattr(module, name))
+
+
+def _check_free(module: nn.Module, *names: str) -> None:
+    for name in names:
+        if hasattr(module, name):
+            raise KeyError(
+                f"{type(module).__name__} has an attribute {name!r} already; expected none, "
+                "because pruning stores its state under that name."
+            )
+
+
+def _local(parameter: Any) -> Tensor:
+    local = parameter.detach()
+    return local.to_local() if hasattr(local, "to_local") else local

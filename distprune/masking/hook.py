@@ -1,0 +1,122 @@
+"""The forward pre-hook that marks a pruned parameter and keeps its masked value fresh."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune.masking import live_property
+
+
+class PruningHook:
+    """Base of every pruning method: what torch keeps in ``module._forward_pre_hooks``.
+
+    Attributes:
+        _tensor_name: which parameter of the module is pruned.
+    """
+
+    _tensor_name: str
+    # The module that the hook is on; not pickled, bound again at the next forward.
+    _module_ref: weakref.ref[nn.Module] | None = None
+    # The DDP wrapper that was told about the mask.
+    _ddp_ref: weakref.ref[nn.Module] | None = None
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Recompute ``module.<name>`` before forward, as torch does."""
+        name = self._tensor_name
+        if live_property.is_live(module, name):
+            shard_mask = module.__dict__.get(live_property.shard_mask_key(name))
+            if shard_mask is not None and not torch.compiler.is_compiling():
+                _check_attached(module, name, shard_mask)
+            return
+        if not torch.compiler.is_compiling():
+            self._before_forward(module)
+        setattr(module, name, self.apply_mask(module))
+
+    def apply_mask(self, module: nn.Module) -> Tensor:
+        """The product of mask and original parameter, in the parameter's dtype.
+
+        Returns:
+            A tensor of the parameter's shape, part of the autograd graph.
+        """
+        name = getattr(self, "_tensor_name", None)
+        assert name is not None, f"Module {module} has to be pruned"
+        mask = getattr(module, name + "_mask")
+        original = getattr(module, name + "_orig")
+        return mask.to(dtype=original.dtype) * original
+
+    def bind(self, module: nn.Module) -> None:
+        """Remember the module, for :meth:`__deepcopy__`."""
+        self._module_ref = weakref.ref(module)
+
+    def _before_forward(self, module: nn.Module) -> None:
+        if self._module_ref is None or self._module_ref() is not module:
+            self.bind(module)
+        if "torch.nn.parallel.distributed" in sys.modules:
+            from distprune.wrappers import ddp
+
+            wrapper = ddp.active_wrapper()
+            if wrapper is not None and (self._ddp_ref is None or self._ddp_ref() is not wrapper):
+                for prefix, name, hook in named_hooks(wrapper.module):
+                    fqn = f"{prefix}.{name}_mask" if prefix else f"{name}_mask"
+                    ddp.ignore_buffer(wrapper, fqn)
+                    hook._ddp_ref = weakref.ref(wrapper)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_module_ref", None)
+        state.pop("_ddp_ref", None)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
+        # [Note: deepcopy] ``module.<name>`` is a product inside the autograd graph,
+        # which torch refuses to copy. A module's hooks are copied before its plain
+        # attributes, so the copied product can be entered in the memo here.
+        module = self._module_ref() if self._module_ref is not None else None
+        in_copy = module is not None and id(module) in memo
+        if in_copy:
+            assert module is not None
+            name = self._tensor_name
+            product = module.__dict__.get(name)
+            if isinstance(product, Tensor) and not product.is_leaf and id(product) not in memo:
+                mask = copy.deepcopy(module._buffers[name + "_mask"], memo)
+                original = copy.deepcopy(module._parameters[name + "_orig"], memo)
+                memo[id(product)] = mask.to(dtype=original.dtype) * original
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        if in_copy:
+            clone.bind(memo[id(module)])
+        return clone
+
+
+def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
+    """The pruning hook of a parameter and its key in ``_forward_pre_hooks``."""
+    for key, hook in module._forward_pre_hooks.items():
+        if isinstance(hook, PruningHook) and hook._tensor_name == name:
+            return key, hook
+    return None
+
+
+def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
+    """(module's name, parameter's name, hook) of every pruned parameter below a module."""
+    for prefix, module in root.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PruningHook):
+                yield prefix, hook._tensor_name, hook
+
+
+def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
+    if not shard_mask.is_attached():
+        raise RuntimeError(
+            f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
+            "replaced (by load_state_dict(assign=True), .to() or to_empty()) after pruning. "
+            "Expected the tensor that was pruned; prune again with "
+            f"custom_from_mask(module, {name!r}, module.{name}_mask)."
+        )

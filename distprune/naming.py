@@ -1,0 +1,74 @@
+"""Names of parameters that do not depend on how the model is wrapped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class NamedParameter(tuple):
+    """A (module, name) pair, as torch.nn.utils.prune takes them, that knows its full name.
+
+    Attributes:
+        fqn: fully qualified name without wrapper prefixes, for reports and messages.
+    """
+
+    fqn: str
+
+    def __new__(cls, module: nn.Module, name: str, fqn: str) -> NamedParameter:
+        pair = super().__new__(cls, (module, name))
+        pair.fqn = fqn
+        return pair
+
+    def __reduce__(self) -> tuple:
+        return NamedParameter, (*self, self.fqn)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """What a wrapper wraps, by the wrapper's type: a submodule called ``module`` is not one."""
+    while True:
+        inner = None
+        for type_module, type_name, attribute in _WRAPPERS:
+            # A type that nobody has imported wraps nothing.
+            loaded = sys.modules.get(type_module)
+            if loaded is not None and isinstance(module, getattr(loaded, type_name)):
+                inner = getattr(module, attribute)
+                break
+        if inner is None:
+            return module
+        module = inner
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below a model once, unwrapped, with its name free of wrapper prefixes.
+
+    In the order of registration, parents first: the same on every rank and wrapper.
+    """
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        module = unwrap(module)
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+    yield from walk(root, "")
+
+
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    ("torch.optim.swa_utils", "AveragedModel", "module"),
+)

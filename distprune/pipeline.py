@@ -1,0 +1,305 @@
+"""The stages of one pruning call, in order: read, agree, decide, attach, agree.
+
+Everything that prunes a sharded parameter, and every global pruning, goes
+through :func:`prune_together`. Modules change only after every mask is ready on
+every rank; see collectives.[Note: all or none].
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from distprune.call import Decision, PruningCall
+from distprune.collectives import Communicator, attempt, group_ranks
+from distprune.masking.attach import Transaction
+from distprune.masking.hook import PruningHook
+from distprune.passes import count_live
+from distprune.report import ParameterReport, PruningReport
+from distprune.shard import LocalShard
+from distprune.sharding import ShardReader, local_part
+
+Scores = Mapping[tuple[nn.Module, str], Tensor]
+
+
+class DecidesMasks(Protocol):
+    """What the pipeline asks of a pruning method."""
+
+    READS_VALUES: bool
+
+    def decide(self, call: PruningCall) -> Decision:
+        """Masks for all parameters of a call. Collective: the same steps on every rank."""
+        ...
+
+
+# (module, name) -> what to register on the module
+MakeHook = Callable[[nn.Module, str], PruningHook]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parameter to prune, under every (module, name) that the caller gave for it."""
+
+    label: str
+    places: tuple[tuple[nn.Module, str], ...]
+    managed: Any | None
+    shard: LocalShard
+    scores: Tensor | None
+
+
+def prune_together(
+    parameters: Iterable[tuple[nn.Module, str]],
+    method: DecidesMasks,
+    make_hook: MakeHook,
+    communicator: Communicator,
+    *,
+    scores: Scores | None = None,
+    facts: Sequence[tuple[str, str]] = (),
+    error: Exception | None = None,
+    amount: float | int | None = None,
+) -> PruningReport:
+    """Decide all masks of a call over all its ranks, then put them on the modules.
+
+    Args:
+        parameters: (module, name) pairs, the same on every rank.
+        method: decides; None on a rank where it could not be made (then ``error``).
+        make_hook: makes what is registered on a module.
+        communicator: the ranks that take part.
+        scores: importance scores by (module, name): like the parameter, or whole.
+        facts: arguments that must be equal on all ranks.
+        error: what went wrong on this rank before the call.
+        amount: for the report.
+
+    Raises:
+        Exception: whatever any rank raised, on every rank; no module has changed then.
+    """
+    started = time.perf_counter()
+    # Masks made in inference mode could never be part of a backward.
+    with torch.inference_mode(False):
+        targets: list[Target] | None = None
+        if error is None:
+            targets, error = attempt(_read, parameters, scores or {}, communicator)
+        communicator.agree([*facts, *_describe(targets or [])], error)
+        assert targets is not None
+        with torch.no_grad():
+            num_live = _count_and_compare(targets, method, communicator)
+            call = PruningCall(
+                shards=[target.shard for target in targets],
+                scores=[target.scores for target in targets],
+                num_live=num_live,
+                mask_dtypes=[_mask_dtype(target) for target in targets],
+                communicator=communicator,
+            )
+            decision = method.decide(call)
+        num_pruned = _attach_everywhere(targets, decision, make_hook, communicator)
+    return PruningReport(
+        method=type(method).__name__,
+        amount=amount,
+        parameters=tuple(
+            ParameterReport(target.label, target.shard.numel, target.shard.numel - live, pruned)
+            for target, live, pruned in zip(targets, num_live, num_pruned, strict=True)
+        ),
+        threshold=decision.threshold,
+        num_ties=decision.num_ties,
+        num_ties_pruned=decision.num_ties_pruned,
+        num_ranks=communicator.size,
+        num_collectives=communicator.num_collectives,
+        bytes_sent=communicator.bytes_sent,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _read(
+    parameters: Iterable[tuple[nn.Module, str]], scores: Scores, communicator: Communicator
+) -> list[Target]:
+    """Read every parameter; those given under several names are one target, counted once."""
+    reader = ShardReader(communicator.index, communicator.size)
+    pairs = list(parameters)  # a generator is read once, here
+    if not pairs:
+        raise ValueError("parameters is empty; expected at least one (module, name) pair.")
+    ranks = group_ranks() if communicator.size > 1 else set()
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    shards: dict[int, tuple[str, LocalShard]] = {}
+    for position, pair in enumerate(pairs):
+        module, name = _checked_pair(pair, position)
+        label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
+        shard = reader.read(module, name, label)
+        key = id(shard.parameter)
+        places.setdefault(key, [])
+        if any(module is m and name == n for m, n in places[key]):
+            continue
+        places[key].append((module, name))
+        if key not in shards:
+            _check_mesh(shard, ranks)
+            shards[key] = (label, shard)
+        else:
+            _check_tied(label, shard, *shards[key])
+    return [
+        Target(
+            label,
+            tuple(places[key]),
+            reader.managed(*places[key][0]),
+            shard,
+            _scores_of(places[key], scores, label, shard),
+        )
+        for key, (label, shard) in shards.items()
+    ]
+
+
+def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
+    try:
+        module, name = pair
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"parameters[{position}] is {type(pair).__name__}; expected a (module, name) pair. "
+            "select(model) makes a list of them."
+        ) from None
+    if not isinstance(module, nn.Module) or not isinstance(name, str):
+        raise TypeError(
+            f"parameters[{position}] is a pair of {type(module).__name__} and "
+            f"{type(name).__name__}; expected (module, name), as select(model) makes them."
+        )
+    return module, name
+
+
+def _check_mesh(shard: LocalShard, ranks: set[int]) -> None:
+    if shard.mesh is None or not ranks:
+        return
+    outside = sorted(set(shard.mesh.mesh.flatten().tolist()) - ranks)
+    if outside:
+        raise ValueError(
+            f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
+            f"the call (group of ranks {sorted(ranks)}); expected a group that holds its mesh."
+        )
+
+
+def _check_tied(label: str, shard: LocalShard, first_label: str, first: LocalShard) -> None:
+    same = (shard.mask is None) == (first.mask is None) and (
+        shard.mask is first.mask or torch.equal(shard.mask, first.mask)
+    )
+    if not same:
+        raise ValueError(
+            f"{label} is tied to {first_label}, but the two are pruned differently; expected equal "
+            "masks on tied parameters. Remove the pruning of both first, or prune one of them."
+        )
+
+
+def _scores_of(
+    places: Sequence[tuple[nn.Module, str]], scores: Scores, label: str, shard: LocalShard
+) -> Tensor | None:
+    given = next((scores[place] for place in places if place in scores), None)
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        raise TypeError(
+            f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."
+        )
+    flat_and_whole = given.ndim == 1 and given.numel() == shard.numel
+    if flat_and_whole and given.shape != shard.shape:
+        given = given.view(shard.shape)
+    return local_part(label, "importance_scores", given, shard)
+
+
+def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
+    """Everything about the parameters that must be the same on every rank."""
+    facts = [("number of parameters", str(len(targets)))]
+    for target in targets:
+        shard = target.shard
+        layout = "whole"
+        if shard.mesh is not None:
+            layout = f"{shard.placements} on {shard.mesh.mesh.tolist()}"
+        scores = "none" if target.scores is None else str(target.scores.dtype)
+        facts.append(
+            (
+                target.label,
+                f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {layout}, "
+                f"{'un' if shard.mask is None else ''}pruned, importance scores: {scores}",
+            )
+        )
+    return facts
+
+
+def _count_and_compare(
+    targets: Sequence[Target], method: DecidesMasks, communicator: Communicator
+) -> list[int]:
+    """Unpruned elements of every parameter; raises if replicas of one differ.
+
+    One all-reduce of 24 bytes per parameter. Replicas are compared by checksums:
+    their sum over all ranks is the number of replicas times that of the first.
+    """
+    rows = []
+    for target in targets:
+        shard = target.shard
+        flat_mask = None if shard.mask is None else shard.flat(shard.mask)
+        checksum = 0
+        if shard.num_replicas > 1:
+            if method.READS_VALUES:
+                values = shard.values if target.scores is None else target.scores
+                checksum = _checksum(shard.flat(values))
+            if flat_mask is not None:
+                checksum += 3 * _checksum(flat_mask)
+        first = checksum if shard.replica == 0 else 0
+        rows.append([count_live(flat_mask, shard.counted), _wrap(checksum), _wrap(first)])
+    shared = communicator.sum(torch.tensor(rows, dtype=torch.int64)).tolist()
+    for target, (_, everywhere, first) in zip(targets, shared, strict=True):
+        if _wrap(first * target.shard.num_replicas) != everywhere:
+            raise ValueError(
+                f"{target.label}: the ranks hold replicas of this parameter (or of its scores or "
+                "mask) that differ; expected equal ones, as under DistributedDataParallel. "
+                "Broadcast them from one rank first. If the ranks prune models of their own, pass "
+                "a group that holds only the calling rank."
+            )
+    return [live for live, _, _ in shared]
+
+
+def _checksum(flat: Tensor) -> int:
+    """Sum of the bits, as integers, modulo 2**64: the same in any order of the elements."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    if flat.dtype is torch.bool:
+        return int(torch.count_nonzero(flat))
+    flat = flat.contiguous()
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
+    per_word = 8 // flat.itemsize
+    words = flat.numel() // per_word * per_word
+    if flat.storage_offset() % per_word:
+        words = 0  # not aligned: cannot be read as int64
+    head, tail = flat[:words].view(torch.int64), flat[words:].view(integer)
+    return int(head.sum()) + int(tail.sum(dtype=torch.int64))
+
+
+def _wrap(value: int) -> int:
+    """As int64 arithmetic wraps."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _mask_dtype(target: Target) -> torch.dtype:
+    """As torch has it, but bool under FSDP2, where the mask is not part of the graph."""
+    return torch.bool if target.managed is not None else target.shard.values.dtype
+
+
+def _attach_everywhere(
+    targets: Sequence[Target], decision: Decision, make_hook: MakeHook, communicator: Communicator
+) -> list[int]:
+    """Change the modules on every rank, or on none; newly pruned elements per parameter."""
+    transaction = Transaction()
+
+    def attach() -> None:
+        for target, local_mask in zip(targets, decision.masks, strict=True):
+            mask = target.shard.as_parameter_layout(local_mask)
+            for module, name in target.places:
+                hook = make_hook(module, name)
+                transaction.attach(module, name, hook, mask, target.managed)
+
+    _, error = attempt(attach)
+    counts = [int(error is not None), *decision.num_pruned]
+    shared = communicator.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
+    if shared[0]:
+        transaction.rollback()
+        communicator.agree(error=error)
+    return shared[1:]

@@ -1,0 +1,298 @@
+"""Unstructured masks: by rank over all parameters, element by element, or by a user's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from distprune.amount import Amount, resolve_count, validate_count
+from distprune.call import Decision, PruningCall
+from distprune.collectives import Communicator, attempt
+from distprune.geometry import dim_coordinates, index_map
+from distprune.keys import (
+    RANDOM_KEYS,
+    ComputedKeys,
+    KeyRange,
+    Order,
+    RandomKeys,
+    TensorKeys,
+    key_range,
+)
+from distprune.passes import Candidates, KeySource, count_live, write_keep
+from distprune.selection import select_lowest
+from distprune.sharding import is_dtensor, local_part
+
+ComputeMask = Callable[[Tensor, Tensor], Tensor]
+
+_ELEMENTWISE_CHUNK = 1 << 20
+
+
+def magnitude_decision(call: PruningCall, amount: Amount) -> Decision:
+    """Prune the smallest |score| over all parameters and ranks."""
+    prepared, error = attempt(_tensor_keys, call)
+    call.communicator.agree(error=error)
+    return _ranked(call, amount, *prepared)
+
+
+def random_decision(call: PruningCall, amount: Amount) -> Decision:
+    """Prune at random, the same elements on any sharding of the parameters.
+
+    Every rank draws one number from torch's default CPU generator; the leader's
+    is the seed of all.
+    """
+    drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
+    seed = int(call.communicator.from_leader(drawn)[0])
+    sources: list[KeySource] = []
+    offset = 0
+    for shard in call.shards:
+        sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
+        offset += shard.numel
+    return _ranked(call, amount, RANDOM_KEYS, sources)
+
+
+def scored_decision(
+    call: PruningCall, amount: Amount, score: Callable[[Tensor], Tensor]
+) -> Decision:
+    """Prune the smallest of a user's elementwise scores, signed, over all parameters and ranks."""
+
+    def prepare() -> tuple[KeyRange, list[KeySource]]:
+        dtype = None
+        for which in range(len(call.shards)):
+            flat = call.shards[which].flat(call.score_or_value(which))
+            probe = score(flat[:1])
+            if probe.shape != flat[:1].shape:
+                raise ValueError(
+                    f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
+                    f"{tuple(flat[:1].shape)}; expected one score per element."
+                )
+            dtype = probe.dtype if dtype is None else torch.promote_types(dtype, probe.dtype)
+        assert dtype is not None
+        keys = key_range(dtype, Order.ASCENDING)
+        return keys, [
+            ComputedKeys(shard.flat(call.score_or_value(which)), score, keys)
+            for which, shard in enumerate(call.shards)
+        ]
+
+    prepared, error = attempt(prepare)
+    facts = [] if prepared is None else [("dtype of the scores", str(prepared[0].value_dtype))]
+    call.communicator.agree(facts, error)
+    return _ranked(call, amount, *prepared)
+
+
+def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
+    """Run a method whose mask is a function of each element alone, shard by shard."""
+
+    def decide() -> Decision:
+        masks, num_pruned = [], []
+        for which, shard in enumerate(call.shards):
+            mask, fresh = call.start_mask(which)
+            if fresh:
+                mask.fill_(1)
+            flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(which))
+            before = count_live(flat_mask, shard.counted)
+            for start in range(0, flat_mask.numel(), _ELEMENTWISE_CHUNK):
+                chunk = flat_mask[start : start + _ELEMENTWISE_CHUNK]
+                live = chunk == 1
+                scores = flat_scores[start : start + _ELEMENTWISE_CHUNK][live]
+                chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
+            masks.append(mask)
+            num_pruned.append(before - count_live(flat_mask, shard.counted))
+        return Decision(masks, num_pruned)
+
+    decision, error = attempt(decide)
+    call.communicator.agree(error=error)
+    return decision
+
+
+def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool) -> Decision:
+    """Run a method that has to see all unpruned scores at once, as one process would.
+
+    Args:
+        call: with whole parameters only, unless ``gather``.
+        compute_mask: gets the live scores of all parameters, 1-d, in the caller's
+            order, row-major, and a mask of ones.
+        gather: bring everything to every rank first.
+
+    Raises:
+        ValueError: the ranks came to different masks.
+
+    Cost: memory for all scores, on every rank; with ``gather`` also 8 bytes of
+    communication per element.
+    """
+    communicator = call.communicator
+    scores = [
+        _whole(call, which, call.score_or_value(which), gather) for which in range(len(call.shards))
+    ]
+    masks = [
+        _whole(call, which, mask, gather) if (mask := shard.mask) is not None else None
+        for which, shard in enumerate(call.shards)
+    ]
+
+    def decide() -> list[Tensor]:
+        live = [
+            torch.ones(s.shape, dtype=torch.bool, device=s.device) if m is None else m == 1
+            for s, m in zip(scores, masks, strict=True)
+        ]
+        competing = torch.cat([s[flags] for s, flags in zip(scores, live, strict=True)])
+        chosen = compute_mask(competing, torch.ones_like(competing))
+        if chosen.shape != competing.shape:
+            raise ValueError(
+                f"compute_mask returned shape {tuple(chosen.shape)} for scores of shape "
+                f"{tuple(competing.shape)}; expected a mask of the same shape."
+            )
+        pieces = chosen.split([int(flags.sum()) for flags in live])
+        return [_pruned(flags, piece) for flags, piece in zip(live, pieces, strict=True)]
+
+    pruned, error = attempt(decide)
+    communicator.agree(error=error)
+    digest = torch.stack([_digest(flags) for flags in pruned])
+    highest, lowest = communicator.max(torch.stack([digest, -digest]))
+    if not torch.equal(highest, -lowest):
+        name = call.shards[int((highest != -lowest).nonzero()[0])].name
+        raise ValueError(
+            f"{name}: the ranks computed different masks. Expected a method that gives every "
+            "rank the same mask for the same scores; one that draws random numbers needs the "
+            "same seed on all ranks."
+        )
+    return _decide_from_pruned(call, pruned)
+
+
+def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
+    """Zero, in place, the mask of the ``k`` first elements of one whole tensor.
+
+    Args:
+        mask: any dtype, contiguous, shape of ``scores``.
+        scores: any shape; NaN rank last, as in torch.topk.
+        k: 0 <= k <= scores.numel().
+        order: which elements come first; equal scores go by row-major index.
+    """
+    flat = scores.detach().reshape(-1)
+    if flat.is_complex():
+        flat = flat.abs()
+    keys = key_range(flat.dtype, order)
+    part = Candidates(
+        TensorKeys(flat, keys),
+        None,
+        index_map(flat.shape, dim_coordinates(flat.shape, ()), [0]),
+        range(flat.numel()),
+        flat.numel(),
+        flat.device,
+    )
+    selection = select_lowest(
+        [part], ["scores"], [flat.numel()], k, keys, Communicator(()), refuse_nan=False
+    )
+    write_keep(part, 0, selection.cut, mask.view(-1), fresh=False)
+
+
+def _tensor_keys(call: PruningCall) -> tuple[KeyRange, list[KeySource]]:
+    dtype = call.score_dtype()
+    if dtype.is_complex:
+        raise NotImplementedError(
+            f"scores of dtype {dtype} cannot be ranked over several parameters; "
+            "expected real ones. Pass importance_scores=|w| of every parameter."
+        )
+    keys = key_range(dtype, Order.MAGNITUDE)
+    return keys, [
+        TensorKeys(shard.flat(call.score_or_value(which)), keys)
+        for which, shard in enumerate(call.shards)
+    ]
+
+
+def _ranked(
+    call: PruningCall, amount: Amount, keys: KeyRange, sources: Sequence[KeySource]
+) -> Decision:
+    total = sum(call.num_live)
+    k = resolve_count(amount, total)
+    validate_count(k, total)
+    parts = [
+        Candidates(
+            source,
+            None if shard.mask is None else shard.flat(shard.mask),
+            shard.index,
+            shard.counted,
+            shard.numel,
+            shard.values.device,
+        )
+        for shard, source in zip(call.shards, sources, strict=True)
+    ]
+    names = [shard.name for shard in call.shards]
+    selection = select_lowest(
+        parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True
+    )
+    masks, num_pruned = [], []
+    for which, (shard, part) in enumerate(zip(call.shards, parts, strict=True)):
+        mask, fresh = call.start_mask(which)
+        num_pruned.append(write_keep(part, which, selection.cut, shard.flat(mask), fresh=fresh))
+        masks.append(mask)
+    is_random = keys is RANDOM_KEYS
+    return Decision(
+        masks,
+        num_pruned,
+        None if is_random or k == 0 else keys.score_of(selection.cut.threshold),
+        0 if is_random else selection.num_ties,
+        0 if is_random else selection.num_ties_pruned,
+    )
+
+
+def _whole(call: PruningCall, which: int, local: Tensor, gather: bool) -> Tensor:
+    """A whole tensor, flat and row-major, from its parts on all ranks."""
+    shard = call.shards[which]
+    if not gather:
+        return local.reshape(-1)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize]
+    bits = shard.flat(local).contiguous().view(integer)
+    counted = torch.arange(shard.counted.start, shard.counted.stop, device=local.device)
+    whole = torch.zeros(shard.numel, dtype=torch.int64, device=local.device)
+    whole[shard.index(counted)] = bits[counted].long()
+    return call.communicator.sum(whole).to(integer).view(local.dtype)
+
+
+def _pruned(live: Tensor, keep: Tensor) -> Tensor:
+    """bool, flat: the live elements that a mask over the live ones leaves out."""
+    pruned = torch.zeros_like(live)
+    pruned[live] = keep == 0
+    return pruned
+
+
+def _decide_from_pruned(call: PruningCall, pruned: Sequence[Tensor]) -> Decision:
+    masks, num_pruned = [], []
+    for which, (shard, flags) in enumerate(zip(call.shards, pruned, strict=True)):
+        mask, fresh = call.start_mask(which)
+        if fresh:
+            mask.fill_(1)
+        local = shard.slice_of(flags.view(shard.shape))
+        mask.masked_fill_(local, 0)
+        masks.append(mask)
+        counted = shard.flat(local)[shard.counted.start : shard.counted.stop]
+        num_pruned.append(int(torch.count_nonzero(counted)))
+    return Decision(masks, num_pruned)
+
+
+def _digest(flags: Tensor) -> Tensor:
+    """An int64 that differs, as good as surely, between two different flat masks."""
+    positions = flags.nonzero().squeeze(1)
+    return (positions * positions + 0x9E3779B9 * positions).sum()
+
+
+def given_decision(call: PruningCall, given: Tensor) -> Decision:
+    """Prune one parameter where a mask is 0; values other than 0 and 1 are multiplied in."""
+    shard = call.shards[0]
+
+    def slice_mask() -> tuple[Tensor, list[tuple[str, str]]]:
+        part = local_part(shard.name, "mask", given, shard)
+        if is_dtensor(given):
+            return part, []
+        # Every rank slices its own copy: they have to be the same mask.
+        return part, [("checksum of the mask", str(int(_digest(given.reshape(-1) == 0))))]
+
+    sliced, error = attempt(slice_mask)
+    call.communicator.agree(sliced[1] if sliced is not None else [], error)
+    mask, fresh = call.start_mask(0)
+    if fresh:
+        mask.fill_(1)
+    flat = shard.flat(mask)
+    before = count_live(flat, shard.counted)
+    mask.mul_(sliced[0].to(mask.dtype))
+    return Decision([mask], [before - count_live(flat, shard.counted)])

@@ -1,0 +1,155 @@
+"""What one pruning call did: exact counts, the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter, whole, each element counted once.
+
+    Attributes:
+        name: fully qualified if the parameter came from ``select``.
+        num_elements: of the whole parameter.
+        num_pruned_before: pruned by earlier calls.
+        num_pruned_now: pruned by this call.
+    """
+
+    name: str
+    num_elements: int
+    num_pruned_before: int
+    num_pruned_now: int
+
+    @property
+    def num_pruned(self) -> int:
+        """Pruned elements after this call."""
+        return self.num_pruned_before + self.num_pruned_now
+
+    @property
+    def sparsity(self) -> float:
+        """Share of pruned elements, in [0, 1]."""
+        return self.num_pruned / self.num_elements if self.num_elements else 0.0
+
+
+@dataclass(frozen=True)
+class PruningReport:
+    """What ``global_unstructured`` did. ``print`` it on one rank; it is the same on all.
+
+    Attributes:
+        method: name of the pruning method.
+        amount: as it was asked for: a fraction of what was unpruned, or a count.
+        parameters: in the caller's order.
+        threshold: elements with a smaller score were pruned, with a larger one
+            kept; None if scores were not ranked.
+        num_ties: elements whose score equals the threshold ...
+        num_ties_pruned: ... and those of them that were pruned, lowest index first.
+        num_ranks: that took part.
+        num_collectives: all-reduces that this rank took part in.
+        bytes_sent: their payload, per rank.
+        seconds: wall time on this rank.
+    """
+
+    method: str
+    amount: float | int | None
+    parameters: tuple[ParameterReport, ...]
+    threshold: float | None
+    num_ties: int
+    num_ties_pruned: int
+    num_ranks: int
+    num_collectives: int
+    bytes_sent: int
+    seconds: float
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(entry.num_elements for entry in self.parameters)
+
+    @property
+    def num_pruned_before(self) -> int:
+        """Elements that were pruned before this call."""
+        return sum(entry.num_pruned_before for entry in self.parameters)
+
+    @property
+    def num_pruned_now(self) -> int:
+        """Elements that this call pruned."""
+        return sum(entry.num_pruned_now for entry in self.parameters)
+
+    @property
+    def num_pruned(self) -> int:
+        """Pruned elements after this call."""
+        return self.num_pruned_before + self.num_pruned_now
+
+    @property
+    def sparsity(self) -> float:
+        """Share of pruned elements over all parameters, in [0, 1]."""
+        return self.num_pruned / self.num_elements if self.num_elements else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the totals and sparsities written out."""
+        data = asdict(self)
+        data["parameters"] = [
+            {**asdict(entry), "num_pruned": entry.num_pruned, "sparsity": entry.sparsity}
+            for entry in self.parameters
+        ]
+        for name in (
+            "num_elements", "num_pruned_before", "num_pruned_now", "num_pruned", "sparsity",
+        ):  # fmt: skip
+            data[name] = getattr(self, name)
+        return data
+
+    def to_json(self, **options: Any) -> str:
+        """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``.
+
+        JSON has no NaN or infinity; an infinite threshold becomes a string.
+        """
+        data = self.to_dict()
+        if isinstance(data["threshold"], float) and abs(data["threshold"]) == float("inf"):
+            data["threshold"] = str(data["threshold"])
+        return json.dumps(data, allow_nan=False, **options)
+
+    def __str__(self) -> str:
+        heading = ("parameter", "elements", "before", "now", "sparsity")
+        rows = [
+            (
+                entry.name,
+                f"{entry.num_elements:,}",
+                f"{entry.num_pruned_before:,}",
+                f"{entry.num_pruned_now:,}",
+                f"{entry.sparsity:.2%}",
+            )
+            for entry in self.parameters
+        ]
+        total = (
+            "total",
+            f"{self.num_elements:,}",
+            f"{self.num_pruned_before:,}",
+            f"{self.num_pruned_now:,}",
+            f"{self.sparsity:.2%}",
+        )
+        widths = [max(map(len, column)) for column in zip(heading, *rows, total, strict=True)]
+
+        def line(cells: tuple[str, ...]) -> str:
+            first, *rest = (
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            )
+            return "  ".join((first, *rest)).rstrip()
+
+        rule = "-" * len(line(total))
+        amount = "" if self.amount is None else f", amount={self.amount}"
+        facts = [f"{self.method}{amount}"]
+        if self.threshold is not None:
+            facts.append(
+                f"threshold {self.threshold:.6g} "
+                f"({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
+            )
+        facts.append(f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}")
+        facts.append(f"{self.num_collectives} collectives, {self.bytes_sent:,} bytes per rank")
+        facts.append(f"{self.seconds:.3g} s")
+        return "\n".join(
+            [line(heading), rule, *map(line, rows), rule, line(total), "; ".join(facts)]
+        )

@@ -1,0 +1,131 @@
+"""``select``: which parameters of a model to prune, by name and type, on any wrapper."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from distprune.naming import NamedParameter, named_modules
+
+# Pruning a normalisation's few scales saves nothing and hurts: out by default.
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.RMSNorm,
+)
+
+
+def select(
+    model: nn.Module,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    types: type | tuple[type, ...] | None = None,
+    names: str | Sequence[str] = ("weight",),
+) -> list[NamedParameter]:
+    """List the parameters of a model to prune.
+
+    Args:
+        model: plain or wrapped in anything that this library supports.
+        include: patterns; only parameters that match one are taken. A pattern is a
+            glob (``*``, ``?``, ``[...]``; ``*`` crosses dots) or, after ``re:``, a regular
+            expression; it has to match the whole name of a module
+            ("layers.0.mlp") or of a parameter ("layers.0.mlp.weight"), without the
+            prefixes that wrappers add.
+        exclude: patterns; parameters that match one are left out.
+        types: take only modules of these types.
+        names: which parameters of a module. Normalisation layers are left out
+            unless ``include`` or ``types`` asks for them.
+
+    Returns:
+        (module, name) pairs, each with its full name as ``.fqn``, in the order in
+        which the model registers its modules: the same on every rank and wrapper.
+        A tied parameter is listed once, where it comes first. Parameters that are
+        pruned already are listed like any other.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or nothing is selected.
+
+    Cost: one walk over the modules; no communication.
+    """
+    include = None if include is None else _as_list("include", include)
+    exclude = _as_list("exclude", exclude)
+    names = _as_list("names", names)
+    used: set[str] = set()
+    known: list[str] = []
+    seen: set[int] = set()
+    selected = []
+    for prefix, module in named_modules(model):
+        for name in names:
+            parameter = _parameter(module, name)
+            if parameter is None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            known.append(fqn)
+            included = _matches(include or (), prefix, fqn, used)
+            excluded = _matches(exclude, prefix, fqn, used)
+            asked_for = included if include is not None else types is not None
+            if types is not None and not isinstance(module, types):
+                continue
+            if excluded or (include is not None and not included):
+                continue
+            if not asked_for and (isinstance(module, _NORMS) or _looks_like_norm(module)):
+                continue
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            selected.append(NamedParameter(module, name, fqn))
+    unused = [pattern for pattern in (*(include or ()), *exclude) if pattern not in used]
+    if unused:
+        raise ValueError(
+            f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' patterns "
+            f"for names such as {', '.join(known[:4]) or '(none)'}. {len(known)} parameters are "
+            f"called {' or '.join(names)}."
+        )
+    if not selected:
+        raise ValueError(
+            f"nothing is selected: include={include}, exclude={exclude}, types={types}, "
+            f"names={names}. Expected at least one of the {len(known)} parameters called "
+            f"{' or '.join(names)}."
+        )
+    return selected
+
+
+def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
+    values = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(each, str) for each in values):
+        raise TypeError(f"{what}={value!r}; expected a string or a sequence of strings.")
+    return values
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter behind a name, whether it is pruned or not."""
+    parameter = module._parameters.get(name)
+    if parameter is None and name + "_mask" in module._buffers:
+        parameter = module._parameters.get(name + "_orig")
+    return parameter
+
+
+def _matches(patterns: Iterable[str], module: str, parameter: str, used: set[str]) -> bool:
+    found = False
+    for pattern in patterns:
+        if any(_matches_one(pattern, name) for name in (module, parameter)):
+            used.add(pattern)
+            found = True
+    return found
+
+
+def _matches_one(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    """Norms of other libraries (LlamaRMSNorm, ...) have one 1-d weight and say so in their name."""
+    weight = _parameter(module, "weight")
+    return "norm" in type(module).__name__.lower() and weight is not None and weight.ndim <= 1

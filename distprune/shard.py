@@ -1,0 +1,104 @@
+"""LocalShard: what one rank knows of one parameter. The value that flows through the stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distprune.geometry import IndexMap
+
+if TYPE_CHECKING:  # importing DTensor costs more than all the rest
+    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One rank's part of one parameter, as it is now. Nothing here is written to.
+
+    Attributes:
+        name: for messages and reports; fully qualified when known.
+        parameter: the (sharded) parameter itself.
+        values: this rank's part, N-d, detached; may be empty.
+        mask: this rank's part of the mask in force, same shape; None if unpruned.
+        shape: the global shape.
+        coordinates: int64 [local size] per dimension: where the part sits.
+        order: dimensions in the order of memory; flat views follow it.
+        index: from positions in a flat view to global row-major indices.
+        replica: which copy of these elements this rank holds ...
+        num_replicas: ... out of how many that hold the same ones.
+        mesh, placements: how a DTensor is laid out; None for a plain tensor.
+    """
+
+    name: str
+    parameter: Tensor
+    values: Tensor
+    mask: Tensor | None
+    shape: torch.Size
+    coordinates: tuple[Tensor, ...]
+    order: tuple[int, ...]
+    index: IndexMap
+    replica: int = 0
+    num_replicas: int = 1
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameter is a DTensor, replicated axes included."""
+        return self.mesh is not None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
+
+    @property
+    def counted(self) -> range:
+        """Flat positions that this rank counts: replicas share the work evenly."""
+        n = self.values.numel()
+        return range(
+            n * self.replica // self.num_replicas, n * (self.replica + 1) // self.num_replicas
+        )
+
+    def flat(self, local: Tensor) -> Tensor:
+        """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
+        return local.permute(self.order).reshape(-1)
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor of the global shape; a view if it is one block."""
+        for dim, rows in enumerate(self.coordinates):
+            if rows.numel() == full.shape[dim]:
+                continue
+            first = int(rows[0]) if rows.numel() else 0
+            if rows.numel() == 0 or int(rows[-1]) - first == rows.numel() - 1:
+                full = full.narrow(dim, first, rows.numel())
+            else:
+                full = full.index_select(dim, rows.to(full.device))
+        return full
+
+    def new_mask(self, dtype: torch.dtype) -> Tensor:
+        """An uninitialised local mask, laid out in memory as the values are."""
+        return torch.empty_like(self.values, dtype=dtype)
+
+    def as_parameter_layout(self, local: Tensor) -> Tensor:
+        """A local tensor as the parameter holds it: a DTensor if the parameter is one."""
+        if self.mesh is None or self.placements is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.parameter.stride(),
+        )
+
+    def live_values(self) -> Tensor:
+        """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
+        return self.values if self.mask is None else self.values * self.mask

@@ -1,0 +1,126 @@
+"""DTensors: tensor parallelism, FSDP2, HSDP and their combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from distprune.geometry import Split, dim_coordinates, index_map, memory_order
+from distprune.shard import LocalShard
+
+
+def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShard:
+    """Read this rank's part of a DTensor parameter.
+
+    Args:
+        name: for messages.
+        parameter: on any mesh; this rank may be outside it and hold nothing.
+        mask: the mask in force, laid out as the parameter.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    splits = splits_of(name, parameter.ndim, mesh.shape, mesh.get_coordinate(), placements)
+    coordinates = (
+        dim_coordinates(parameter.shape, splits)
+        if splits is not None
+        else tuple(torch.empty(0, dtype=torch.int64) for _ in parameter.shape)
+    )
+    values = parameter.detach().to_local()
+    expected = tuple(rows.numel() for rows in coordinates)
+    if splits is None:
+        values = values.new_empty(expected)
+    if tuple(values.shape) != expected:
+        raise NotImplementedError(
+            f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
+            f"{placements} on a mesh of shape {tuple(mesh.shape)} should give {expected}. "
+            "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
+        )
+    order = memory_order(values) or list(range(values.ndim))
+    replica, num_replicas = replica_of(mesh.shape, mesh.get_coordinate(), placements)
+    return LocalShard(
+        name=name,
+        parameter=parameter,
+        values=values,
+        mask=mask.to_local() if isinstance(mask, DTensor) and splits is not None else None,
+        shape=parameter.shape,
+        coordinates=coordinates,
+        order=tuple(order),
+        index=index_map(parameter.shape, coordinates, order),
+        replica=replica,
+        num_replicas=num_replicas,
+        mesh=mesh,
+        placements=placements,
+    )
+
+
+def splits_of(
+    name: str,
+    ndim: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int] | None,
+    placements: Sequence[Placement],
+) -> list[Split] | None:
+    """The cuts that placements stand for, in the order in which they were made.
+
+    FSDP2 over tensor parallelism records its cut as ``_StridedShard`` on the
+    *left* mesh axis although it is made *after* those of the axes to its right.
+    Walking placements from left to right, as torch's own helper does, is right
+    only when that cut is even; so strided cuts come last here.
+
+    Returns:
+        None for a rank outside the mesh.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate.
+    """
+    plain, strided = [], []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            if coordinate is not None:
+                # _StridedShard is not a subclass of Shard since torch 2.10.
+                cuts = strided if isinstance(placement, _StridedShard) else plain
+                cuts.append(Split(placement.dim % ndim, mesh_shape[axis], coordinate[axis]))
+        elif not isinstance(placement, Replicate):
+            raise NotImplementedError(
+                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
+                "Call .redistribute() to resolve it before pruning."
+            )
+    return None if coordinate is None else plain + strided
+
+
+def replica_of(
+    mesh_shape: Sequence[int], coordinate: Sequence[int] | None, placements: Sequence[Placement]
+) -> tuple[int, int]:
+    """Which copy of its elements a rank holds, and how many copies there are."""
+    replica, num_replicas = 0, 1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh_shape[axis] + (coordinate[axis] if coordinate else 0)
+            num_replicas *= mesh_shape[axis]
+    return replica, num_replicas
+
+
+def local_part(name: str, what: str, tensor: DTensor, shard: LocalShard) -> Tensor:
+    """This rank's part of a mask or of scores given as a DTensor.
+
+    Raises:
+        ValueError: laid out differently from the parameter.
+    """
+    if (
+        tensor.shape != shard.shape
+        or tensor.device_mesh != shard.mesh
+        or tuple(tensor.placements) != shard.placements
+    ):
+        raise ValueError(
+            f"{name}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
+            f"{tensor.placements} on {tensor.device_mesh}; expected shape {tuple(shard.shape)} "
+            f"with {shard.placements} on {shard.mesh}, as the parameter. "
+            "Redistribute it, or pass the full tensor."
+        )
+    return tensor.detach().to_local()

@@ -1,0 +1,19 @@
+"""DistributedDataParallel: the only file that knows its private fields."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """The DDP wrapper whose forward is running, if any."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def ignore_buffer(wrapper: DistributedDataParallel, fqn: str) -> None:
+    """Stop DDP from broadcasting a buffer before every forward.
+
+    Masks are equal on all ranks when they are made; broadcasting them would
+    double the traffic of a step for nothing.
+    """
+    wrapper.parameters_to_ignore.add(fqn)

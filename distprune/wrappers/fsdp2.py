@@ -1,0 +1,226 @@
+"""FSDP2 (``fully_shard``): the only file that knows its private fields.
+
+[Note: masking in shard space] A product ``mask * weight`` inside forward would be
+kept by autograd, and FSDP could free nothing between forward and backward. So
+the mask acts on the shard, just before it is all-gathered: FSDP2 asks the local
+tensor for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, a documented
+extension point. The gathered weight is masked on every rank and is freed as a
+dense one is; the gradient is masked on the shard after its reduce-scatter.
+
+:func:`check_fields` says which private field a new torch version broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+_PARAM_FIELDS = (
+    "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
+    "padded_sharded_param_size", "mp_policy", "_init_extensions", "fsdp_placement",
+)  # fmt: skip
+_INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
+
+
+@dataclass(frozen=True)
+class ManagedParameter:
+    """One parameter that FSDP2 shards, and the group that gathers it."""
+
+    fsdp_param: Any
+    group: Any
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The sharded parameter, whatever is registered on the module at the moment."""
+        return self.fsdp_param.sharded_param
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """Every (module, name) under which FSDP2 registers the parameter."""
+        info = self.fsdp_param._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return [(info.module, info.param_name), *shared]
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why a mask cannot act on this parameter; None if it can."""
+        if not isinstance(self.fsdp_param.mesh_info, FSDPMeshInfo):
+            return "it is replicated by torch's composable replicate(); wrap the model in DDP"
+        after = self.fsdp_param.post_forward_mesh_info
+        if after is not None and after is not self.fsdp_param.mesh_info:
+            return (
+                "it is resharded to a smaller mesh after forward (an integer "
+                "reshard_after_forward), where FSDP2 supports no all-gather extension; call "
+                "module.set_reshard_after_forward(True) on its FSDP module first"
+            )
+        if self.fsdp_param.offload_to_cpu and self.fsdp_param.device.type != "cpu":
+            return (
+                "its shards are offloaded to the CPU (CPUOffloadPolicy), from where FSDP2 "
+                "copies them without their all-gather extension; use no offload policy"
+            )
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered copy if there is one: after evaluation the root keeps its own."""
+        if self.fsdp_param.sharded_state != ShardedState.SHARDED:
+            self.group.reshard()
+
+    def rename(self, old: str, new: str) -> None:
+        """Tell FSDP2 that what it registers as ``old`` is to be registered as ``new``.
+
+        The modules themselves are the caller's to change.
+        """
+        info = self.fsdp_param._module_info
+        info.shared_param_names = [new if name == old else name for name in info.shared_param_names]
+        if info.param_name == old:
+            info.param_name = new
+
+
+class ShardMask:
+    """The mask of one sharded parameter at work: see [Note: masking in shard space].
+
+    Args:
+        managed: the parameter.
+        mask: bool DTensor with the parameter's mesh and placements.
+    """
+
+    def __init__(self, managed: ManagedParameter, mask: DTensor) -> None:
+        self._fsdp_param = managed.fsdp_param
+        self._mask = mask.to_local()
+        self._handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Let the next all-gather, and the gradient hook, see this mask."""
+        parameter = self._fsdp_param.sharded_param
+        local = parameter._local_tensor
+        local.fsdp_pre_all_gather = self.fsdp_pre_all_gather
+        local.fsdp_post_all_gather = self.fsdp_post_all_gather
+        # FSDP2 looks for extensions at construction only.
+        self._fsdp_param._init_extensions()
+        # A frozen parameter refuses hooks, but it may be unfrozen later.
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handle = parameter.register_post_accumulate_grad_hook(self._mask_gradient)
+        parameter.requires_grad_(requires_grad)
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        local = self._fsdp_param.sharded_param._local_tensor
+        if self.is_attached():
+            del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
+        self._fsdp_param._init_extensions()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def is_attached(self) -> bool:
+        """False after load_state_dict(assign=True), .to() and whatever else swaps the tensor."""
+        local = self._fsdp_param.sharded_param._local_tensor
+        extension = getattr(local, "fsdp_pre_all_gather", None)
+        return getattr(extension, "__self__", None) is self
+
+    # Named and typed as FSDP2 calls it; exactly five parameters.
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        local = self._fsdp_param.sharded_param._local_tensor
+        dtype = local.dtype
+        if mp_policy.param_dtype is not None and dtype.is_floating_point:
+            dtype = mp_policy.param_dtype
+        # A product, not a select: the same bits (-0.0, NaN) as one process gets.
+        masked = (local * self._mask).to(dtype)
+        padded_size = self._fsdp_param.padded_sharded_param_size
+        if masked.size() == padded_size:
+            return (masked,), None
+        padded = masked.new_zeros(padded_size)
+        padded[: masked.size(0)].copy_(masked)
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        if out is not None:
+            return None  # ``out`` is a view of the gathered buffer
+        # No inner tensors: FSDP2 frees the buffer as it frees a dense one.
+        return all_gather_outputs[0], ()
+
+    def _mask_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad._local_tensor.mul_(self._mask)
+
+
+def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
+    """Every parameter that FSDP2 shards in this process, by (id(module), name).
+
+    A leaf does not know the module that gathers it, and the parameter registered
+    on it may be the gathered copy, so its type tells nothing.
+    """
+    found: dict[tuple[int, str], ManagedParameter] = {}
+    for group in _groups():
+        for fsdp_param in group.fsdp_params:
+            managed = ManagedParameter(fsdp_param, group)
+            for module, name in managed.owners:
+                found[id(module), name] = managed
+    return found
+
+
+def is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:
+    """Whether a registered parameter is the gathered one: that one is masked already."""
+    if not isinstance(registered, DTensor):
+        return True
+    assert isinstance(mask, DTensor)
+    return registered.device_mesh != mask.device_mesh or registered.placements != mask.placements
+
+
+def subclass_attributes(cls: type) -> dict[str, Any]:
+    """Class attributes that keep a subclass of an FSDPModule class working."""
+    # FSDPModule.__new__ finds the user's class by its place in the MRO.
+    if issubclass(cls, FSDPModule) and hasattr(cls, "_orig_cls_mro_index"):
+        return {"_orig_cls_mro_index": cls._orig_cls_mro_index + 1}
+    return {}
+
+
+def check_fields(managed: ManagedParameter) -> None:
+    """Raise NotImplementedError naming the private fields that this torch lacks."""
+    fsdp_param = managed.fsdp_param
+    missing = [name for name in _PARAM_FIELDS if not hasattr(fsdp_param, name)]
+    info = getattr(fsdp_param, "_module_info", None)
+    missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
+    if missing:
+        raise NotImplementedError(
+            f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
+            "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
+        )
+
+
+def _groups() -> Iterator[Any]:
+    seen: set[int] = set()
+    for reference in list(_composable_state._module_state_mapping.values()):
+        state = reference()
+        if not isinstance(state, FSDPState) or id(state) in seen:
+            continue
+        seen.add(id(state))
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch < 2.12 has at most one
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        yield from groups
