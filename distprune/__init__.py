@@ -23,18 +23,17 @@ from distprune.local_pruning import (
     random_unstructured,
     remove,
 )
-from distprune.naming import NamedParameter
-from distprune.pruning_method import (
-    BasePruningMethod,
+from distprune.methods import (
     CustomFromMask,
     Identity,
     L1Unstructured,
     LnStructured,
-    PruningContainer,
     RandomStructured,
     RandomUnstructured,
 )
-from distprune.pruning_method import compute_norm as _compute_norm  # noqa: F401
+from distprune.methods import compute_norm as _compute_norm  # noqa: F401
+from distprune.naming import NamedParameter
+from distprune.pruning_method import BasePruningMethod, PruningContainer
 from distprune.report import ParameterReport, PruningReport
 from distprune.selecting import select
 

@@ -57,3 +57,10 @@ def resolve_count(amount: Amount, tensor_size: int) -> int:
     if isinstance(amount, numbers.Integral):
         return int(amount)
     return round(amount * tensor_size)
+
+
+def checked_count(amount: Amount, tensor_size: int) -> int:
+    """:func:`resolve_count`, and ValueError if that is more than there is."""
+    count = resolve_count(amount, tensor_size)
+    validate_count(count, tensor_size)
+    return count

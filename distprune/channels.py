@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.amount import Amount, resolve_count, validate_count
+from distprune.amount import Amount, checked_count, resolve_count
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator
 from distprune.keys import Order
@@ -188,8 +188,7 @@ def is_norm_order(n: object) -> bool:
 
 def drop_lowest_channels(norms: Tensor, amount: Amount) -> Tensor:
     """bool [channels], True = keep: all but the smallest norms, ties to the lower index."""
-    k = resolve_count(amount, norms.numel())
-    validate_count(k, norms.numel())
+    k = checked_count(amount, norms.numel())
     keep = torch.ones(norms.shape, dtype=torch.bool, device=norms.device)
     zero_lowest(keep, norms, k, Order.MAGNITUDE)
     return keep

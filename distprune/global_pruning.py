@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from distprune.collectives import attempt, world
+from distprune.methods import chosen_hook
 from distprune.pipeline import prune_together
-from distprune.pruning_method import BasePruningMethod, chosen_hook, describe_method
+from distprune.pruning_method import BasePruningMethod, describe_method
 from distprune.report import PruningReport
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from distprune.amount import Amount
 from distprune.masking.hook import PruningHook, find_hook
-from distprune.pruning_method import (
-    BasePruningMethod,
+from distprune.methods import (
     CustomFromMask,
     Identity,
     L1Unstructured,
@@ -17,6 +16,7 @@ from distprune.pruning_method import (
     RandomStructured,
     RandomUnstructured,
 )
+from distprune.pruning_method import BasePruningMethod
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

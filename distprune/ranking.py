@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from distprune.amount import Amount, resolve_count, validate_count
+from distprune.amount import Amount, checked_count
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import dim_coordinates, index_map
@@ -204,8 +204,7 @@ def _ranked(
     call: PruningCall, amount: Amount, keys: KeyRange, sources: Sequence[KeySource]
 ) -> Decision:
     total = sum(call.num_live)
-    k = resolve_count(amount, total)
-    validate_count(k, total)
+    k = checked_count(amount, total)
     parts = [
         Candidates(
             source,

@@ -1,0 +1,293 @@
+"""The pruning methods of torch.nn.utils.prune."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune import channels, ranking
+from distprune.amount import Amount, checked_count, validate_amount
+from distprune.call import Decision, PruningCall
+from distprune.collectives import Communicator, is_distributed
+from distprune.keys import Order
+from distprune.pruning_method import BasePruningMethod, hook_with
+
+
+class Identity(BasePruningMethod):
+    """Prunes nothing: gives a parameter a mask of ones."""
+
+    PRUNING_TYPE = "unstructured"
+    READS_VALUES = False
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The default mask."""
+        return default_mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        masks = []
+        for which in range(len(call.shards)):
+            mask, fresh = call.start_mask(which)
+            masks.append(mask.fill_(1) if fresh else mask)
+        return Decision(masks, [0] * len(masks))
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str) -> BasePruningMethod:  # type: ignore[override]
+        """Give ``module.<name>`` a mask of ones; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name)
+
+
+class RandomUnstructured(BasePruningMethod):
+    """Prunes elements at random.
+
+    On unsharded parameters of one process the random numbers are torch's, from
+    the same seed. On sharded parameters, or with a process group, they are a
+    function of a seed, drawn from torch's generator on the leading rank, and of
+    the element's global index: the same mask on any sharding.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    PRUNING_TYPE = "unstructured"
+    READS_VALUES = False
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the elements of ``k`` largest random numbers."""
+        k = checked_count(self.amount, t.nelement())
+        mask = default_mask.clone(memory_format=torch.contiguous_format)
+        if k:
+            ranking.zero_lowest(mask, torch.rand_like(t), k, Order.DESCENDING)
+        return mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, RandomUnstructured) or (call.is_local and not is_distributed()):
+            return super().decide(call)
+        return ranking.random_decision(call, self.amount)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount)
+
+
+class L1Unstructured(BasePruningMethod):
+    """Prunes the elements of smallest magnitude; equal ones by ascending index.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` elements of smallest |t|; NaN rank last, as in torch."""
+        k = checked_count(self.amount, t.nelement())
+        mask = default_mask.clone(memory_format=torch.contiguous_format)
+        if k:
+            ranking.zero_lowest(mask, t, k, Order.MAGNITUDE)
+        return mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, L1Unstructured):
+            return super().decide(call)
+        return ranking.magnitude_decision(call, self.amount)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: Amount,
+        importance_scores: Tensor | None = None,
+    ) -> BasePruningMethod:
+        """Prune ``module.<name>`` by magnitude; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, importance_scores=importance_scores)
+
+
+class RandomStructured(BasePruningMethod):
+    """Prunes whole channels at random.
+
+    Args:
+        amount: a fraction of the channels in [0, 1], or a count.
+        dim: the channels' dimension.
+    """
+
+    PRUNING_TYPE = "structured"
+    READS_VALUES = False
+
+    def __init__(self, amount: Amount, dim: int = -1) -> None:
+        validate_amount(amount)
+        self.amount = amount
+        self.dim = dim
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the channels of ``k`` smallest random numbers."""
+        axis = channels.checked_dim(t.shape, self.dim)
+        k = checked_count(self.amount, t.shape[axis])
+        if not k:
+            return default_mask
+        keep = channels.drop_lowest_channels(torch.rand(t.shape[axis]), k)
+        return _channel_mask(t, axis, keep, default_mask)
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, RandomStructured):
+            return super().decide(call)
+        return channels.random_decision(call, self.amount, self.dim)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: Amount, dim: int = -1
+    ) -> BasePruningMethod:
+        """Prune channels of ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, dim=dim)
+
+
+class LnStructured(BasePruningMethod):
+    """Prunes whole channels of smallest L_n norm; equal norms by ascending index.
+
+    Norms are summed exactly, so that no order of summation, and no sharding, can
+    change which channels go; they are rounded to the dtype of the scores.
+
+    Args:
+        amount: a fraction of the channels in [0, 1], or a count.
+        n: order of the norm, as in ``torch.norm``.
+        dim: the channels' dimension.
+    """
+
+    PRUNING_TYPE = "structured"
+
+    def __init__(self, amount: Amount, n: Any, dim: int = -1) -> None:
+        validate_amount(amount)
+        self.amount = amount
+        self.n = n
+        self.dim = dim
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` channels of smallest norm."""
+        axis = channels.checked_dim(t.shape, self.dim)
+        k = checked_count(self.amount, t.shape[axis])
+        norms = compute_norm(t, self.n, axis)
+        if not k:
+            return default_mask
+        keep = channels.drop_lowest_channels(norms, k)
+        return _channel_mask(t, axis, keep, default_mask)
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, LnStructured):
+            return super().decide(call)
+        return channels.norm_decision(call, self.amount, self.n, self.dim)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: Amount,
+        n: Any,
+        dim: int,
+        importance_scores: Tensor | None = None,
+    ) -> BasePruningMethod:
+        """Prune channels of ``module.<name>`` by norm; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(
+            module, name, amount=amount, n=n, dim=dim, importance_scores=importance_scores
+        )
+
+
+class CustomFromMask(BasePruningMethod):
+    """Prunes where a given mask is 0.
+
+    Args:
+        mask: the parameter's shape; on a sharded parameter also a DTensor laid out
+            like it. A whole mask must be equal on all ranks.
+    """
+
+    PRUNING_TYPE = "global"
+    READS_VALUES = False
+
+    def __init__(self, mask: Tensor | None) -> None:
+        # None: a global pruning chose the mask, and the module's buffer is the only copy.
+        self._mask = mask
+        self._is_in_buffer = mask is None
+
+    @property
+    def mask(self) -> Tensor:
+        """The given mask; after a global pruning, the mask that is in force on the module."""
+        if self._mask is not None:
+            return self._mask
+        module = self._module_ref() if self._module_ref is not None else None
+        if module is None:
+            raise RuntimeError("the module that held this mask is gone.")
+        return module._buffers[self._tensor_name + "_mask"]
+
+    def bind(self, module: nn.Module) -> None:
+        super().bind(module)
+        if self._is_in_buffer:
+            self._mask = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._mask is None and self._module_ref is not None:
+            state["_mask"] = self.mask  # stored once, with the buffer
+        return state
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The product of both masks."""
+        assert default_mask.shape == self.mask.shape, (
+            f"mask has shape {tuple(self.mask.shape)}; expected {tuple(default_mask.shape)}."
+        )
+        return default_mask * self.mask.to(dtype=default_mask.dtype)
+
+    def decide(self, call: PruningCall) -> Decision:
+        return ranking.given_decision(call, self.mask)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` by a mask; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, mask=mask)
+
+
+def chosen_hook(module: nn.Module, name: str) -> BasePruningMethod:
+    """What to register for a mask that a global pruning chose."""
+    method = CustomFromMask(None)
+    method._tensor_name = name
+    return hook_with(module, name, method)
+
+
+def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
+    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]]."""
+    axis = dim % t.ndim
+    if channels.is_norm_order(n) and t.is_floating_point():
+        norms = channels.channel_norms(
+            t,
+            axis,
+            2.0 if n is None else float(n),
+            torch.arange(t.shape[axis]),
+            t.shape[axis],
+            t.numel() // max(t.shape[axis], 1),
+            Communicator(()),
+        )
+        return norms.to(device=t.device, dtype=t.dtype)
+    return torch.norm(t, p=n, dim=[other for other in range(t.ndim) if other != axis])
+
+
+def _channel_mask(t: Tensor, axis: int, keep: Tensor, default_mask: Tensor) -> Tensor:
+    mask = torch.zeros_like(t)
+    where: list[Any] = [slice(None)] * t.dim()
+    where[axis] = keep.to(t.device)
+    mask[tuple(where)] = 1
+    return mask.mul_(default_mask.to(dtype=mask.dtype))
+
+
+def _overrides(method: BasePruningMethod, cls: type[BasePruningMethod]) -> bool:
+    """Whether a user's subclass replaced the mask of a built-in method."""
+    return type(method).compute_mask is not cls.compute_mask

@@ -1,0 +1,86 @@
+"""Index maps against brute force, on random shapes and splits."""
+
+import math
+
+import torch
+from distprune.geometry import Split, dim_coordinates, index_map, memory_order
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def cuts(draw):
+    """A shape and a list of (dim, number of chunks): how a mesh cuts it."""
+    shape = draw(shapes)
+    if not shape:
+        return shape, []
+    dims = st.integers(0, len(shape) - 1)
+    return shape, draw(st.lists(st.tuples(dims, st.integers(1, 4)), max_size=3))
+
+
+def all_ranks(cut):
+    """Every combination of chunks: one list of splits per rank."""
+    ranks = [[]]
+    for dim, num_chunks in cut:
+        ranks = [[*r, Split(dim, num_chunks, which)] for r in ranks for which in range(num_chunks)]
+    return ranks
+
+
+def cut_by_torch(whole, splits):
+    for split in splits:
+        chunks = whole.chunk(split.num_chunks, split.dim)
+        empty = whole.narrow(split.dim, 0, 0)
+        whole = chunks[split.which] if split.which < len(chunks) else empty
+    return whole
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(cuts(), st.randoms(use_true_random=False))
+def test_every_rank_knows_where_its_elements_are(case, random):
+    shape, cut = case
+    whole = torch.arange(math.prod(shape)).view(shape)
+    seen = []
+    for splits in all_ranks(cut):
+        local = cut_by_torch(whole, splits)
+        coordinates = dim_coordinates(shape, splits)
+        assert tuple(c.numel() for c in coordinates) == tuple(local.shape)
+        order = list(range(len(shape)))
+        random.shuffle(order)
+        for dims in (list(range(len(shape))), order):
+            index = index_map(shape, coordinates, dims)
+            flat = local.permute(dims).reshape(-1)
+            assert torch.equal(index(torch.arange(flat.numel())), flat)
+        seen.append(local.reshape(-1))
+    assert torch.equal(torch.cat(seen).sort().values, whole.reshape(-1))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(shapes, st.randoms(use_true_random=False))
+def test_dense_tensors_are_read_without_a_copy(shape, random):
+    dims = list(range(len(shape)))
+    random.shuffle(dims)
+    tensor = torch.arange(math.prod(shape)).view(shape).permute(dims)
+    order = memory_order(tensor)
+    assert order is not None
+    assert tensor.permute(order).reshape(-1).data_ptr() == tensor.data_ptr()
+
+
+def test_tensors_with_gaps_or_overlaps_have_no_order():
+    assert memory_order(torch.zeros(4, 6)[:, ::2]) is None
+    assert memory_order(torch.zeros(3, 1).expand(3, 5)) is None
+    assert memory_order(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)) is not None
+
+
+def test_a_block_of_rows_is_one_run():
+    coordinates = dim_coordinates((9, 5), [Split(0, 4, 2)])
+    assert index_map((9, 5), coordinates, [0, 1]).start == 30
+    assert index_map((9, 5), dim_coordinates((9, 5), [Split(1, 2, 1)]), [0, 1]).start is None
+    assert index_map((), (), []).start == 0
+
+
+def test_more_than_two_to_the_31_elements():
+    shape = (2**17, 2**16)
+    index = index_map(shape, dim_coordinates(shape, [Split(1, 2, 1)]), [0, 1])
+    assert index(torch.tensor([2**32 - 1])).tolist() == [2**33 - 1]

@@ -1,0 +1,149 @@
+"""The harness itself: results, failures, hangs and reuse."""
+
+import os
+import time
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankError, run_fake_ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+
+def sum_of_ranks(offset: int = 0) -> int:
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return int(total)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_back_in_rank_order(world_size):
+    assert run_ranks(dist.get_rank, world_size) == list(range(world_size))
+    expected = sum(range(world_size)) + 10 * world_size
+    assert run_ranks(sum_of_ranks, world_size, offset=10) == [expected] * world_size
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def test_workers_are_reused_and_are_not_this_process():
+    first, second = run_ranks(process_id, 2), run_ranks(process_id, 2)
+    assert first == second
+    assert os.getpid() not in first
+    assert len(set(first)) == 2
+
+
+def tensors() -> tuple[torch.Tensor, numpy.ndarray]:
+    return torch.full((3,), float(dist.get_rank())), numpy.arange(2) + dist.get_rank()
+
+
+def test_results_travel_by_value():
+    results = run_ranks(tensors, 2)
+    run_ranks(dist.get_rank, 2)  # the workers have let go of them
+    assert results[1][0].tolist() == [1.0, 1.0, 1.0]
+    assert results[1][1].tolist() == [1, 2]
+
+
+def threads_and_random() -> tuple[int, float]:
+    return torch.get_num_threads(), float(torch.rand(()))
+
+
+def test_one_thread_and_different_generators_on_each_rank():
+    (threads, first), (_, second) = run_ranks(threads_and_random, 2)
+    assert threads == 1
+    assert first != second
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("the text of the failure")
+    dist.barrier()
+
+
+def fail_everywhere() -> None:
+    raise ValueError("the text of the failure")
+
+
+def test_a_failing_rank_is_reported_with_its_traceback_and_the_others_are_killed():
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_on, 3, 1)
+    text = str(caught.value)
+    assert "rank 1 of 3: Traceback" in text
+    assert "ValueError: the text of the failure" in text
+    assert "in fail_on" in text
+    assert "rank 0" in text and "no answer, killed" in text
+    assert text.index("rank 1 of 3") < text.index("no answer")
+    assert time.monotonic() - started < 20
+    assert run_ranks(sum_of_ranks, 3) == [3, 3, 3]
+
+
+def test_equal_failures_are_reported_once_and_the_workers_survive():
+    before = run_ranks(process_id, 2)
+    with pytest.raises(RankError) as caught:
+        run_ranks(fail_everywhere, 2)
+    assert str(caught.value).startswith("rank 0, 1 of 2: Traceback")
+    assert str(caught.value).count("ValueError: the text of the failure") == 1
+    assert run_ranks(process_id, 2) == before
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+def test_a_hanging_rank_is_killed_at_the_deadline_and_its_stack_is_shown():
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(hang_on, 2, 0, timeout=1.0)
+    assert "rank 0 of 2: no answer, killed" in str(caught.value)
+    assert "in hang_on" in str(caught.value)
+    assert "rank 1" not in str(caught.value)
+    assert time.monotonic() - started < 20
+    assert run_ranks(sum_of_ranks, 2) == [1, 1]
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+
+
+def test_a_dead_rank_is_reported_with_its_exit_code():
+    with pytest.raises(RankError, match=r"rank 1 of 2: died \(exit code 3\)"):
+        run_ranks(die_on, 2, 1)
+    assert run_ranks(sum_of_ranks, 2) == [1, 1]
+
+
+def local_function() -> object:
+    return lambda: None
+
+
+def test_an_unpicklable_result_is_an_error_of_that_rank():
+    with pytest.raises(RankError, match=r"rank 0, 1 of 2(.|\n)*pickle"):
+        run_ranks(local_function, 2)
+
+
+def mesh_coordinate() -> tuple[int, ...]:
+    """The coordinate that a *result* of a DTensor operation believes to have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+    assert (tensor + 1).device_mesh is mesh
+    return tuple((tensor + 1).device_mesh.get_coordinate())
+
+
+def test_no_mesh_of_an_earlier_call_is_handed_out():
+    for _ in range(3):
+        assert run_ranks(mesh_coordinate, 2) == [(0,), (1,)]
+
+
+def fake_coordinate() -> tuple[int, tuple[int, ...]]:
+    return dist.get_world_size(), mesh_coordinate()
+
+
+def test_fake_ranks_take_any_world_size_and_leave_no_group_behind():
+    assert run_fake_ranks(fake_coordinate, 3) == [(3, (0,)), (3, (1,)), (3, (2,))]
+    assert run_fake_ranks(fake_coordinate, 1024, ranks=[0, 1023]) == [(1024, (0,)), (1024, (1023,))]
+    assert not dist.is_initialized()

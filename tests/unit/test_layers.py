@@ -1,0 +1,92 @@
+"""Imports point down, private torch fields stay in their adapters, and one place communicates."""
+
+import ast
+import re
+from pathlib import Path
+
+import distprune
+import pytest
+
+PACKAGE = Path(distprune.__file__).parent
+# Every module imports lower levels only; a package's level is that of its __init__.
+LEVELS = [
+    ["amount", "geometry", "collectives", "naming", "report", "wrappers"],
+    ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "selecting"],
+    ["passes", "call", "sharding.dtensor", "sharding.replicated", "masking.live_property"],
+    ["sharding", "selection", "masking.hook", "masking"],
+    ["ranking", "masking.attach"],
+    ["channels", "pipeline"],
+    ["pruning_method"],
+    ["methods"],
+    ["local_pruning", "global_pruning"],
+    [""],
+]
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of this package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = inner.removeprefix("distprune.") in FILES
+                found.add(inner if is_module else node.module)
+    return {
+        name.removeprefix("distprune").removeprefix(".")
+        for name in found
+        if name.split(".")[0] == "distprune"
+    }
+
+
+def test_every_module_has_a_level():
+    assert set(LEVEL) == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_point_down(name):
+    for other in imported(FILES[name]):
+        assert LEVEL[other] < LEVEL[name], f"{name or '__init__'} may not import {other}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_place_communicates(name):
+    calls = re.findall(
+        r"\b(all_reduce|all_gather\w*|broadcast\w*|reduce_scatter\w*|gather_object|barrier|"
+        r"scatter\w*|full_tensor|redistribute)\(",
+        re.sub(r'"[^"\n]*"', "", FILES[name].read_text()),
+    )
+    assert not calls or name == "collectives", calls
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_private_wrapper_fields_live_in_their_adapter(name):
+    private = re.findall(
+        r"\b(_get_fsdp_state|_fsdp_param_groups?|_module_info|_sharded_\w+|_init_extensions|"
+        r"_composable_state|_active_ddp_module|parameters_to_ignore|_fsdp_flattened|"
+        r"_local_tensor|_handle\b(?=\.))",
+        FILES[name].read_text(),
+    )
+    assert not private or name.startswith("wrappers."), private
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_taken_from_torch_prune(name):
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        assert not [n for n in names if n.startswith("torch.nn.utils.prune")]

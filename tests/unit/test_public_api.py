@@ -1,0 +1,60 @@
+"""The public surface: a change to it is always deliberate."""
+
+import inspect
+import subprocess
+import sys
+
+import distprune
+import pytest
+import torch.nn.utils.prune as torch_prune
+
+TORCH = {
+    "BasePruningMethod", "CustomFromMask", "Identity", "L1Unstructured", "LnStructured",
+    "PruningContainer", "RandomStructured", "RandomUnstructured", "custom_from_mask",
+    "global_unstructured", "identity", "is_pruned", "l1_unstructured", "ln_structured",
+    "random_structured", "random_unstructured", "remove",
+}  # fmt: skip
+OURS = {"NamedParameter", "ParameterReport", "PruningReport", "select"}
+
+
+def test_public_names():
+    assert distprune.__all__ == sorted(distprune.__all__)
+    assert set(distprune.__all__) == TORCH | OURS
+
+
+def parameters_of(function):
+    return [
+        (p.name, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(TORCH))
+def test_signatures_are_those_of_torch(name):
+    ours, theirs = getattr(distprune, name), getattr(torch_prune, name)
+    if not inspect.isclass(theirs):
+        assert parameters_of(ours) == parameters_of(theirs)
+        return
+    assert getattr(ours, "PRUNING_TYPE", None) == getattr(theirs, "PRUNING_TYPE", None)
+    for method in ("__init__", "apply", "compute_mask", "apply_mask", "prune", "remove"):
+        if method in vars(theirs):
+            assert parameters_of(getattr(ours, method)) == parameters_of(getattr(theirs, method))
+
+
+@pytest.mark.parametrize("name", sorted(distprune.__all__))
+def test_everything_public_is_documented(name):
+    assert inspect.getdoc(getattr(distprune, name))
+
+
+@pytest.mark.slow
+def test_import_does_not_load_dtensor():
+    """DTensor costs more than half a second; a user on one device has no need of it."""
+    script = (
+        "import sys, torch; before = set(sys.modules); import distprune; "
+        "print(sorted(m for m in set(sys.modules) - before if m.startswith('torch.')))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.strip() == "[]"

@@ -1,0 +1,91 @@
+"""The oracle against masks written by hand, and against torch where torch defines an order."""
+
+import math
+
+import pytest
+import reference
+import torch
+import torch.nn.utils.prune as torch_prune
+
+
+def bools(*rows: str) -> torch.Tensor:
+    """'x' is pruned, '.' is kept."""
+    return torch.tensor([[c == "." for c in row] for row in rows])
+
+
+def test_lowest_magnitudes_of_all_tensors_go():
+    scores = [torch.tensor([[1.0, -0.1], [3.0, 0.2]]), torch.tensor([[-0.15, 9.0]])]
+    first, second = reference.prune(scores, 3)
+    assert torch.equal(first, bools(".x", ".x"))
+    assert torch.equal(second, bools("x."))
+
+
+def test_ties_go_by_tensor_then_row_major_index():
+    scores = [torch.full((2, 2), -2.0), torch.full((1, 2), 2.0)]
+    first, second = reference.prune(scores, 3)
+    assert torch.equal(first, bools("xx", "x."))
+    assert torch.equal(second, bools(".."))
+
+
+def test_zeros_are_equal_denormals_differ_inf_is_largest():
+    tiny = 2.0**-149
+    scores = [torch.tensor([[math.inf, 2 * tiny, 0.0, -0.0, -tiny, 3e38]])]
+    masks = [reference.prune(scores, k)[0] for k in range(7)]
+    order = ["......", "..x...", "..xx..", "..xxx.", ".xxxx.", ".xxxxx", "xxxxxx"]
+    assert [torch.equal(m, bools(row)) for m, row in zip(masks, order, strict=True)] == [True] * 7
+
+
+def test_pruned_elements_do_not_compete_and_stay_pruned():
+    scores = [torch.tensor([[1.0, 2.0, 3.0, 4.0]])]
+    (keep,) = reference.prune(scores, 0.5, [bools("...x")])
+    assert torch.equal(keep, bools("xx.x"))  # round(1.5) = 2 of the three that are left
+
+
+def test_dtypes_are_compared_by_value():
+    bf16, fp16 = torch.tensor([[1.0078125]]).bfloat16(), torch.tensor([[1.0]]).half()
+    assert reference.prune([bf16, fp16], 1)[1].item() is False
+
+
+@pytest.mark.parametrize(
+    ("amount", "remaining", "k"),
+    [(0.5, 5, 2), (0.5, 7, 4), (0.5, 3, 2), (0.0, 9, 0), (1.0, 9, 9), (0.1, 10, 1), (4, 9, 4)],
+)
+def test_fractions_round_half_to_even(amount, remaining, k):
+    assert reference.num_to_prune(amount, remaining) == k
+
+
+@pytest.mark.parametrize("amount", [0, 7, 0.1, 0.5, 0.9, 1.0])
+def test_equals_torch_without_ties(amount):
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.nn.Linear(7, 5), torch.nn.Linear(5, 4)]
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight, generator=generator)
+    expected = reference.prune([layer.weight for layer in layers], amount)
+    torch_prune.global_unstructured(
+        [(layer, "weight") for layer in layers], torch_prune.L1Unstructured, amount=amount
+    )
+    for layer, keep in zip(layers, expected, strict=True):
+        assert torch.equal(layer.weight_mask.bool(), keep)
+
+
+def test_lowest_channels_go_and_dead_ones_do_not_compete():
+    weight = torch.tensor([[3.0, 0.0], [2.0, 2.0], [0.0, 1.0]])
+    assert torch.equal(reference.prune_channels(weight, 1, 1, 0), bools("..", "..", "xx"))
+    assert torch.equal(reference.prune_channels(weight, 2, math.inf, 0), bools("..", "xx", "xx"))
+    assert torch.equal(reference.prune_channels(weight, 1, 2, -1), bools(".x", ".x", ".x"))
+    dead = bools("..", "..", "xx")
+    assert torch.equal(reference.prune_channels(weight, 0.5, 1, 0, dead), bools("xx", "..", "xx"))
+
+
+def test_equal_channels_go_by_index():
+    assert torch.equal(
+        reference.prune_channels(torch.ones(3, 2), 0.5, 2, 0), bools("xx", "xx", "..")
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("n", [1, 2, math.inf])
+def test_channels_equal_torch_without_ties(n, dim):
+    weight = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(1))
+    expected = torch_prune.LnStructured(0.4, n, dim).compute_mask(weight, torch.ones(6, 5, 3))
+    assert torch.equal(reference.prune_channels(weight, 0.4, n, dim), expected.bool())

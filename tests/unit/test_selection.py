@@ -1,0 +1,258 @@
+"""Selection over virtual ranks equals a sort, for any data, layout and number of ranks."""
+
+import math
+
+import pytest
+import reference
+import torch
+from distprune.collectives import Communicator
+from distprune.geometry import Split, dim_coordinates, index_map
+from distprune.keys import Order, TensorKeys, key_range
+from distprune.passes import Candidates, write_keep
+from distprune.selection import _COLLECT_ALL, select_lowest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_ranks import run_virtual_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def fill(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    normal = torch.randn(shape, generator=generator)
+    match kind:
+        case "normal":
+            return normal
+        case "equal":
+            return torch.full(shape, 0.5)
+        case "signed zeros":
+            return torch.zeros(shape) * torch.sign(normal)
+        case "few values":
+            return (normal * 2).round()
+        case "denormals":
+            return normal * 1e-41
+        case "infinities":
+            return torch.where(normal > 0.5, -math.inf, normal)
+        case "one ulp apart":
+            return torch.where(normal > 0, 1.0, 1.0000001)
+        case "wide":
+            return torch.exp(normal * 8)
+    raise ValueError(kind)
+
+
+KINDS = (
+    "normal", "equal", "signed zeros", "few values", "denormals", "infinities", "one ulp apart",
+    "wide",
+)  # fmt: skip
+
+
+def layout(kind: str, shape: tuple[int, ...], size: int, rank: int):
+    """(splits, replica, number of replicas) of a rank; None if it holds nothing."""
+    half = size // 2
+    match kind:
+        case "rows":
+            return [Split(0, size, rank)], 0, 1
+        case "columns":
+            return [Split(len(shape) - 1, size, rank)], 0, 1
+        case "replicated":
+            return [], rank, size
+        case "owned by the last":
+            return [Split(0, 1, 0)] if rank == size - 1 else None, 0, 1
+        case "strided" if size % 2 == 0:
+            # FSDP2 over 2 tensor parallel ranks: rows cut by tp, then by dp.
+            return [Split(0, 2, rank % 2), Split(0, half, rank // 2)], 0, 1
+        case "hybrid" if size % 2 == 0:
+            return [Split(0, 2, rank % 2)], rank // 2, half
+        case "grid" if size % 2 == 0:
+            last = len(shape) - 1
+            return [Split(0, 2, rank % 2), Split(last, half, rank // 2)], 0, 1
+    return [Split(0, size, rank)], 0, 1
+
+
+LAYOUTS = ("rows", "columns", "replicated", "owned by the last", "strided", "hybrid", "grid")
+
+
+def candidates(whole, live, kind, common, size, rank):
+    """This rank's part of a tensor, and how to cut the same part out of a mask."""
+    cut = layout(kind, whole.shape, size, rank)
+    splits, replica, num_replicas = cut if cut[0] is not None else ([], 0, 1)
+    coordinates = dim_coordinates(whole.shape, splits)
+    if cut[0] is None:
+        coordinates = tuple(rows[:0] for rows in coordinates)
+
+    def part(tensor):
+        for dim, rows in enumerate(coordinates):
+            tensor = tensor.index_select(dim, rows)
+        return tensor.reshape(-1)
+
+    flat = part(whole)
+    n = flat.numel()
+    index = index_map(whole.shape, coordinates, range(whole.ndim))
+    counted = range(n * replica // num_replicas, n * (replica + 1) // num_replicas)
+    return (
+        Candidates(
+            TensorKeys(flat, common),
+            None if live is None else part(live),
+            index,
+            counted,
+            whole.numel(),
+            flat.device,
+        ),
+        part,
+    )
+
+
+def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    common = key_range(dtype, Order.MAGNITUDE)
+    expected = reference.prune(tensors, amount, masks)
+    num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
+    k = reference.num_to_prune(amount, sum(num_live))
+
+    def on_rank(communicator: Communicator):
+        both = [
+            candidates(
+                tensor, None if masks is None else masks[i], layouts[i], common, size,
+                communicator.index,
+            )
+            for i, tensor in enumerate(tensors)
+        ]  # fmt: skip
+        parts = [part for part, _ in both]
+        names = [f"tensor {i}" for i in range(len(tensors))]
+        selection = select_lowest(parts, names, num_live, k, common, communicator, refuse_nan=True)
+        num_pruned = 0
+        for i, (part, cut) in enumerate(both):
+            fresh = masks is None
+            out = torch.full(cut(tensors[i]).shape, 7.0) if fresh else cut(masks[i]).float()
+            num_pruned += write_keep(part, i, selection.cut, out, fresh=fresh)
+            assert torch.equal(out, cut(expected[i]).float()), (i, layouts[i])
+        return num_pruned, communicator.num_collectives
+
+    results = run_virtual_ranks(on_rank, size)
+    assert sum(pruned for pruned, _ in results) == k
+    assert len({calls for _, calls in results}) == 1
+    assert results[0][1] <= max_collectives
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_data_on_any_layout(data):
+    size = data.draw(st.integers(1, 6), "ranks")
+    kind = data.draw(st.sampled_from(KINDS), "kind")
+    shapes = data.draw(
+        st.lists(
+            st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4
+        ),
+        "shapes",
+    )
+    dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in shapes]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
+    tensors = [
+        fill(kind, shape, generator).to(dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    masks = None
+    if data.draw(st.booleans(), "pruned already"):
+        masks = [torch.rand(shape, generator=generator) > 0.4 for shape in shapes]
+    live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
+    amount = data.draw(
+        st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount"
+    )
+    layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
+    check(tensors, masks, amount, layouts, size)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "sorted", "half zero", "one huge value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_elements_than_are_collected_outright(kind, dtype):
+    """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(211, 307), (5000,), (97, 101)]
+    assert sum(map(math.prod, shapes)) > _COLLECT_ALL
+    if kind == "sorted":
+        tensors = [torch.arange(math.prod(s)).view(s).float() for s in shapes]
+    elif kind == "half zero":
+        tensors = [torch.randn(s, generator=generator).clamp(min=0) for s in shapes]
+    elif kind == "one huge value":
+        tensors = [torch.full(s, 1e-30) for s in shapes]
+        tensors[0][3, 3] = 1e30
+    else:
+        tensors = [fill(kind, s, generator) for s in shapes]
+    tensors = [tensor.to(dtype) for tensor in tensors]
+    for amount in (0.5, 0.999):
+        check(tensors, None, amount, ["rows", "replicated", "columns"], 3)
+
+
+def test_a_bracket_that_misses_costs_time_only(monkeypatch):
+    """Brackets far too narrow: more rounds, the same masks."""
+    monkeypatch.setattr("distprune.selection._SIGMAS", 0.01)
+    monkeypatch.setattr("distprune.selection._COLLECT_ALL", 50)
+    generator = torch.Generator().manual_seed(5)
+    for dtype in (torch.float32, torch.float64):
+        tensors = [torch.randn(300, 70, generator=generator).to(dtype), torch.randn(99, 11)]
+        for amount in (0.02, 0.5, 0.97):
+            check(tensors, None, amount, ["rows", "columns"], 2, max_collectives=100)
+
+
+def test_nan_raises_on_every_rank_and_names_its_parameter():
+    whole = torch.ones(6, 2)
+    whole[5, 1] = math.nan
+    common = key_range(torch.float32, Order.MAGNITUDE)
+
+    def on_rank(communicator):
+        parts = [
+            candidates(tensor, None, "rows", common, 3, communicator.index)[0]
+            for tensor in (torch.ones(4, 2), whole)
+        ]
+        with pytest.raises(ValueError, match=r"right \(1 of 12\)") as caught:
+            select_lowest(
+                parts, ["left", "right"], [8, 12], 3, common, communicator, refuse_nan=True
+            )
+        assert "left" not in str(caught.value)
+        return str(caught.value)
+
+    assert len(set(run_virtual_ranks(on_rank, 3))) == 1
+
+
+def test_a_pruned_nan_does_not_compete():
+    whole = torch.tensor([math.nan, 3.0, 1.0, 2.0])
+    live = torch.tensor([False, True, True, True])
+    common = key_range(torch.float32, Order.MAGNITUDE)
+    part, _ = candidates(whole, live, "rows", common, 1, 0)
+    selection = select_lowest([part], ["w"], [3], 1, common, Communicator(()), refuse_nan=True)
+    mask = live.float()
+    assert write_keep(part, 0, selection.cut, mask, fresh=False) == 1
+    assert mask.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("k, kept", [(2, [1, 0, 1, 0, 1]), (4, [0, 0, 1, 0, 0]), (3, [0, 0, 1, 0, 1])])
+def test_nan_rank_last_by_index_where_they_are_allowed(k, kept):
+    scores = torch.tensor([math.nan, 1.0, math.nan, -2.0, math.nan])
+    if k == 4:
+        kept = [0, 0, 0, 0, 1]
+    from distprune.ranking import zero_lowest
+
+    mask = torch.ones(5)
+    zero_lowest(mask, scores, k, Order.MAGNITUDE)
+    assert mask.tolist() == kept
+
+
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.int8, torch.uint8])
+def test_orders(order, dtype):
+    generator = torch.Generator().manual_seed(1)
+    scores = (torch.randn(400, generator=generator) * 20).to(dtype)
+    if dtype.is_floating_point:
+        scores[:2] = torch.tensor([-math.inf, math.inf])
+    from distprune.ranking import zero_lowest
+
+    values = scores.double()
+    sort_by = {
+        Order.MAGNITUDE: values.abs(), Order.ASCENDING: values, Order.DESCENDING: -values,
+    }[order]  # fmt: skip
+    expected = torch.ones(400)
+    expected[torch.sort(sort_by, stable=True).indices[:150]] = 0
+    mask = torch.ones(400)
+    zero_lowest(mask, scores, 150, order)
+    assert torch.equal(mask, expected)
