@@ -39,12 +39,13 @@ class Communicator:
     Args:
         groups: process groups to reduce over, one after the other: one group,
             or one per axis of a mesh. Empty for a single process.
-        rank: the global rank, for messages.
-        index: this rank's place among those that take part; 0 leads.
-        size: how many ranks take part.
+        ranks: global ranks of all that take part; the first one leads.
+        rank: this rank, one of them.
         device: where the backend wants the integers.
 
     Attributes:
+        index: this rank's place among ``ranks``.
+        size: how many ranks take part.
         num_collectives: all-reduces so far.
         bytes_sent: payload of those, per rank.
     """
@@ -52,15 +53,15 @@ class Communicator:
     def __init__(
         self,
         groups: Sequence[dist.ProcessGroup],
+        ranks: Sequence[int] = (0,),
         rank: int = 0,
-        index: int = 0,
-        size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
         self._groups = tuple(groups)
+        self.ranks = tuple(ranks)
         self.rank = rank
-        self.index = index
-        self.size = size
+        self.index = self.ranks.index(rank)
+        self.size = len(self.ranks)
         self._device = torch.device(device)
         self.num_collectives = 0
         self.bytes_sent = 0
@@ -178,9 +179,8 @@ def world(group: dist.ProcessGroup | None = None) -> Communicator:
         )
     return Communicator(
         [group],
+        ranks=dist.get_process_group_ranks(group),
         rank=dist.get_rank(),
-        index=dist.get_rank(group),
-        size=dist.get_world_size(group),
         device=_reduction_device(group),
     )
 
@@ -191,38 +191,21 @@ def over_mesh(mesh: dist.DeviceMesh) -> Communicator:
     Raises:
         ValueError: this rank is outside the mesh.
     """
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    ranks = mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks:
         raise ValueError(
             f"rank {dist.get_rank()} is outside the mesh of the parameter ({mesh}); expected "
             "the call only on the ranks of the mesh."
         )
-    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if not axes:
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if not groups:
         return Communicator(())
-    groups = [mesh.get_group(axis) for axis in axes]
-    index = 0
-    for axis in axes:
-        index = index * mesh.size(axis) + coordinate[axis]
-    return Communicator(
-        groups,
-        rank=dist.get_rank(),
-        index=index,
-        size=mesh.size(),
-        device=_reduction_device(groups[0]),
-    )
+    return Communicator(groups, ranks, dist.get_rank(), _reduction_device(groups[0]))
 
 
 def is_distributed() -> bool:
     """Whether a process group is initialised: plain modules may then be replicas."""
     return dist.is_available() and dist.is_initialized()
-
-
-def group_ranks(group: dist.ProcessGroup | None = None) -> set[int]:
-    """Global ranks of ``group``; empty without a process group."""
-    if not is_distributed():
-        return set()
-    return set(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:

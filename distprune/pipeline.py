@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from distprune.call import Decision, PruningCall
-from distprune.collectives import Communicator, attempt, group_ranks
+from distprune.collectives import Communicator, attempt
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook
 from distprune.passes import count_live
@@ -86,6 +86,7 @@ def prune_together(
             targets, error = attempt(_read, parameters, scores or {}, communicator)
         communicator.agree([*facts, *_describe(targets or [])], error)
         assert targets is not None
+        targets = _count_copies_on_other_meshes(targets, communicator)
         with torch.no_grad():
             num_live = _count_and_compare(targets, method, communicator)
             call = PruningCall(
@@ -122,7 +123,6 @@ def _read(
     pairs = list(parameters)  # a generator is read once, here
     if not pairs:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    ranks = group_ranks() if communicator.size > 1 else set()
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     shards: dict[int, tuple[str, LocalShard]] = {}
     for position, pair in enumerate(pairs):
@@ -135,7 +135,7 @@ def _read(
             continue
         places[key].append((module, name))
         if key not in shards:
-            _check_mesh(shard, ranks)
+            _check_mesh(shard, communicator)
             shards[key] = (label, shard)
         else:
             _check_tied(label, shard, *shards[key])
@@ -167,14 +167,14 @@ def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
     return module, name
 
 
-def _check_mesh(shard: LocalShard, ranks: set[int]) -> None:
-    if shard.mesh is None or not ranks:
+def _check_mesh(shard: LocalShard, communicator: Communicator) -> None:
+    if shard.mesh is None:
         return
-    outside = sorted(set(shard.mesh.mesh.flatten().tolist()) - ranks)
-    if outside:
+    outside = sorted(set(shard.mesh.mesh.flatten().tolist()) - set(communicator.ranks))
+    if outside and communicator.size > 1:
         raise ValueError(
             f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
-            f"the call (group of ranks {sorted(ranks)}); expected a group that holds its mesh."
+            f"the call (ranks {list(communicator.ranks)}); expected a group that holds its mesh."
         )
 
 
@@ -212,7 +212,8 @@ def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
         shard = target.shard
         layout = "whole"
         if shard.mesh is not None:
-            layout = f"{shard.placements} on {shard.mesh.mesh.tolist()}"
+            # Not which ranks: the same parameter may be on several meshes of one shape.
+            layout = f"{shard.placements} on a mesh of shape {tuple(shard.mesh.shape)}"
         scores = "none" if target.scores is None else str(target.scores.dtype)
         facts.append(
             (
@@ -222,6 +223,45 @@ def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
             )
         )
     return facts
+
+
+def _count_copies_on_other_meshes(
+    targets: list[Target], communicator: Communicator
+) -> list[Target]:
+    """Let every shard know of the copies that lie outside its own mesh.
+
+    Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
+    over the data-parallel ranks only, once for every tensor-parallel rank. Each of
+    these meshes holds the whole parameter. One all-reduce of 8 bytes per rank and
+    kind of mesh, if there are such parameters.
+    """
+    smaller = [t.shard for t in targets if _is_on_part(t.shard, communicator)]
+    # Ranks meet kinds of meshes in the same order, as their lists are the same.
+    kinds = list(dict.fromkeys(tuple(shard.mesh.mesh.flatten().tolist()) for shard in smaller))
+    if not kinds:
+        return targets
+    is_first = torch.zeros(len(kinds), communicator.size, dtype=torch.int64)
+    for row, ranks in enumerate(kinds):
+        is_first[row, communicator.index] = communicator.rank == ranks[0]
+    is_first = communicator.sum(is_first)
+    found = []
+    for target in targets:
+        shard = target.shard
+        if _is_on_part(shard, communicator):
+            ranks = tuple(shard.mesh.mesh.flatten().tolist())
+            firsts = is_first[kinds.index(ranks)].nonzero().squeeze(1).tolist()
+            which = firsts.index(communicator.ranks.index(ranks[0]))
+            shard = replace(
+                shard,
+                replica=which * shard.num_replicas + shard.replica,
+                num_replicas=len(firsts) * shard.num_replicas,
+            )
+        found.append(replace(target, shard=shard))
+    return found
+
+
+def _is_on_part(shard: LocalShard, communicator: Communicator) -> bool:
+    return shard.mesh is not None and shard.mesh.size() < communicator.size
 
 
 def _count_and_compare(

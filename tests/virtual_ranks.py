@@ -21,7 +21,7 @@ class ThreadCommunicator(Communicator):
     """Reduces over threads; also checks that all of them reduce the same shape."""
 
     def __init__(self, meeting: _Meeting, index: int, size: int) -> None:
-        super().__init__((), rank=index, index=index, size=size)
+        super().__init__((), range(size), index)
         self._meeting = meeting
 
     def _reduce(self, values, op):

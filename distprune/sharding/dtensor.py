@@ -32,6 +32,11 @@ def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShar
         else tuple(torch.empty(0, dtype=torch.int64) for _ in parameter.shape)
     )
     values = parameter.detach().to_local()
+    if values.numel() == 0 and values.ndim == len(coordinates):
+        # An empty shard may be empty in dimensions that the placements leave whole.
+        coordinates = tuple(
+            rows[:size] for rows, size in zip(coordinates, values.shape, strict=True)
+        )
     expected = tuple(rows.numel() for rows in coordinates)
     if splits is None:
         values = values.new_empty(expected)
