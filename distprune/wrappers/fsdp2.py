@@ -12,6 +12,7 @@ dense one is; the gradient is masked on the shard after its reduce-scatter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,9 +97,15 @@ class ShardMask:
     """
 
     def __init__(self, managed: ManagedParameter, mask: DTensor) -> None:
-        self._fsdp_param = managed.fsdp_param
+        # The tensor refers to this object; a reference back would be a cycle through
+        # C++ that the garbage collector cannot see.
+        self._fsdp_param_ref = weakref.ref(managed.fsdp_param)
         self._mask = mask.to_local()
         self._handle: RemovableHandle | None = None
+
+    @property
+    def _fsdp_param(self) -> Any:
+        return self._fsdp_param_ref()
 
     def attach(self) -> None:
         """Let the next all-gather, and the gradient hook, see this mask."""

@@ -149,16 +149,13 @@ def test_any_data_on_any_layout(data):
     dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in shapes]
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
     tensors = [
-        fill(kind, shape, generator).to(dtype)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
+        fill(kind, shape, generator).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
     masks = None
     if data.draw(st.booleans(), "pruned already"):
         masks = [torch.rand(shape, generator=generator) > 0.4 for shape in shapes]
     live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
-    amount = data.draw(
-        st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount"
-    )
+    amount = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount")
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
     check(tensors, masks, amount, layouts, size)
 
@@ -226,7 +223,9 @@ def test_a_pruned_nan_does_not_compete():
     assert mask.tolist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("k, kept", [(2, [1, 0, 1, 0, 1]), (4, [0, 0, 1, 0, 0]), (3, [0, 0, 1, 0, 1])])
+@pytest.mark.parametrize(
+    "k, kept", [(2, [1, 0, 1, 0, 1]), (4, [0, 0, 1, 0, 0]), (3, [0, 0, 1, 0, 1])]
+)
 def test_nan_rank_last_by_index_where_they_are_allowed(k, kept):
     scores = torch.tensor([math.nan, 1.0, math.nan, -2.0, math.nan])
     if k == 4:
