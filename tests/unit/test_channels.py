@@ -1,0 +1,92 @@
+"""Channel norms: exact sums, the same bits on any sharding."""
+
+import math
+
+import pytest
+import torch
+from distprune.channels import channel_norms, checked_dim, drop_lowest_channels
+from distprune.collectives import Communicator
+from distprune.geometry import Split, dim_coordinates
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_ranks import run_virtual_ranks
+
+NORMS = (0, 0.5, 1, 2, 3, math.inf, -math.inf)
+
+
+def norms_over(values, dim, n, split_dim, size):
+    def on_rank(communicator):
+        coordinates = dim_coordinates(values.shape, [Split(split_dim, size, communicator.index)])
+        part = values.index_select(split_dim, coordinates[split_dim])
+        channels = values.shape[dim]
+        return channel_norms(
+            part, dim, float(n), coordinates[dim], channels, values.numel() // channels,
+            communicator,
+        )  # fmt: skip
+
+    return run_virtual_ranks(on_rank, size)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple),
+    n=st.sampled_from(NORMS),
+    size=st.integers(2, 5),
+    scale=st.sampled_from([1.0, 1e-30, 1e30]),
+    data=st.data(),
+)
+def test_any_sharding_gives_the_same_bits(shape, n, size, scale, data):
+    dim, split_dim = (data.draw(st.integers(0, len(shape) - 1)) for _ in range(2))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    values = torch.randn(shape, generator=generator) * scale
+    values[torch.rand(shape, generator=generator) < 0.2] = 0
+    (whole,) = norms_over(values, dim, n, 0, 1)
+    for norms in norms_over(values, dim, n, split_dim, size):
+        assert torch.equal(norms, whole)
+    by_torch = torch.norm(
+        values.double(), p=n, dim=[other for other in range(len(shape)) if other != dim]
+    )
+    torch.testing.assert_close(whole, by_torch, rtol=1e-12, atol=0.0)
+
+
+def test_equal_channels_have_equal_norms_whatever_the_order_of_their_elements():
+    row = torch.tensor([0.1, 0.7, 1e-3, 3.3, 0.1, 9.9])
+    values = torch.stack([row, row.flip(0), row[torch.randperm(6)]])
+    norms = channel_norms(values, 0, 1.0, torch.arange(3), 3, 6, Communicator(()))
+    assert norms[0] == norms[1] == norms[2]
+
+
+def test_channels_of_very_different_size_keep_their_precision():
+    values = torch.tensor([[1e30, 1e30], [3e-20, 4e-20], [3e-20, 4.0001e-20]])
+    norms = channel_norms(values, 0, 2.0, torch.arange(3), 3, 2, Communicator(()))
+    assert norms[0] > norms[2] > norms[1]
+    assert norms[1].item() == pytest.approx(5e-20, rel=1e-7)
+
+
+def test_infinities_and_nan():
+    values = torch.tensor([[1.0, math.inf], [1.0, 2.0], [math.nan, 1.0], [math.nan, math.inf]])
+    for n in (1.0, 2.0, math.inf):
+        norms = channel_norms(values, 0, n, torch.arange(4), 4, 2, Communicator(()))
+        assert norms[0] == math.inf and norms[1].isfinite()
+        assert norms[2].isnan() and norms[3].isnan()
+
+
+def test_equal_norms_are_dropped_in_ascending_order():
+    assert drop_lowest_channels(torch.ones(5), 2).tolist() == [False, False, True, True, True]
+    assert drop_lowest_channels(torch.tensor([3.0, 1.0, 1.0, 2.0]), 0.5).tolist() == [
+        True, False, False, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape, dim, error",
+    [
+        ((3,), 0, ValueError),
+        ((3, 4), 2, IndexError),
+        ((3, 4), -3, IndexError),
+        ((3, 4), 0.0, TypeError),
+    ],
+)
+def test_dimensions_are_checked(shape, dim, error):
+    with pytest.raises(error, match="dim"):
+        checked_dim(shape, dim)
