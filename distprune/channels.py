@@ -162,17 +162,17 @@ def checked_dim(shape: Sequence[int], dim: int) -> int:
     """A dimension counted from the front.
 
     Raises:
-        TypeError: not an int.
         ValueError: the tensor has fewer than two dimensions: its channels are elements.
+        TypeError: not an int.
         IndexError: out of range at either end.
     """
-    if not isinstance(dim, numbers.Integral):
-        raise TypeError(f"dim={dim!r} is a {type(dim).__name__}; expected an int.")
     if len(shape) <= 1:
         raise ValueError(
             f"structured pruning needs a tensor of at least two dimensions; got shape "
             f"{tuple(shape)}. Use an unstructured method for it."
         )
+    if not isinstance(dim, numbers.Integral):
+        raise TypeError(f"dim={dim!r} is a {type(dim).__name__}; expected an int.")
     if not -len(shape) <= dim < len(shape):
         raise IndexError(
             f"dim={dim} is out of range for a tensor of shape {tuple(shape)}; expected "

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from distprune.amount import Amount
+from distprune.masking.attach import unregister
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.methods import (
     CustomFromMask,
@@ -162,6 +163,7 @@ def remove(module: ModuleT, name: str) -> ModuleT:
     hook = present[1]
     assert isinstance(hook, BasePruningMethod)
     hook.remove(module)
+    unregister(module, name)
     return module
 
 

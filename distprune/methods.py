@@ -289,5 +289,11 @@ def _channel_mask(t: Tensor, axis: int, keep: Tensor, default_mask: Tensor) -> T
 
 
 def _overrides(method: BasePruningMethod, cls: type[BasePruningMethod]) -> bool:
-    """Whether a user's subclass replaced the mask of a built-in method."""
-    return type(method).compute_mask is not cls.compute_mask
+    """Whether the mask of a built-in method was replaced, by a subclass or on the class."""
+    return type(method).compute_mask is not _BUILT_IN[cls]
+
+
+_BUILT_IN = {
+    cls: cls.compute_mask
+    for cls in (RandomUnstructured, L1Unstructured, RandomStructured, LnStructured)
+}

@@ -213,7 +213,9 @@ class BasePruningMethod(PruningHook, ABC):
     def remove(self, module: nn.Module) -> None:
         """Make the pruning final: the parameter holds the masked values under its own name.
 
-        Local on every rank, sharded or not. Pruned elements become +0.
+        Local on every rank, sharded or not. Pruned elements become +0. As in torch, the
+        hook itself stays registered for the caller to delete; the function ``remove``
+        does both.
         """
         name = self._tensor_name
         assert name is not None, f"Module {module} has to be pruned before pruning can be removed"

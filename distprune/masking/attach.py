@@ -55,7 +55,7 @@ class Transaction:
                 owner._forward_pre_hooks[present[0]] = hook
 
     def detach(self, module: nn.Module, name: str, final: Tensor, managed: Any | None) -> None:
-        """Make the pruning of ``module.<name>`` final; the module is an ordinary one again.
+        """Make the pruning of ``module.<name>`` final; all that is left of it is the hook.
 
         Args:
             final: the masked values, local, with pruned elements at +0.
@@ -69,10 +69,9 @@ class Transaction:
         else:
             _local(managed.sharded).copy_(final)
             _unmask_shards(owners, name, managed)
-        for owner in owners:
-            present = find_hook(owner, name)
-            if present is not None:
-                del owner._forward_pre_hooks[present[0]]
+        # The module's own hook is the caller's to delete, as in torch.
+        for owner in owners[1:]:
+            unregister(owner, name)
 
     def rollback(self) -> None:
         """Leave every module as it was."""
@@ -218,3 +217,10 @@ def _check_free(module: nn.Module, *names: str) -> None:
 def _local(parameter: Any) -> Tensor:
     local = parameter.detach()
     return local.to_local() if hasattr(local, "to_local") else local
+
+
+def unregister(module: nn.Module, name: str) -> None:
+    """Delete the pruning hook of a parameter."""
+    present = find_hook(module, name)
+    if present is not None:
+        del module._forward_pre_hooks[present[0]]

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import distprune
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -34,6 +33,8 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+import distprune
 
 RESULTS = Path(__file__).parent / "results"
 AMOUNT = 0.5

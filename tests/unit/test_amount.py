@@ -2,6 +2,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+
 from distprune.amount import checked_count, resolve_count, validate_amount
 
 

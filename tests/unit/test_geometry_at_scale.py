@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from distprune.sharding import dtensor
-from harness import run_fake_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +11,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+
+from distprune.sharding import dtensor
+from harness import run_fake_ranks
 
 
 def global_indices(shard):

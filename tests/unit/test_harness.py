@@ -7,9 +7,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankError, run_fake_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from harness import RankError, run_fake_ranks, run_ranks
 
 
 def sum_of_ranks(offset: int = 0) -> int:

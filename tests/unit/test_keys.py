@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from distprune.keys import RANDOM_KEYS, Order, hash_keys, key_range, to_keys
 
 

@@ -4,8 +4,9 @@ import ast
 import re
 from pathlib import Path
 
-import distprune
 import pytest
+
+import distprune
 
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.

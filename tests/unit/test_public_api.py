@@ -4,9 +4,10 @@ import inspect
 import subprocess
 import sys
 
-import distprune
 import pytest
 import torch.nn.utils.prune as torch_prune
+
+import distprune
 
 TORCH = {
     "BasePruningMethod", "CustomFromMask", "Identity", "L1Unstructured", "LnStructured",

@@ -3,9 +3,10 @@
 import math
 
 import pytest
-import reference
 import torch
 import torch.nn.utils.prune as torch_prune
+
+import reference
 
 
 def bools(*rows: str) -> torch.Tensor:

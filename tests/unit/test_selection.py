@@ -3,15 +3,16 @@
 import math
 
 import pytest
-import reference
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference
 from distprune.collectives import Communicator
 from distprune.geometry import Split, dim_coordinates, index_map
 from distprune.keys import Order, TensorKeys, key_range
 from distprune.passes import Candidates, write_keep
 from distprune.selection import _COLLECT_ALL, select_lowest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from virtual_ranks import run_virtual_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,0 +1,487 @@
+"""The same prunings by torch.nn.utils.prune and by distprune, on equal modules, end equally.
+
+Left out on purpose, because torch's behaviour is an accident or a defect:
+
+- A second pruning without a forward before it: torch ranks the weight of the last forward,
+  distprune orig * mask as it is now. Here a forward precedes every pruning.
+- ``amount=True`` (torch fails in topk) and ``amount=False`` (it takes it for 0), and NaN given to
+  a constructor (it fails when it rounds): distprune refuses them at once.
+- ``PruningContainer(first, second)``: torch's constructor takes no more than one method.
+- What torch leaves of a module when a second pruning fails. distprune leaves it as it was.
+- Which of several equal scores goes. Torch has no order for them: when there are ties the
+  numbers of pruned elements and their magnitudes are compared, and the sequence ends.
+- -0.0 where a negative value is pruned: equal to 0.0 in every comparison here.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.utils.prune as torch_prune
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from twins import (
+    HALF,
+    KINDS,
+    KINDS_IN_HALF,
+    assert_same_modules,
+    distinct,
+    fill_distinct,
+    first_output,
+    on_both,
+    snapshot,
+    twin,
+)
+
+import distprune
+
+STABLE = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+GOOD_AMOUNTS = [0, 1, 2, 3, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
+ODD_AMOUNTS = [Fraction(1, 3), np.int64(2), np.float32(0.3), np.float64(0.6)]
+BAD_AMOUNTS = [10**6, -1, 1.1, -0.1, math.inf, "0.5", None, 0.5j, torch.tensor(0.5)]
+
+
+class Scores(NamedTuple):
+    """Importance scores: of the parameter's shape, or of another one."""
+
+    dtype: torch.dtype
+    seed: int
+    fits: bool
+
+    def of(self, weight: Tensor) -> Tensor:
+        shape = weight.shape if self.fits else [*weight.shape, 2]
+        return distinct(shape, self.dtype, self.seed)
+
+
+class Mask(NamedTuple):
+    dtype: torch.dtype
+    seed: int
+    fits: bool
+
+    def of(self, weight: Tensor) -> Tensor:
+        shape = weight.shape if self.fits else [*weight.shape, 2]
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, 2, list(shape), generator=generator).to(self.dtype)
+
+
+class Step(NamedTuple):
+    """One call of one function of the libraries, and whether an optimizer step precedes it."""
+
+    function: str
+    arguments: dict[str, Any]
+    trains_before: bool
+
+    def run(self, library: Any, module: nn.Module, name: str) -> None:
+        weight = getattr(module, name)
+        arguments = {
+            key: value.of(weight) if isinstance(value, (Scores, Mask)) else value
+            for key, value in self.arguments.items()
+        }
+        getattr(library, self.function)(module, name, **arguments)
+
+
+amounts = st.one_of(
+    *[st.sampled_from(GOOD_AMOUNTS)] * 5, st.sampled_from(ODD_AMOUNTS), st.sampled_from(BAD_AMOUNTS)
+)
+dims = st.one_of(
+    *[st.sampled_from([0, 1, -1, -2])] * 4, st.sampled_from([2, 3, -3, 5, -6, 1.0, None, "0"])
+)
+norm_orders = st.one_of(
+    *[st.sampled_from([1, 2, 2.0, 3, 0.5, math.inf, -math.inf])] * 3,
+    st.sampled_from([0, None, "fro", "nuc", "other"]),
+)
+seeds = st.integers(0, 10**6)
+score_dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64])
+scores = st.one_of(
+    st.none(),
+    st.none(),
+    st.builds(Scores, score_dtypes, seeds, st.sampled_from([True, True, True, False])),
+)
+masks = st.builds(
+    Mask,
+    st.sampled_from([torch.float32, torch.bool, torch.int64]),
+    seeds,
+    st.sampled_from([True, True, True, False]),
+)
+ARGUMENTS = {
+    "l1_unstructured": {"amount": amounts, "importance_scores": scores},
+    "random_unstructured": {"amount": amounts},
+    "ln_structured": {
+        "amount": amounts,
+        "n": norm_orders,
+        "dim": dims,
+        "importance_scores": scores,
+    },
+    "random_structured": {"amount": amounts, "dim": dims},
+    "custom_from_mask": {"mask": masks},
+    "identity": {},
+    "remove": {},
+}
+OFTEN = ["l1_unstructured", "ln_structured", "random_unstructured", "random_structured"]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    function = draw(st.one_of(st.sampled_from(OFTEN), st.sampled_from(list(ARGUMENTS))))
+    arguments = {key: draw(value) for key, value in ARGUMENTS[function].items()}
+    return Step(function, arguments, draw(st.booleans()))
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> tuple[nn.Module, str, tuple[Tensor, ...]]:
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, *HALF]))
+    kind = KINDS[draw(st.sampled_from(KINDS_IN_HALF if dtype in HALF else list(KINDS)))]
+    a, b = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    module = fill_distinct(kind.make(a, b), dtype, draw(seeds))
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in kind.inputs(a, b)]
+    # One name in twenty is of no parameter.
+    name = draw(st.sampled_from([*kind.names * (19 // len(kind.names)), "weights"]))
+    return module, name, tuple(inputs)
+
+
+class Trained:
+    """A module in training, by an optimizer that exists before any pruning."""
+
+    def __init__(self, library: Any, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.library, self.module, self.inputs = library, module, inputs
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+    def forward(self, *, update: bool) -> None:
+        self.module.zero_grad()
+        self.loss().backward()
+        if update:
+            self.optimizer.step()
+            self.loss()
+
+    def loss(self) -> Tensor:
+        return first_output(self.module(*self.inputs)).float().square().sum()
+
+
+@settings(STABLE, max_examples=400)
+@given(modules(), st.lists(steps(), min_size=1, max_size=4), seeds)
+def test_the_same_calls_have_the_same_effects(which, sequence, seed):
+    module, name, inputs = which
+    ours = Trained(distprune, twin(module), inputs)
+    theirs = Trained(torch_prune, module, inputs)
+    for position, step in enumerate(sequence):
+        for each in (ours, theirs):
+            each.forward(update=step.trains_before)
+        before = snapshot(ours.module)
+        has_ties = _has_ties(step, theirs.module, name)
+        raised = on_both(
+            partial(step.run, distprune, ours.module, name),
+            partial(step.run, torch_prune, theirs.module, name),
+            seed + position,
+        )
+        if raised is not None:
+            # From here on torch's module is of no use.
+            assert snapshot(ours.module) == before, f"{step} raised {raised} and changed the module"
+            return
+        if has_ties:
+            _assert_equal_up_to_ties(step, ours.module, theirs.module, name)
+            return
+        assert_same_modules(ours.module, theirs.module)
+    for update in (True, False):
+        for each in (ours, theirs):
+            each.forward(update=update)
+        assert_same_modules(ours.module, theirs.module)
+    on_both(
+        lambda: distprune.remove(ours.module, name),
+        lambda: torch_prune.remove(theirs.module, name),
+        seed,
+    )
+    assert_same_modules(ours.module, theirs.module)
+    for each in (ours, theirs):
+        each.forward(update=True)
+    assert_same_modules(ours.module, theirs.module)
+
+
+def _has_ties(step: Step, module: nn.Module, name: str) -> bool:
+    """Whether the step may have to choose between equal scores."""
+    weight = getattr(module, name, None)
+    if weight is None:
+        return False
+    mask = getattr(module, name + "_mask", torch.ones_like(weight))
+    given_scores = step.arguments.get("importance_scores")
+    values = (weight if given_scores is None else given_scores.of(weight)).detach()
+    if values.shape != weight.shape:
+        return False
+    if step.function == "random_unstructured":
+        return values.dtype in HALF
+    if step.function == "l1_unstructured":
+        live = values[mask != 0].abs()
+        return live.unique().numel() < live.numel()
+    if step.function == "ln_structured":
+        return _has_close_norms(values, mask, step.arguments["n"], step.arguments["dim"])
+    return False
+
+
+def _has_close_norms(values: Tensor, mask: Tensor, n: Any, dim: Any) -> bool:
+    """Whether two channels' norms are equal up to the error of a floating-point sum."""
+    if not isinstance(dim, int) or not -values.ndim <= dim < values.ndim:
+        return False
+    if values.ndim < 2:
+        return False
+    channels = values.double().movedim(dim, 0).flatten(1)
+    channels = channels[(mask != 0).movedim(dim, 0).flatten(1).any(1)]
+    order = n if isinstance(n, (int, float)) else 2
+    norms = torch.linalg.vector_norm(channels, ord=order, dim=1).sort().values
+    error = 0.02 if values.dtype in HALF else 1e-5
+    return bool((norms.diff() <= error * norms[1:]).any())
+
+
+def _assert_equal_up_to_ties(step: Step, ours: nn.Module, theirs: nn.Module, name: str) -> None:
+    mask, expected = getattr(ours, name + "_mask"), getattr(theirs, name + "_mask")
+    assert mask.dtype == expected.dtype
+    if step.function == "ln_structured":
+        dim = step.arguments["dim"]
+        dead, expected_dead = (
+            int((each.movedim(dim, 0).flatten(1) == 0).all(1).sum()) for each in (mask, expected)
+        )
+        assert dead == expected_dead
+        return
+    assert int((mask == 0).sum()) == int((expected == 0).sum())
+    if step.function == "l1_unstructured":
+        original = getattr(theirs, name + "_orig")
+        given_scores = step.arguments["importance_scores"]
+        values = original if given_scores is None else given_scores.of(original)
+        pruned, expected_pruned = (values[each == 0].abs() for each in (mask, expected))
+        assert torch.equal(pruned.sort().values, expected_pruned.sort().values)
+
+
+@settings(STABLE, max_examples=150)
+@given(
+    st.sampled_from(OFTEN),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    st.sampled_from(GOOD_AMOUNTS),
+    st.sampled_from([1, 2, 3, math.inf]),
+    st.integers(-6, 5),
+    st.sampled_from([torch.float32, torch.int64, torch.bool]),
+    st.booleans(),
+    seeds,
+)
+def test_methods_compute_the_same_masks(
+    function, shape, amount, n, dim, mask_dtype, in_container, seed
+):
+    t = distinct(shape, torch.float32, seed)
+    default_mask = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed))
+    default_mask = default_mask.to(mask_dtype) if in_container else torch.ones(shape)
+    name, arguments = {
+        "l1_unstructured": ("L1Unstructured", (amount,)),
+        "random_unstructured": ("RandomUnstructured", (amount,)),
+        "ln_structured": ("LnStructured", (amount, n, dim)),
+        "random_structured": ("RandomStructured", (amount, dim)),
+    }[function]
+    computed = []
+
+    def compute(library):
+        method = getattr(library, name)(*arguments)
+        method._tensor_name = "weight"
+        first = library.Identity()
+        first._tensor_name = "weight"
+        if in_container:
+            container = library.PruningContainer(first)
+            container.add_pruning_method(method)
+            method = container
+        # Copies, because torch's container writes to the default mask.
+        computed.append(method.compute_mask(t, default_mask.clone()))
+        computed.append(method.prune(t, default_mask.clone()))
+        computed.append(method.prune(t, default_mask.clone(), importance_scores=t.flip(0)))
+
+    raised = on_both(lambda: compute(distprune), lambda: compute(torch_prune), seed)
+    if raised is not None or (name == "LnStructured" and _close(t, default_mask, n, dim)):
+        return
+    theirs, ours = computed[:3], computed[3:]
+    for mask, expected in zip(ours, theirs, strict=True):
+        assert mask.dtype == expected.dtype
+        assert torch.equal(mask, expected)
+
+
+def _close(t: Tensor, mask: Tensor, n: Any, dim: int) -> bool:
+    return any(_has_close_norms(values, mask, n, dim) for values in (t, t.flip(0)))
+
+
+@pytest.mark.parametrize("num_elements", [4097, 70_001, 1_200_003])
+@pytest.mark.parametrize("amount", [1, 0.001, 0.5, 0.999])
+def test_many_elements(num_elements, amount):
+    module = nn.Module()
+    module.weight = nn.Parameter(distinct([num_elements], torch.float32, seed=1))
+    theirs, ours = module, twin(module)
+    for _ in range(2):
+        torch_prune.l1_unstructured(theirs, "weight", amount)
+        distprune.l1_unstructured(ours, "weight", amount)
+        assert_same_modules(ours, theirs)
+
+
+def threshold_method(library: Any) -> type:
+    """A method as users write them for torch."""
+
+    class Threshold(library.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+
+        def __init__(self, threshold):
+            self.threshold = threshold
+
+        def compute_mask(self, t, default_mask):
+            return default_mask * (t.abs() > self.threshold)
+
+        @classmethod
+        def apply(cls, module, name, threshold, importance_scores=None):
+            return super().apply(module, name, threshold, importance_scores=importance_scores)
+
+    return Threshold
+
+
+def first_rows_method(library: Any, pruning_type: str | None, has_dim: bool) -> type:
+    class FirstRows(library.BasePruningMethod):
+        def compute_mask(self, t, default_mask):
+            mask = default_mask.clone()
+            mask[:1] = 0
+            return mask
+
+    if pruning_type is not None:
+        FirstRows.PRUNING_TYPE = pruning_type
+    if has_dim:
+        FirstRows.dim = 0
+    return FirstRows
+
+
+def test_methods_written_for_torch():
+    theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
+    ours = twin(theirs)
+    for threshold in (0.1, 0.2, 0.3):
+        for library, module in ((torch_prune, theirs), (distprune, ours)):
+            threshold_method(library).apply(module, "weight", threshold)
+            module(torch.ones(1, 6))
+        assert_same_modules(ours, theirs)
+    for library, module in ((torch_prune, theirs), (distprune, ours)):
+        scores_ = distinct([5, 6], torch.float32, seed=4)
+        threshold_method(library).apply(module, "weight", 0.2, importance_scores=scores_)
+    assert_same_modules(ours, theirs)
+    assert 0 < int(ours.weight_mask.sum()) < 30
+
+
+@pytest.mark.parametrize("has_dim", [False, True])
+@pytest.mark.parametrize("pruning_type", [None, "unstructured", "structured", "global", "other"])
+@pytest.mark.parametrize("is_pruned", [False, True])
+def test_pruning_types_of_methods_written_for_torch(pruning_type, has_dim, is_pruned):
+    theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
+    ours = twin(theirs)
+    for library, module in ((torch_prune, theirs), (distprune, ours)):
+        if is_pruned:
+            library.ln_structured(module, "weight", 1, 2, 0)
+    before = snapshot(ours)
+
+    def apply(library, module):
+        first_rows_method(library, pruning_type, has_dim).apply(module, "weight")
+
+    raised = on_both(lambda: apply(distprune, ours), lambda: apply(torch_prune, theirs), 0)
+    if raised is not None:
+        assert snapshot(ours) == before
+    else:
+        assert_same_modules(ours, theirs)
+
+
+def test_several_parameters_of_one_module():
+    theirs = fill_distinct(nn.LSTM(3, 4, 2), torch.float32, seed=0)
+    ours = twin(theirs)
+    x = torch.randn(5, 2, 3)
+    for library, module in ((torch_prune, theirs), (distprune, ours)):
+        for name in ("weight_ih_l0", "weight_hh_l1", "bias_ih_l0", "weight_ih_l0"):
+            library.l1_unstructured(module, name, 0.4)
+        library.remove(module, "weight_ih_l0")
+        first_output(module(x)).sum().backward()
+    assert_same_modules(ours, theirs)
+
+
+def channels_last() -> nn.Module:
+    return fill_distinct(nn.Conv2d(3, 4, 2), torch.float32, 0).to(memory_format=torch.channels_last)
+
+
+def transposed() -> nn.Module:
+    module = nn.Linear(4, 3)
+    module.weight = nn.Parameter(distinct([4, 3], torch.float32, seed=0).t())
+    return module
+
+
+def l1(library: Any, module: nn.Module) -> None:
+    library.l1_unstructured(module, "weight", 3)
+
+
+def random(library: Any, module: nn.Module) -> None:
+    library.random_unstructured(module, "weight", 3)
+
+
+def globally(library: Any, module: nn.Module) -> None:
+    library.global_unstructured([(module, "weight")], library.L1Unstructured, amount=3)
+
+
+def globally_from_a_generator(library: Any, module: nn.Module) -> None:
+    pairs = ((module, name) for name in ["weight"])
+    library.global_unstructured(pairs, library.L1Unstructured, amount=3)
+
+
+def by_a_container_of_two(library: Any, module: nn.Module) -> None:
+    methods = [library.Identity(), library.L1Unstructured(3)]
+    for method in methods:
+        method._tensor_name = "weight"
+    mask = library.PruningContainer(*methods).compute_mask(module.weight, torch.ones(3, 4))
+    library.custom_from_mask(module, "weight", mask)
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "error"),
+    [
+        # Torch views scores as flat, which memory in another order does not allow.
+        (channels_last, l1, RuntimeError),
+        (channels_last, random, RuntimeError),
+        (channels_last, globally, RuntimeError),
+        (transposed, l1, RuntimeError),
+        (transposed, random, RuntimeError),
+        (transposed, globally, RuntimeError),
+        # It reads the list three times.
+        (partial(nn.Linear, 4, 3), globally_from_a_generator, ValueError),
+        # It compares names with that of a container that has none yet.
+        (partial(nn.Linear, 4, 3), by_a_container_of_two, AttributeError),
+    ],
+)
+def test_calls_that_work_only_here(make, call, error):
+    with pytest.raises(error):
+        call(torch_prune, make())
+    module = make()
+    call(distprune, module)
+    assert int((module.weight_mask == 0).sum()) == 3
+    assert int((module.weight == 0).sum()) == 3
+
+
+def removed_as_callbacks_do(library: Any, module: nn.Module) -> nn.Module:
+    """Lightning's callback makes pruning permanent with the hooks themselves."""
+    for key in list(module._forward_pre_hooks):
+        hook = module._forward_pre_hooks[key]
+        if isinstance(hook, library.BasePruningMethod):
+            hook.remove(module)
+            del module._forward_pre_hooks[key]
+    return module
+
+
+def test_hooks_can_be_removed_by_hand():
+    theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
+    ours = twin(theirs)
+    for library, module in ((torch_prune, theirs), (distprune, ours)):
+        library.l1_unstructured(module, "weight", 0.5)
+        library.l1_unstructured(module, "weight", 0.5)
+        library.random_unstructured(module, "bias", 2)
+        removed_as_callbacks_do(library, module)
+    assert not ours._forward_pre_hooks
+    assert torch.equal(ours.weight, theirs.weight)
+    assert int((ours.bias == 0).sum()) == 2

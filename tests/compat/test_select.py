@@ -1,0 +1,272 @@
+"""select: the same names and order on plain models, wrapped models and models of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import distprune as prune
+
+LLAMA_LINEARS = [
+    f"model.layers.{i}.{name}.weight"
+    for i in range(2)
+    for name in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8)
+        self.conv = nn.Conv1d(8, 4, 1)
+        self.batch_norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.conv(self.up(self.norm(x)).unsqueeze(-1)).squeeze(-1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+DEFAULT = [
+    "embed.weight",
+    "blocks.0.up.weight",
+    "blocks.0.conv.weight",
+    "blocks.1.up.weight",
+    "blocks.1.conv.weight",
+    "head.weight",
+]
+
+
+def names(selected) -> list[str]:
+    return [pair.fqn for pair in selected]
+
+
+def llama(*, tied: bool = False) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+class TestPlainModels:
+    def test_weights_without_norms_in_order_of_registration(self):
+        assert names(prune.select(Net())) == DEFAULT
+
+    def test_pairs_are_those_of_torch(self):
+        model = Net()
+        pair = prune.select(model)[1]
+        module, name = pair
+        assert module is model.blocks[0].up and name == "weight"
+        assert pair == (model.blocks[0].up, "weight")
+        assert {pair: 1}[(module, "weight")] == 1
+
+    def test_a_lone_module_has_no_prefix(self):
+        assert names(prune.select(nn.Linear(2, 2))) == ["weight"]
+
+    def test_other_names(self):
+        selected = prune.select(Net(), types=nn.Linear, names=("weight", "bias"))
+        assert names(selected) == [
+            "blocks.0.up.weight",
+            "blocks.0.up.bias",
+            "blocks.1.up.weight",
+            "blocks.1.up.bias",
+            "head.weight",
+        ]
+
+    def test_types(self):
+        assert names(prune.select(Net(), types=nn.Conv1d)) == [DEFAULT[2], DEFAULT[4]]
+        assert names(prune.select(Net(), types=(nn.Conv1d, nn.Embedding))) == [
+            DEFAULT[0],
+            DEFAULT[2],
+            DEFAULT[4],
+        ]
+
+    def test_norms_only_when_asked_for(self):
+        asked = ["blocks.0.norm.weight", "blocks.1.norm.weight"]
+        assert names(prune.select(Net(), types=nn.LayerNorm)) == asked
+        assert names(prune.select(Net(), include="*.norm")) == asked
+
+    def test_pruned_parameters_are_listed_like_any_other(self):
+        model = Net()
+        before = prune.select(model)
+        prune.global_unstructured(before, prune.L1Unstructured, amount=0.5)
+        assert prune.select(model) == before
+
+    def test_tied_parameters_are_listed_where_they_come_first(self):
+        model = Net()
+        model.head.weight = model.embed.weight
+        assert names(prune.select(model)) == DEFAULT[:-1]
+
+    def test_a_module_in_two_places_is_listed_once(self):
+        layer = nn.Linear(2, 2)
+        assert names(prune.select(nn.Sequential(layer, nn.ReLU(), layer))) == ["0.weight"]
+
+
+class TestPatterns:
+    @pytest.mark.parametrize(
+        ("pattern", "expected"),
+        [
+            ("head", ["head.weight"]),
+            ("head.weight", ["head.weight"]),
+            ("blocks.1.*", ["blocks.1.norm.weight", DEFAULT[3], DEFAULT[4]]),
+            ("blocks.?.up", [DEFAULT[1], DEFAULT[3]]),
+            ("blocks.[0-9].conv", [DEFAULT[2], DEFAULT[4]]),
+            ("*.up.weight", [DEFAULT[1], DEFAULT[3]]),
+            (r"re:blocks\.\d+\.(up|conv)", [DEFAULT[1], DEFAULT[2], DEFAULT[3], DEFAULT[4]]),
+            (r"re:.*\.up\.weight", [DEFAULT[1], DEFAULT[3]]),
+            (["head", "embed"], ["embed.weight", "head.weight"]),
+        ],
+    )
+    def test_include(self, pattern, expected):
+        selected = names(prune.select(Net(), include=pattern))
+        assert [name for name in selected if "batch_norm" not in name] == expected
+
+    @pytest.mark.parametrize(
+        ("pattern", "left_out"),
+        [
+            ("head", ["head.weight"]),
+            (["head", "embed.weight"], ["head.weight", "embed.weight"]),
+            ("blocks.0*", [DEFAULT[1], DEFAULT[2]]),
+            (r"re:.*conv", [DEFAULT[2], DEFAULT[4]]),
+        ],
+    )
+    def test_exclude(self, pattern, left_out):
+        expected = [name for name in DEFAULT if name not in left_out]
+        assert names(prune.select(Net(), exclude=pattern)) == expected
+
+    def test_exclude_wins(self):
+        selected = prune.select(Net(), include="blocks.*.up", exclude="blocks.0.up")
+        assert names(selected) == [DEFAULT[3]]
+
+    @pytest.mark.parametrize("pattern", ["up", "blocks.0", "Head", "hea", "re:head.", "re:blocks"])
+    def test_a_pattern_matches_a_whole_name(self, pattern):
+        with pytest.raises(ValueError, match="match no parameter"):
+            prune.select(Net(), include=pattern)
+
+    def test_every_pattern_has_to_match(self):
+        with pytest.raises(ValueError, match=r"'lm_head' match no parameter.*embed\.weight"):
+            prune.select(Net(), exclude=["head", "lm_head"])
+
+    def test_nothing_left(self):
+        with pytest.raises(ValueError, match="nothing is selected"):
+            prune.select(Net(), exclude="*")
+        with pytest.raises(ValueError, match="nothing is selected"):
+            prune.select(Net(), types=nn.Conv3d)
+        with pytest.raises(ValueError, match="nothing is selected"):
+            prune.select(nn.ReLU())
+
+    @pytest.mark.parametrize("argument", ["include", "exclude", "names"])
+    def test_patterns_are_strings(self, argument):
+        with pytest.raises(TypeError, match=argument):
+            prune.select(Net(), **{argument: [3]})
+
+
+class TestTransformers:
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_everything_but_norms(self, tied):
+        expected = ["model.embed_tokens.weight", *LLAMA_LINEARS]
+        expected += [] if tied else ["lm_head.weight"]
+        assert names(prune.select(llama(tied=tied))) == expected
+
+    def test_linear_layers_without_the_head(self):
+        selected = prune.select(llama(), types=nn.Linear, exclude="lm_head")
+        assert names(selected) == LLAMA_LINEARS
+
+    def test_a_tied_head_can_be_excluded_by_either_name(self):
+        selected = prune.select(llama(tied=True), types=nn.Linear, exclude="lm_head")
+        assert names(selected) == LLAMA_LINEARS
+        selected = prune.select(llama(tied=True), exclude=["lm_head", "model.embed_tokens"])
+        assert names(selected) == LLAMA_LINEARS
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_selected_parameters_can_be_pruned(self, tied):
+        model = llama(tied=tied)
+        total = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+        report = prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.25)
+        assert report.num_elements == total
+        assert report.num_pruned == round(0.25 * total)
+        assert [entry.name for entry in report.parameters] == names(prune.select(model))
+        assert model(torch.arange(6).view(1, 6)).logits.isfinite().all()
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def with_checkpointed_blocks(model: nn.Module) -> nn.Module:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    return model
+
+
+def with_compiled_blocks(model: nn.Module) -> nn.Module:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        compiled,
+        AveragedModel,
+        nn.DataParallel,
+        checkpoint_wrapper,
+        with_checkpointed_blocks,
+        with_compiled_blocks,
+        lambda model: compiled(with_checkpointed_blocks(model)),
+        lambda model: AveragedModel(compiled(model)),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(wrap):
+    wrapped = wrap(Net())
+    assert names(prune.select(wrapped)) == DEFAULT
+    assert names(prune.select(wrapped, include="blocks.1.up")) == [DEFAULT[3]]
+    prune.global_unstructured(prune.select(wrapped), prune.L1Unstructured, amount=0.5)
+    assert names(prune.select(wrapped)) == DEFAULT
+
+
+def test_submodules_called_like_those_of_wrappers_stay():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+            self._orig_mod = nn.Linear(2, 2)
+
+    model = nn.Sequential(Holder(), Holder())
+    expected = ["0.module.weight", "0._orig_mod.weight", "1.module.weight", "1._orig_mod.weight"]
+    assert names(prune.select(model)) == expected
+    assert names(prune.select(compiled(model))) == expected
+    assert names(prune.select(model, include="*.module")) == [expected[0], expected[2]]
