@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distprune import ranking
 from distprune.amount import checked_count
 from distprune.call import Decision, PruningCall
-from distprune.collectives import over_mesh
+from distprune.collectives import attempt, over_mesh
 from distprune.keys import Order
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
@@ -172,8 +172,9 @@ class BasePruningMethod(PruningHook, ABC):
         kwargs: dict[str, Any],
         importance_scores: Tensor | None,
     ) -> BasePruningMethod:
-        method = cls(*args, **kwargs)
-        method._tensor_name = name
+        method, error = attempt(lambda: cls(*args, **kwargs))
+        if method is not None:
+            method._tensor_name = name
         reader = ShardReader()
         managed = reader.managed(module, name)
         parameters = module._parameters
@@ -187,6 +188,7 @@ class BasePruningMethod(PruningHook, ABC):
             over_mesh(mesh),
             scores=scores,
             facts=describe_method(cls, args, kwargs),
+            error=error,
         )
         found = find_hook(module, name)
         assert found is not None
