@@ -272,20 +272,29 @@ def _count_and_compare(
     One all-reduce of 24 bytes per parameter. Replicas are compared by checksums:
     their sum over all ranks is the number of replicas times that of the first.
     """
-    rows = []
-    for target in targets:
-        shard = target.shard
-        flat_mask = None if shard.mask is None else shard.flat(shard.mask)
-        checksum = 0
-        if shard.num_replicas > 1:
-            if method.READS_VALUES:
-                values = shard.values if target.scores is None else target.scores
-                checksum = _checksum(shard.flat(values))
-            if flat_mask is not None:
-                checksum += 3 * _checksum(flat_mask)
-        first = checksum if shard.replica == 0 else 0
-        rows.append([count_live(flat_mask, shard.counted), _wrap(checksum), _wrap(first)])
-    shared = communicator.sum(torch.tensor(rows, dtype=torch.int64)).tolist()
+
+    def count() -> list[list[int]]:
+        rows = []
+        for target in targets:
+            shard = target.shard
+            flat_mask = None if shard.mask is None else shard.flat(shard.mask)
+            checksum = 0
+            if shard.num_replicas > 1:
+                if method.READS_VALUES:
+                    values = shard.values if target.scores is None else target.scores
+                    checksum = _checksum(shard.flat(values))
+                if flat_mask is not None:
+                    checksum += 3 * _checksum(flat_mask)
+            first = checksum if shard.replica == 0 else 0
+            rows.append([count_live(flat_mask, shard.counted), _wrap(checksum), _wrap(first)])
+        return rows
+
+    rows, error = attempt(count)
+    failed = [int(error is not None), 0, 0]
+    rows = [failed, *(rows or [[0, 0, 0]] * len(targets))]
+    (num_failed, _, _), *shared = communicator.sum(torch.tensor(rows, dtype=torch.int64)).tolist()
+    if num_failed:
+        communicator.agree(error=error)
     for target, (_, everywhere, first) in zip(targets, shared, strict=True):
         if _wrap(first * target.shard.num_replicas) != everywhere:
             raise ValueError(
@@ -303,14 +312,8 @@ def _checksum(flat: Tensor) -> int:
         flat = torch.view_as_real(flat).view(-1)
     if flat.dtype is torch.bool:
         return int(torch.count_nonzero(flat))
-    flat = flat.contiguous()
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    per_word = 8 // flat.itemsize
-    words = flat.numel() // per_word * per_word
-    if flat.storage_offset() % per_word:
-        words = 0  # not aligned: cannot be read as int64
-    head, tail = flat[:words].view(torch.int64), flat[words:].view(integer)
-    return int(head.sum()) + int(tail.sum(dtype=torch.int64))
+    return int(flat.contiguous().view(integer).sum(dtype=torch.int64))
 
 
 def _wrap(value: int) -> int:
