@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 
 prune: $(READY)
 	@echo "== training, pruning and fine-tuning on $(NPROC) processes; results in runs/"
-	PATH="$(abspath $(BIN)):$$PATH" NPROC=$(NPROC) bash launch/prune_tiny_llama.sh $(ARGS)
+	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/prune_tiny_llama.sh $(ARGS)
 
 lint: $(READY)
 	@echo "== linting"

@@ -1,0 +1,101 @@
+"""Bytes of the Python standard library: real text that every machine already has."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+WINDOW = 128  # bytes in one sequence
+BATCH = 24  # sequences in one step over all ranks: splits over 1, 2, 3, 4, 6 and 8 ranks
+HELD_OUT_WINDOWS = 240
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Training and held-out bytes, from different files."""
+
+    train: Tensor  # uint8 [num_train_bytes]
+    held_out: Tensor  # int64 [HELD_OUT_WINDOWS, WINDOW]
+    num_train_files: int
+    num_held_out_files: int
+
+
+def load_corpus() -> Corpus:
+    """Read the interpreter's own sources; the same on every rank of one machine.
+
+    About one file in ten is held out. A hash of the file's name decides, so that a file
+    stays on its side when other files come and go between Python versions.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+    )
+    train_files = [path for path in files if not _is_held_out(path.relative_to(root))]
+    held_out_files = [path for path in files if _is_held_out(path.relative_to(root))]
+
+    train, held_out = _join_bytes(train_files), _join_bytes(held_out_files)
+    if len(train) <= WINDOW or len(held_out) < HELD_OUT_WINDOWS * WINDOW:
+        raise ValueError(
+            f"{root}: {len(train)} training and {len(held_out)} held-out bytes are too few; "
+            f"expected a Python whose standard library is installed as .py files."
+        )
+    starts = torch.linspace(0, len(held_out) - WINDOW, HELD_OUT_WINDOWS, dtype=torch.float64).long()
+    return Corpus(train, _windows(held_out, starts), len(train_files), len(held_out_files))
+
+
+def batches(
+    train: Tensor, num_steps: int, seed: int, *, shard: int, num_shards: int
+) -> list[Tensor]:
+    """This rank's part of each step's batch.
+
+    The batches of all ranks together depend on the seed only, so 1, 2 and 4 ranks train
+    on the same bytes in the same steps.
+
+    Args:
+        train: uint8 [num_train_bytes].
+        num_steps: how many steps.
+        seed: decides every window of every step.
+        shard: which part, 0 <= shard < num_shards.
+        num_shards: must divide `BATCH`.
+
+    Returns:
+        int64 [BATCH / num_shards, WINDOW] per step.
+    """
+    if BATCH % num_shards:
+        raise ValueError(
+            f"a batch of {BATCH} sequences cannot be split evenly over {num_shards} ranks."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(train) - WINDOW, (num_steps, BATCH), generator=generator)
+    return [_windows(train, step_starts.chunk(num_shards)[shard]) for step_starts in starts]
+
+
+def _is_held_out(file: Path) -> bool:
+    return hashlib.sha256(file.as_posix().encode()).digest()[0] % 10 == 0
+
+
+def _join_bytes(files: list[Path]) -> Tensor:
+    return torch.frombuffer(
+        bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8
+    )
+
+
+def _windows(data: Tensor, starts: Tensor) -> Tensor:
+    """int64 [len(starts), WINDOW]: the bytes from each start on."""
+    return data[starts[:, None] + torch.arange(WINDOW)].long()

@@ -1,0 +1,101 @@
+"""Everything about processes: joining the group, speaking, child processes, leaving."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+LAUNCH_FOLDER = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """This process's place in the job."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    started: float  # seconds, time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print on rank 0 only, with the seconds since the start."""
+        if self.rank == 0:
+            print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+
+def join() -> Job:
+    """Join torchrun's process group; without torchrun, be a group of one.
+
+    Every rank gets its own GPU and NCCL where there are enough GPUs for this machine's
+    ranks, else all get the CPU and gloo.
+    """
+    started = time.monotonic()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.device_count() >= num_local_ranks:
+        device, backend = torch.device("cuda", local_rank), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        be_group_of_one(backend)
+    return Job(dist.get_rank(), dist.get_world_size(), device, started)
+
+
+def be_group_of_one(backend: str) -> None:
+    """A process group without other processes, and without a port."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def run_alone(module: str, *arguments: str) -> None:
+    """Run `python -m module` as a lone process that cannot know of this job's group.
+
+    Raises:
+        subprocess.CalledProcessError: the child failed; torchrun then ends the other ranks.
+    """
+    distributed = ("MASTER_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_", "RANK", "WORLD_SIZE")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(distributed)
+    }
+    folders = [str(LAUNCH_FOLDER), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
+    subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=True)
+
+
+def sum_over_ranks(job: Job, value: int) -> int:
+    """The sum of one integer per rank, on every rank."""
+    total = torch.tensor(value, dtype=torch.int64, device=job.device)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def leave(job: Job, *, failed: bool) -> NoReturn:
+    """End this process; the status is 1 on every rank when any rank failed."""
+    status = int(sum_over_ranks(job, int(failed)) > 0)
+    # A fast rank must not close connections that a slow one still needs.
+    dist.barrier()
+    quit_group(status)
+
+
+def quit_group(status: int) -> NoReturn:
+    """Destroy the process group and end this process at once.
+
+    The interpreter's own exit is skipped: gloo's threads may outlive the group, and now
+    and then abort a process that has done all its work ("terminate called without an
+    active exception").
+    """
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

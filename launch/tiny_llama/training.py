@@ -1,0 +1,108 @@
+"""Training and evaluation: ordinary loops that know nothing of pruning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .data import Corpus, batches
+from .processes import Job
+
+LEARNING_RATE = 1.5e-3
+FINETUNE_LEARNING_RATE = 1e-3
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW, one parameter at a time.
+
+    Its form for lists of parameters refuses the mix of sharded and plain ones that tensor
+    parallelism leaves.
+    """
+    return torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1, foreach=False
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What training and evaluation need beside a model."""
+
+    corpus: Corpus
+    job: Job
+    shard: int  # which part of every batch this rank reads ...
+    num_shards: int  # ... of how many
+
+    @classmethod
+    def for_wrap(cls, wrap: str, corpus: Corpus, job: Job) -> Trainer:
+        # Ranks of tensor parallelism compute one model together: each reads the whole batch.
+        part = (0, 1) if wrap == "tp" else (job.rank, job.num_ranks)
+        return cls(corpus, job, *part)
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int,
+        seed: int,
+        label: str,
+    ) -> None:
+        """Train in place, on batches that only the seed decides.
+
+        The rate warms up over a tenth of the steps, then falls to its tenth along a cosine.
+        """
+        model.train()
+        parts = batches(
+            self.corpus.train, steps, seed, shard=self.shard, num_shards=self.num_shards
+        )
+        for step, tokens in enumerate(parts, start=1):
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * _relative_rate(step, steps)
+            loss = language_loss(model, tokens.to(self.job.device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 50 == 0 or step == steps:
+                text = f"{label}: step {step}/{steps}, training loss"
+                self.job.say(f"{text} {_mean_over_ranks(loss.detach()):.3f}")
+
+    def held_out_loss(self, model: nn.Module) -> float:
+        """Mean nats per byte over the held-out windows of all ranks; the same on every rank."""
+        windows = self.corpus.held_out.chunk(self.num_shards)[self.shard]
+        return _mean_over_ranks(mean_loss(model, windows.to(self.job.device)))
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, windows: Tensor) -> Tensor:
+    """Mean nats per byte of a wrapped or plain model, a float64 scalar.
+
+    Args:
+        windows: int64 [a multiple of 10, WINDOW], as many on each rank: the forward pass
+            of a sharded model is collective.
+    """
+    model.eval()
+    losses = [language_loss(model, part) for part in windows.split(10)]
+    return torch.stack(losses).double().mean()
+
+
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean nats per byte of predicting each byte from those before it."""
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _relative_rate(step: int, steps: int) -> float:
+    warm_up = max(1, steps // 10)
+    if step <= warm_up:
+        return step / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _mean_over_ranks(value: Tensor) -> float:
+    total = value.double()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()

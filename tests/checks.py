@@ -1,0 +1,75 @@
+"""Comparisons that run on every rank: each returns what is wrong, in words, or an empty list.
+
+A rank that raised in the middle of a test would leave the others waiting in a collective.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from models import target
+from wraps import local, my_part, unwrapped
+
+
+def wrong_masks(
+    model: nn.Module, keeps: dict[str, Tensor], indices: dict[str, Tensor], when: str = ""
+) -> list[str]:
+    """Compare the mask shards that this rank holds with its parts of full masks, bit for bit."""
+    wrong = []
+    for name, keep in keeps.items():
+        module, parameter = target(unwrapped(model), name)
+        held, expected = local(getattr(module, parameter + "_mask")), my_part(keep, indices[name])
+        if held.shape != expected.shape:
+            wrong.append(f"{when} {name}: shape {list(held.shape)}, not {list(expected.shape)}")
+        elif not torch.equal(held.double(), expected.double()):
+            wrong.append(f"{when} {name}:\nheld     {_row(held)}\nexpected {_row(expected)}")
+    return wrong
+
+
+def _row(mask: Tensor) -> str:
+    return " ".join(f"{value:g}" for value in mask.double().flatten().tolist())
+
+
+def assert_nothing_wrong(per_rank: Iterable[list[str]]) -> None:
+    """Fail with what the ranks found wrong; to be used on the result of run_ranks."""
+    __tracebackhide__ = True
+    text = "\n".join(
+        f"[rank {rank}] {message}" for rank, wrong in enumerate(per_rank) for message in wrong
+    )
+    assert not text, text[:5000]
+
+
+def assembled(parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> Tensor:
+    """Put (values, indices) of all ranks together; replicas must agree, every element must come."""
+    full = torch.zeros(shape).flatten()
+    seen = torch.zeros(shape, dtype=torch.bool).flatten()
+    for held, indices in parts:
+        held, indices = held.flatten().float(), indices.flatten()
+        known = seen[indices]
+        assert torch.equal(full[indices][known], held[known]), "replicas hold different values"
+        full[indices] = held
+        seen[indices] = True
+    assert seen.all(), "some elements are on no rank"
+    return full.view(shape)
+
+
+def snapshot(model: nn.Module) -> dict[str, object]:
+    """Everything that pruning may change in a model, to be compared with ==."""
+    state: dict[str, object] = {}
+    for path, module in model.named_modules():
+        state[f"{path} class"] = type(module)
+        state[f"{path} attributes"] = sorted(vars(module))
+        state[f"{path} names"] = [*module._parameters, *module._buffers]
+        state[f"{path} hooks"] = [*module._forward_pre_hooks, *module._forward_hooks]
+    for name, parameter in model.named_parameters():
+        state[f"{name} object"] = id(parameter)
+        state[f"{name} values"] = local(parameter).contiguous().numpy().tobytes()
+        state[f"{name} hooks"] = list(parameter._post_accumulate_grad_hooks or ())
+    for name, buffer in model.named_buffers():
+        state[f"{name} values"] = local(buffer).contiguous().numpy().tobytes()
+    return state
+
+
+def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]

@@ -1,0 +1,157 @@
+"""Pruning sends kilobytes; a pruned model sends what the dense one sends and keeps no more."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distprune as prune
+import wraps
+from harness import run_ranks
+from models import EVEN_HIDDEN, Net, fill, fqns, seeded, target
+from traffic import Traffic
+
+
+def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
+    names = [
+        name for name in fqns(wraps.unwrapped(model)) if name.endswith("weight") or not weights
+    ]
+    targets = [target(wraps.unwrapped(model), name) for name in names]
+    return prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
+
+
+def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float):
+    """What one call sends, counted here and by its report."""
+    model = wraps.wrap(fill(Net((width, 4 * width, width, 8)), data, "float32"), wrapping)
+    with Traffic() as traffic:
+        report = prune_weights(model, amount)
+    return traffic.calls, report.num_collectives, report.bytes_sent
+
+
+@pytest.mark.parametrize("amount", [0.1, 0.9])
+@pytest.mark.parametrize("data", ["normal", "equal", "few"])  # "equal": every score is a tie
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"])
+def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data, amount):
+    size = wraps.world_size(wrapping)
+    totals = []
+    for width in (128, 512):  # 132 thousand and 2.1 million elements, 8.4 MB
+        per_rank = run_ranks(traffic_of_pruning, size, wrapping, data, width, amount)
+        totals.append(max(sum(num_bytes for _, num_bytes in calls) for calls, _, _ in per_rank))
+        for calls, _, _ in per_rank:
+            gathers = [num_bytes for name, num_bytes in calls if "gather" in name]
+            assert sum(gathers) < 64 * 1024, calls
+    assert totals[1] < 400_000
+    assert totals[1] < totals[0] + 200_000
+
+
+@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"])
+def test_the_report_counts_what_was_sent(wrapping):
+    size = wraps.world_size(wrapping)
+    for calls, num_collectives, bytes_sent in run_ranks(
+        traffic_of_pruning, size, wrapping, "normal", 64, 0.5
+    ):
+        assert num_collectives == len(calls) > 0
+        assert bytes_sent == sum(num_bytes for _, num_bytes in calls)
+
+
+def test_every_rank_makes_the_same_calls():
+    per_rank = run_ranks(traffic_of_pruning, 3, "fsdp2-3", "few", 64, 0.5)
+    assert per_rank[0] == per_rank[1] == per_rank[2]
+
+
+def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tuple[str, int]]]:
+    """The collectives of forward and backward, in two steps."""
+    model = wraps.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+    if pruned:
+        prune_weights(model, weights=weights)
+    steps = []
+    for _ in range(2):
+        with Traffic() as traffic:
+            model(torch.ones(4, 6)).square().mean().backward()
+        steps.append(traffic.calls)
+    return steps
+
+
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "all parameters"])
+@pytest.mark.parametrize(
+    "wrapping", ["ddp-2", "fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
+)
+def test_a_step_of_the_pruned_model_sends_what_the_dense_one_sends(wrapping, weights):
+    size = wraps.world_size(wrapping)
+    dense = run_ranks(traffic_of_steps, size, wrapping, False, weights)
+    assert all(calls for steps in dense for calls in steps)
+    assert run_ranks(traffic_of_steps, size, wrapping, True, weights) == dense
+
+
+class WithBatchNorm(nn.Module):
+    """DDP broadcasts the running statistics at each forward; masks must not travel with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 50), nn.BatchNorm1d(50)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def traffic_of_batch_norm(pruned: str, forward_first: bool) -> tuple[int, int]:
+    """Bytes broadcast by the second and the third forward."""
+    model = seeded(WithBatchNorm())
+    if pruned == "before wrapping":
+        prune.global_unstructured([(model.linear, "weight")], prune.L1Unstructured, amount=0.5)
+    model = DistributedDataParallel(model)
+    if forward_first:
+        model(torch.randn(4, 6)).sum().backward()
+    if pruned == "after wrapping":
+        linear = model.module.linear
+        prune.global_unstructured([(linear, "weight")], prune.L1Unstructured, amount=0.5)
+    sizes = []
+    for _ in range(3):
+        with Traffic() as traffic:
+            out = model(torch.randn(4, 6))
+        out.sum().backward()
+        sizes.append(sum(size for name, size in traffic.calls if "broadcast" in name))
+    return sizes[1], sizes[2]
+
+
+@pytest.mark.parametrize("forward_first", [False, True])
+@pytest.mark.parametrize("pruned", ["after wrapping", "before wrapping"])
+def test_ddp_does_not_broadcast_masks_at_each_forward(pruned, forward_first):
+    dense = run_ranks(traffic_of_batch_norm, 2, "no", forward_first)
+    assert min(dense[0]) >= 2 * 50 * 4  # the statistics do travel, and are seen here
+    assert run_ranks(traffic_of_batch_norm, 2, pruned, forward_first) == dense
+
+
+def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -> int:
+    """Bytes of all storages that autograd saved in forward and that still exist after it."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+    model = fill(Net((64, 128, 64, 8)), "normal", "float32")
+    model = wraps.wrap(model, wrapping, mp_policy=policy)
+    if pruned:
+        prune_weights(model)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    for _ in range(2):  # the first forward also sets FSDP2 up
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(torch.ones(2, 64))
+        storages = {wraps.local(t).untyped_storage() for t in saved}
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        out.float().sum().backward()
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2"])
+def test_fsdp2_frees_as_much_after_forward_as_without_masks(wrapping, bf16):
+    size = wraps.world_size(wrapping)
+    dense = run_ranks(kept_between_forward_and_backward, size, wrapping, False, bf16)
+    assert run_ranks(kept_between_forward_and_backward, size, wrapping, True, bf16) == dense
+    if wraps.kind_of(wrapping) == "fsdp2":  # layers are freed: less than one of them is kept
+        assert max(dense) < 64 * 128 * (2 if bf16 else 4)

@@ -1,0 +1,267 @@
+"""Ranks that disagree all raise the same error, soon, and no module changes on any of them."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
+from harness import run_ranks
+from models import Net, fill, target
+
+NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
+SECONDS = 40  # to agree on the error; a hang would take the whole of it
+
+
+def odd_arguments(case: str, targets: list, arguments: dict) -> tuple[list, dict]:
+    """What the odd rank passes instead."""
+    match case:
+        case "amount":
+            arguments["amount"] = 0.4
+        case "amount of another type":
+            arguments["amount"] = 1
+        case "amount out of range":
+            arguments["amount"] = -0.1
+        case "amount missing":
+            del arguments["amount"]
+        case "unknown argument":
+            arguments["amuont"] = arguments.pop("amount")
+        case "method":
+            arguments["pruning_method"] = prune.RandomUnstructured
+        case "structured method":
+            arguments["pruning_method"] = prune.LnStructured
+        case "fewer parameters":
+            targets = targets[:-1]
+        case "no parameters":
+            targets = []
+        case "order":
+            targets = targets[::-1]
+        case "another parameter":
+            targets[2] = (targets[3][0], "bias")
+        case "missing attribute":
+            targets[1] = (targets[1][0], "weigth")
+        case "scores":
+            arguments["importance_scores"] = {targets[0]: torch.ones(10, 6)}
+        case "scores of another shape":
+            arguments["importance_scores"] = {targets[0]: torch.ones(10, 7)}
+        case "scores are no dict":
+            arguments["importance_scores"] = [torch.ones(10, 6)]
+        case "name in the way":
+            targets[3][0].weight_mask = "an attribute of the user's own"
+        case _:
+            raise ValueError(f"no such case: {case!r}")
+    return targets, arguments
+
+
+def outcome(wrapping: str, case: str, odd_rank: int) -> tuple[str, str, list[str]]:
+    """(type, text, changes) of the error that this rank sees."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    amount = 1.0 if case == "amount of another type" else 0.5
+    arguments = {"pruning_method": prune.L1Unstructured, "amount": amount}
+    if dist.get_rank() == odd_rank:
+        targets, arguments = odd_arguments(case, targets, arguments)
+    return error_of(model, targets, arguments)
+
+
+def error_of(model, targets: list, arguments: dict) -> tuple[str, str, list[str]]:
+    before = snapshot(model)
+    try:
+        prune.global_unstructured(targets, **arguments)
+        error = ("nothing", "")
+    except Exception as raised:
+        error = (type(raised).__name__, str(raised))
+    return *error, changes(before, snapshot(model))
+
+
+def assert_same_error(per_rank: list, types: str, text: str) -> None:
+    kinds, texts = {kind for kind, _, _ in per_rank}, [message for _, message, _ in per_rank]
+    assert len(kinds) == 1, per_rank
+    assert kinds <= set(types.split("|")), per_rank
+    assert [t for t in texts if not re.search(text, t)] == []
+    assert [changed for _, _, changed in per_rank if changed] == []
+
+
+CASES = {  # case -> (type of the error, what its text names on every rank)
+    "amount": ("ValueError", r"amount(.|\n)*0\.[45]"),
+    "amount of another type": ("ValueError", "amount"),
+    "amount out of range": ("ValueError", r"amount|-0\.1"),
+    "amount missing": ("TypeError|ValueError", "amount"),
+    "unknown argument": ("TypeError|ValueError", "amuont"),
+    "method": ("ValueError|TypeError", "RandomUnstructured|method"),
+    "structured method": ("TypeError|ValueError", "LnStructured|unstructured"),
+    "fewer parameters": ("ValueError", "parameters"),
+    "no parameters": ("ValueError", "parameters|empty"),
+    "order": ("ValueError", "weight"),
+    "another parameter": ("ValueError", "bias"),
+    "missing attribute": ("AttributeError", "weigth"),
+    "scores": ("ValueError", "score"),
+    "scores of another shape": ("ValueError|AssertionError", "score|shape"),
+    "scores are no dict": ("TypeError", "dict|importance_scores"),
+    "name in the way": ("KeyError|ValueError", "weight_mask"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "tp-2", "hsdp-2x2"])
+def test_one_rank_with_other_arguments(wrapping, case):
+    size = wraps.world_size(wrapping)
+    for odd_rank in (0, size - 1):
+        per_rank = run_ranks(outcome, size, wrapping, case, odd_rank, timeout=SECONDS)
+        assert_same_error(per_rank, *CASES[case])
+
+
+@torch.no_grad()
+def outcome_with_nan(wrapping: str, odd_rank: int | None) -> tuple[str, str, list[str]]:
+    """NaN in l2.weight among the elements that one rank holds; None: in those of each rank."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    if odd_rank in (dist.get_rank(), None):
+        wraps.local(targets[1][0].weight)[:1] = torch.nan
+    return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "hsdp-2x2"])
+def test_nan_in_one_replica(wrapping):
+    for odd_rank in (0, wraps.world_size(wrapping) - 1):
+        per_rank = run_ranks(
+            outcome_with_nan, wraps.world_size(wrapping), wrapping, odd_rank, timeout=SECONDS
+        )
+        assert_same_error(per_rank, "ValueError", "weight(.|\n)*(NaN|replicas)")
+
+
+@pytest.mark.parametrize("wrapping", wraps.ALL)
+def test_nan_in_every_replica(wrapping):
+    per_rank = run_ranks(outcome_with_nan, wraps.world_size(wrapping), wrapping, None)
+    assert_same_error(per_rank, "ValueError", "weight(.|\n)*NaN")
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-3", "fsdp2_root-2", "tp-2"])
+def test_nan_on_one_rank(wrapping):
+    for odd_rank in (0, wraps.world_size(wrapping) - 1):
+        per_rank = run_ranks(
+            outcome_with_nan, wraps.world_size(wrapping), wrapping, odd_rank, timeout=SECONDS
+        )
+        assert_same_error(per_rank, "ValueError", "weight(.|\n)*NaN")
+
+
+@torch.no_grad()
+def differences_with_pruned_nan(wrapping: str) -> list[str]:
+    """NaN wherever the first pruning has put the mask to 0."""
+    dense = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(dense, wrapping)
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    scores = [dense.get_parameter(name) for name in NAMES]
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
+    for module, name in targets:
+        mask, orig = getattr(module, name + "_mask"), getattr(module, name + "_orig")
+        wraps.local(orig)[wraps.local(mask) == 0] = torch.nan
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
+    keeps = reference.prune(scores, 0.5, reference.prune(scores, 0.5))
+    return wrong_masks(model, dict(zip(NAMES, keeps, strict=True)), indices)
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
+def test_nan_among_the_pruned_elements_is_no_error(wrapping):
+    assert_nothing_wrong(
+        run_ranks(differences_with_pruned_nan, wraps.world_size(wrapping), wrapping)
+    )
+
+
+@torch.no_grad()
+def outcome_with_other_replica(wrapping: str, what: str, shift: int) -> tuple[str, str, list[str]]:
+    """The last rank holds the same numbers as its replicas, but in another order."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    module = targets[0][0]
+    mask = (torch.arange(60) % 3 > 0).view(10, 6)
+    if what == "mask":
+        prune.custom_from_mask(module, "weight", mask.roll(shift if odd else 0))
+    elif odd:
+        weight = wraps.local(module.weight)
+        weight.copy_(weight.flatten().roll(shift).view_as(weight))
+    return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
+
+
+@pytest.mark.parametrize("shift", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("wrapping", "what"),
+    [(w, "values") for w in ("plain-2", "ddp-3", "hsdp-2x1", "hsdp-2x2")]
+    + [(w, "mask") for w in ("plain-2", "ddp-3")],
+)
+def test_replicas_in_another_order(wrapping, what, shift):
+    """As after random_unstructured under DDP with another seed on each rank."""
+    size = wraps.world_size(wrapping)
+    per_rank = run_ranks(outcome_with_other_replica, size, wrapping, what, shift, timeout=SECONDS)
+    assert_same_error(per_rank, "ValueError", "weight(.|\n)*replicas")
+
+
+def outcome_with_other_mask(wrapping: str) -> tuple[str, str, list[str]]:
+    """custom_from_mask, with a whole mask that the last rank has in another order."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    mask = (torch.arange(60) % 3 > 0).view(10, 6)
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    before = snapshot(model)
+    try:
+        prune.custom_from_mask(model.l1, "weight", mask.roll(2 if odd else 0))
+        error = ("nothing", "")
+    except Exception as raised:
+        error = (type(raised).__name__, str(raised))
+    return *error, changes(before, snapshot(model))
+
+
+@pytest.mark.parametrize("wrapping", ["hsdp-2x1", "hsdp-2x2"])
+def test_replicas_given_other_masks(wrapping):
+    """Else the replicas of one parameter would drift apart."""
+    size = wraps.world_size(wrapping)
+    per_rank = run_ranks(outcome_with_other_mask, size, wrapping, timeout=SECONDS)
+    assert_same_error(per_rank, "ValueError", "mask")
+
+
+def outcome_with_other_model(wrapping: str, case: str) -> tuple[str, str, list[str]]:
+    """The last rank has the same parameters in another dtype or another shape."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    sizes = (6, 10, 7, 3) if odd and case == "shape" else (6, 10, 5, 3)
+    dtype = "float64" if odd and case == "dtype" else "float32"
+    model = wraps.wrap(fill(Net(sizes), "normal", dtype), wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
+
+
+@pytest.mark.parametrize("case", ["dtype", "shape"])
+@pytest.mark.parametrize("wrapping", ["plain-2", "plain-3", "fsdp2-2"])
+def test_one_rank_with_another_model(wrapping, case):
+    per_rank = run_ranks(
+        outcome_with_other_model, wraps.world_size(wrapping), wrapping, case, timeout=SECONDS
+    )
+    text = "float64|dtype" if case == "dtype" else "shape|7"
+    assert_same_error(per_rank, "ValueError", text)
+
+
+def outcome_single(wrapping: str, amount_of_odd: object) -> tuple[str, str, list[str]]:
+    """The same promise for one sharded parameter."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    module = wraps.unwrapped(model).l1
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    before = snapshot(model)
+    try:
+        prune.l1_unstructured(module, "weight", amount_of_odd if odd else 0.5)
+        error = ("nothing", "")
+    except Exception as raised:
+        error = (type(raised).__name__, str(raised))
+    return *error, changes(before, snapshot(model))
+
+
+@pytest.mark.parametrize("amount", [0.4, 1, -1, 2.5])
+@pytest.mark.parametrize("wrapping", ["fsdp2-3", "tp-2", "hsdp-2x2", "fsdp2_tp-2x2"])
+def test_one_sharded_parameter(wrapping, amount):
+    """Ranks of the mesh of the parameter disagree; every rank of a mesh with the odd one raises."""
+    size = wraps.world_size(wrapping)
+    per_rank = run_ranks(outcome_single, size, wrapping, amount, timeout=SECONDS)
+    assert_same_error(per_rank, "ValueError", "amount|-1|2.5")

@@ -1,0 +1,130 @@
+"""Who takes part: the ranks of ``group``, or those of the mesh of one parameter, and no others."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
+from harness import run_ranks
+from models import Net, fill, fqns, target
+from traffic import Traffic
+
+
+def my_group(groups: list[list[int]]) -> dist.ProcessGroup:
+    """The group of this rank; new_group has to be called for all of them on every rank."""
+    made = [dist.new_group(ranks) for ranks in groups]
+    return next(g for g, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+
+
+def differences_between_groups(groups: list[list[int]]) -> list[str]:
+    """Each group prunes plain modules of its own: other values, other amounts."""
+    group = my_group(groups)
+    seed = min(dist.get_process_group_ranks(group))
+    dense, model = fill(Net(), "rounded", "float32", seed), fill(Net(), "rounded", "float32", seed)
+    indices = wraps.local_indices(dense, "plain-1")
+    names, amount = fqns(dense), 0.1 * (seed + 1)
+    keeps = reference.prune([dense.get_parameter(name) for name in names], amount)
+    targets = [target(model, name) for name in names]
+    prune.global_unstructured(targets, prune.L1Unstructured, group=group, amount=amount)
+    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
+
+
+@pytest.mark.parametrize("groups", [[[0], [1]], [[0], [1], [2]], [[0, 2], [1]], [[0, 1], [2, 3]]])
+def test_groups_do_not_see_each_other(groups):
+    size = sum(map(len, groups))
+    assert_nothing_wrong(run_ranks(differences_between_groups, size, groups))
+
+
+def error_of_a_group_that_is_too_small(wrapping: str, groups: list) -> tuple[str, str, list[str]]:
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    group, before = my_group(groups), snapshot(model)
+    targets = [target(model, name) for name in ("l1.weight", "l2.weight")]
+    try:
+        prune.global_unstructured(targets, prune.L1Unstructured, group=group, amount=0.5)
+        error = ("nothing", "")
+    except Exception as raised:
+        error = (type(raised).__name__, str(raised))
+    return *error, changes(before, snapshot(model))
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "groups"),
+    [
+        ("fsdp2-2", [[0], [1]]),
+        ("tp-2", [[0], [1]]),
+        ("fsdp2-4", [[0, 1], [2, 3]]),
+        ("hsdp-2x2", [[0, 2], [1, 3]]),
+        ("fsdp2_tp-2x2", [[0, 1], [2, 3]]),
+    ],
+)
+def test_a_group_without_all_shards_is_refused(wrapping, groups):
+    """A part of the shards cannot know which elements are the lowest of the parameter."""
+    size = wraps.world_size(wrapping)
+    for kind, text, changed in run_ranks(
+        error_of_a_group_that_is_too_small, size, wrapping, groups
+    ):
+        assert kind == "ValueError", (kind, text)
+        assert re.search(r"weight(.|\n)*group", text)
+        assert changed == []
+
+
+def error_of_an_outsider() -> str:
+    group = dist.new_group([0, 1])
+    model = fill(Net(), "normal", "float32")
+    try:
+        prune.global_unstructured(
+            [(model.l1, "weight")], prune.L1Unstructured, group=group, amount=0.5
+        )
+        return f"pruned: {prune.is_pruned(model)}"
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_rank_outside_the_group_is_told_so():
+    inside, also_inside, outside = run_ranks(error_of_an_outsider, 3)
+    assert inside == also_inside == "pruned: True"
+    assert "rank 2" in outside and "group" in outside
+
+
+def parameter_on_two_of_three_ranks() -> bool | None:
+    """Rank 2 makes the mesh, as torch demands, and then takes no part."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() == 2:
+        return None
+    layer = fully_shard(fill(Net(), "rounded", "float32").l1, mesh=mesh)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    prune.ln_structured(layer, "weight", 2, 2, 1)
+    weight = fill(Net(), "rounded", "float32").l1.weight
+    (keep,) = reference.prune([weight], 0.5)
+    keep = reference.prune_channels(weight, 2, 2, 1, keep)
+    return torch.equal(layer.weight_mask.to_local(), keep.chunk(2)[dist.get_rank()])
+
+
+def test_one_sharded_parameter_needs_the_ranks_of_its_mesh_only():
+    assert run_ranks(parameter_on_two_of_three_ranks, 3) == [True, True, None]
+
+
+def calls_of_a_plain_parameter() -> list | None:
+    """Rank 0 alone, in a world of two."""
+    if dist.get_rank() == 1:
+        return None
+    model = fill(Net(), "normal", "float32")
+    with Traffic() as traffic:
+        prune.l1_unstructured(model.l1, "weight", 0.5)
+        prune.random_unstructured(model.l1, "weight", 0.5)
+        prune.ln_structured(model.l2, "weight", 0.5, 2, 0)
+        prune.random_structured(model.l2, "weight", 1, 1)
+        prune.custom_from_mask(model.l3, "weight", torch.ones(3, 5))
+        prune.remove(model.l1, "weight")
+    return traffic.calls
+
+
+def test_one_plain_parameter_needs_nobody():
+    assert run_ranks(calls_of_a_plain_parameter, 2) == [[], None]

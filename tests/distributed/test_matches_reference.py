@@ -1,0 +1,181 @@
+"""The mask that each rank holds is its part of the mask that one process would compute."""
+
+import random
+
+import pytest
+import torch
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, wrong_masks
+from harness import run_ranks
+from models import DATA, DTYPES, EVEN, Net, ShapesNet, fill, fqns, target
+
+# Amounts of successive calls on one model; "all" is the number of elements that are left.
+ROUNDS = [
+    (0.1, 0.9),
+    (0.5, 0.5),
+    (7, 0.5),
+    (0, 0.0, 1, 0.9, "all", 0),
+    (1.0, 0.5),
+    ("all",),
+]
+
+
+def differences(wrapping: str, data: str, cases: list, net: type = ShapesNet, *sizes) -> list[str]:
+    """Run every case (dtype, amounts, seed); what differs from the reference after each round."""
+    wrong = []
+    indices = wraps.local_indices(net(*sizes), wrapping)
+    for dtype, amounts, seed in cases:
+        model = fill(net(*sizes), data, dtype, seed)
+        names = random.Random(seed).sample(fqns(model), len(fqns(model)))  # the caller's order
+        scores = [model.get_parameter(name).detach().clone() for name in names]
+        keeps = [torch.ones(score.shape, dtype=torch.bool) for score in scores]
+        model = wraps.wrap(model, wrapping)
+        targets = [target(wraps.unwrapped(model), name) for name in names]
+        for amount in amounts:
+            if amount == "all":
+                amount = sum(int(keep.sum()) for keep in keeps)
+            keeps = reference.prune(scores, amount, keeps)
+            prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
+            when = f"{data} {dtype}, {amount} of {amounts}, seed {seed}"
+            expected = dict(zip(names, keeps, strict=True))
+            wrong += wrong_masks(model, expected, indices, when)
+    return wrong
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("wrapping", wraps.ALL)
+def test_any_data_and_dtype(wrapping, data):
+    """All dtypes on 1 and 2 ranks; on more, which are dear, one for each wrapping and data."""
+    size, turn = wraps.world_size(wrapping), DATA.index(data) + wraps.ALL.index(wrapping)
+    dtypes = DTYPES if size <= 2 else [DTYPES[turn % len(DTYPES)]]
+    cases = [(dtype, ROUNDS[(turn + i) % 3], turn + i) for i, dtype in enumerate(dtypes)]
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, data, cases))
+
+
+@pytest.mark.parametrize("wrapping", wraps.ALL)
+def test_any_amounts_one_after_the_other(wrapping):
+    cases = [("float32", amounts, seed) for seed, amounts in enumerate(ROUNDS)]
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, "few", cases))
+
+
+@pytest.mark.parametrize("data", ["normal", "equal", "few"])
+@pytest.mark.parametrize("wrapping", wraps.FSDP2_DIM1)
+def test_shards_of_columns(wrapping, data):
+    cases = [(dtype, (0.3, 0.5), seed) for seed, dtype in enumerate(["float32", "bfloat16"])]
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, data, cases, Net, EVEN))
+
+
+@pytest.mark.parametrize("rows", [1, 9, 11])
+@pytest.mark.parametrize("wrapping", ["fsdp2_tp-4x2", "fsdp2_tp-3x2", "fsdp2_tp-2x3"])
+def test_nested_uneven_shards(wrapping, rows):
+    """Splits where torch's own offsets and full_tensor() are wrong (9 rows on 4x2)."""
+    cases = [("float32", (0.3, 0.5), 0), ("bfloat16", (0.9,), 1)]
+    for data in ["equal", "rounded"]:
+        per_rank = run_ranks(
+            differences, wraps.world_size(wrapping), wrapping, data, cases, Net, (6, rows, 5, 3)
+        )
+        assert_nothing_wrong(per_rank)
+
+
+def differences_after_training_step(wrapping: str) -> list[str]:
+    """A second pruning ranks the values as they are now, and the first mask holds on."""
+    model = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(model, wrapping)
+    names = [name for name in fqns(model) if name.endswith("weight")]
+    first = [model.get_parameter(name).detach().clone() for name in names]
+    second = [score.flip(0) * 2 for score in first]
+    model = wraps.wrap(model, wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in names]
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.4)
+    for (module, _), name, values in zip(targets, names, second, strict=True):
+        wraps.local(module.weight_orig).copy_(wraps.my_part(values, indices[name]))
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.4)
+    keeps = reference.prune(second, 0.4, reference.prune(first, 0.4))
+    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
+
+
+@pytest.mark.parametrize("wrapping", wraps.ALL)
+def test_pruning_again_ranks_the_values_of_now(wrapping):
+    assert_nothing_wrong(
+        run_ranks(differences_after_training_step, wraps.world_size(wrapping), wrapping)
+    )
+
+
+def differences_with_scores(wrapping: str, as_dtensor: bool) -> list[str]:
+    """Scores replace the values of two of three parameters; signs do not count."""
+    model = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(model, wrapping)
+    names = ["l1.weight", "l2.weight", "l3.bias"]
+    scores = [model.get_parameter(name).detach().clone() for name in names]
+    for position in (0, 2):
+        scores[position] = -scores[position].flip(0).round(decimals=1)
+    keeps = reference.prune(scores, 0.5)
+    scorer = Net()
+    scorer.load_state_dict(dict(zip(names, scores, strict=True)), strict=False)
+    model = wraps.unwrapped(wraps.wrap(model, wrapping))
+    if as_dtensor:
+        scorer = wraps.unwrapped(wraps.wrap(scorer, wrapping))
+    given = {target(model, names[p]): scorer.get_parameter(names[p]).detach() for p in (0, 2)}
+    prune.global_unstructured(
+        [target(model, name) for name in names], prune.L1Unstructured, given, amount=0.5
+    )
+    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
+
+
+@pytest.mark.parametrize("as_dtensor", [False, True], ids=["full", "sharded"])
+@pytest.mark.parametrize("wrapping", wraps.ALL)
+def test_importance_scores(wrapping, as_dtensor):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_with_scores, size, wrapping, as_dtensor))
+
+
+def differences_with_odd_scores(wrapping: str, kind: str) -> list[str]:
+    """Scores of other dtypes than the parameters: compared by value, whatever the dtype."""
+    model = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(model, wrapping)
+    generator = torch.Generator().manual_seed(2)
+    names, scores = ["l1.weight", "l2.weight", "l3.weight"], []
+    for name in names:
+        normal = torch.randn(model.get_parameter(name).shape, generator=generator).double()
+        scores.append((normal * 4).long() if kind == "int64" else normal)
+    if kind == "mixed":  # float64 values that float32 would round to 0
+        scores = [scores[0] * 1e-60, scores[1].half() * 0, model.l3.weight.detach().clone()]
+    keeps = reference.prune(scores, 40)
+    model = wraps.wrap(model, wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in names]
+    given = dict(zip(targets, scores, strict=True))
+    prune.global_unstructured(targets, prune.L1Unstructured, given, amount=40)
+    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
+
+
+@pytest.mark.parametrize("kind", ["float64", "int64", "mixed"])
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2-2", "hsdp-2x2", "tp-2"])
+def test_importance_scores_of_other_dtypes(wrapping, kind):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_with_odd_scores, size, wrapping, kind))
+
+
+def differences_with_odd_lists(wrapping: str, kind: str) -> list[str]:
+    """The list as a one-shot iterator, or with one parameter in it twice."""
+    model = fill(Net(), "rounded", "float32")
+    indices = wraps.local_indices(model, wrapping)
+    names = ["l2.weight", "l1.weight"]
+    keeps = reference.prune([model.get_parameter(name) for name in names], 30)
+    model = wraps.wrap(model, wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in names]
+    given = iter(targets) if kind == "iterator" else [*targets, targets[0]]
+    report = prune.global_unstructured(given, prune.L1Unstructured, amount=30)
+    wrong = [] if report.num_pruned_now == 30 else [f"{report.num_pruned_now} pruned, not 30"]
+    return wrong + wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
+
+
+@pytest.mark.parametrize("kind", ["iterator", "duplicate"])
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2-2", "tp-2"])
+def test_iterators_and_duplicates(wrapping, kind):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_with_odd_lists, size, wrapping, kind))

@@ -1,0 +1,146 @@
+"""Random masks: as many as asked for, and the same wherever the elements are."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import distprune as prune
+import wraps
+from checks import assembled
+from harness import run_ranks
+from models import Net, ShapesNet, fill, fqns, target
+
+
+def single_mask(wrapping: str, name: str, amounts: tuple, seed: int):
+    """random_unstructured, called once for each amount; the mask shard and its indices."""
+    model = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(model, wrapping)
+    module, parameter = target(wraps.unwrapped(wraps.wrap(model, wrapping)), name)
+    torch.manual_seed(seed)
+    for amount in amounts:
+        prune.random_unstructured(module, parameter, amount)
+    return wraps.local(getattr(module, parameter + "_mask")), indices[name]
+
+
+@cache
+def full_mask(wrapping: str, name: str, amounts: tuple, seed: int = 0) -> torch.Tensor:
+    parts = run_ranks(single_mask, wraps.world_size(wrapping), wrapping, name, amounts, seed)
+    return assembled(parts, Net().get_parameter(name).shape)
+
+
+@pytest.mark.parametrize("name", ["l1.weight", "l2.weight", "l3.bias"])
+@pytest.mark.parametrize("wrapping", wraps.FSDP2 + wraps.FSDP2_ROOT + wraps.HSDP)
+def test_one_seed_gives_one_mask_on_any_sharding(wrapping, name):
+    expected = full_mask("fsdp2-2", name, (0.5, 0.4))
+    assert torch.equal(full_mask(wrapping, name, (0.5, 0.4)), expected)
+
+
+@pytest.mark.parametrize("name", ["l1.weight", "l2.weight"])
+@pytest.mark.parametrize("wrapping", wraps.TP + wraps.FSDP2_TP)
+def test_tensor_parallel_gives_the_mask_of_fsdp2(wrapping, name):
+    expected = full_mask("fsdp2-2", name, (0.5, 0.4))
+    assert torch.equal(full_mask(wrapping, name, (0.5, 0.4)), expected)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "num_pruned"),
+    [((0,), 0), ((60,), 60), ((1,), 1), ((0.5, 0.5), 45), ((0.25, 5), 20)],
+)
+@pytest.mark.parametrize("wrapping", ["fsdp2-3", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"])
+def test_exactly_as_many_as_asked_for(wrapping, amounts, num_pruned):
+    assert int((full_mask(wrapping, "l1.weight", amounts) == 0).sum()) == num_pruned
+
+
+def masks_of_seeds(num_seeds: int) -> list[tuple]:
+    masks = []
+    mesh = init_device_mesh("cpu", (2,))
+    for seed in range(num_seeds):
+        layer = fully_shard(torch.nn.Linear(6, 10), mesh=mesh)
+        torch.manual_seed(seed)
+        prune.random_unstructured(layer, "weight", 0.5)
+        masks.append(layer.weight_mask.to_local())
+    return masks
+
+
+def test_every_seed_gives_another_mask_and_every_element_has_its_chance():
+    """An element that 40 halves all keep, or all prune, has p < 1e-10."""
+    masks = [torch.cat(parts) for parts in zip(*run_ranks(masks_of_seeds, 2, 40), strict=True)]
+    times_pruned = sum((mask == 0).int() for mask in masks)
+    assert [int((mask == 0).sum()) for mask in masks] == [30] * 40
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 40
+    assert int(times_pruned.min()) > 0 and int(times_pruned.max()) < 40
+
+
+def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
+    """global RandomUnstructured; per parameter the mask shard, its indices and the full shape."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank if seed_per_rank else 7)
+    model = fill(ShapesNet(), "normal", "float32")
+    if batch_norm:
+        model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(3))
+        model = DistributedDataParallel(model)
+        names = ["0.l1.weight", "0.l2.weight"]
+        targets = [target(model.module, name) for name in names]
+        indices = {
+            name: torch.arange(m.weight.numel())
+            for name, (m, _) in zip(names, targets, strict=True)
+        }
+    else:
+        names = fqns(model)
+        indices = wraps.local_indices(model, wrapping)
+        model = wraps.wrap(model, wrapping)
+        targets = [target(wraps.unwrapped(model), name) for name in names]
+    report = prune.global_unstructured(targets, prune.RandomUnstructured, amount=0.3)
+    masks = []
+    for (module, parameter), name in zip(targets, names, strict=True):
+        mask = getattr(module, parameter + "_mask")
+        masks.append((wraps.local(mask), indices[name], tuple(mask.shape)))
+    return masks, report.num_pruned
+
+
+def full_masks(per_rank) -> list[torch.Tensor]:
+    per_parameter = zip(*(masks for masks, _ in per_rank), strict=True)
+    return [assembled([(m, i) for m, i, _ in parts], parts[0][2]) for parts in per_parameter]
+
+
+@pytest.mark.parametrize("wrapping", wraps.ALL)
+def test_global_random_agrees_although_the_ranks_have_other_seeds(wrapping):
+    per_rank = run_ranks(global_masks, wraps.world_size(wrapping), wrapping, True, False)
+    masks = full_masks(per_rank)
+    num_elements = sum(mask.numel() for mask in masks)
+    num_pruned = sum(int((mask == 0).sum()) for mask in masks)
+    assert num_pruned == round(0.3 * num_elements)
+    assert {reported for _, reported in per_rank} == {num_pruned}
+
+
+def test_global_random_is_one_mask_on_any_sharding():
+    found = {}
+    for wrapping in wraps.SHARDED:
+        per_rank = run_ranks(global_masks, wraps.world_size(wrapping), wrapping, False, False)
+        found[wrapping] = torch.cat([mask.flatten() for mask in full_masks(per_rank)])
+    differing = [w for w, mask in found.items() if not torch.equal(mask, found["fsdp2-2"])]
+    assert not differing
+
+
+def masks_of_equal_layers() -> list[torch.Tensor]:
+    layers = [fully_shard(torch.nn.Linear(6, 10)) for _ in range(3)]
+    torch.manual_seed(0)
+    prune.global_unstructured(
+        [(layer, "weight") for layer in layers], prune.RandomUnstructured, amount=0.5
+    )
+    return [layer.weight_mask.to_local() for layer in layers]
+
+
+def test_parameters_of_one_shape_get_different_masks():
+    masks = [torch.cat(parts) for parts in zip(*run_ranks(masks_of_equal_layers, 2), strict=True)]
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 3
+
+
+def test_ddp_with_batch_norm_and_other_seeds():
+    per_rank = run_ranks(global_masks, 3, "ddp-3", True, True)
+    for mask in full_masks(per_rank):  # replicas are compared while they are put together
+        assert 0 < int((mask == 0).sum()) < mask.numel()

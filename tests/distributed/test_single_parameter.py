@@ -1,0 +1,260 @@
+"""The functions for one parameter, on sharded parameters, against one process."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.utils.prune as torch_prune
+from torch.distributed.tensor import DTensor
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, wrong_masks
+from harness import run_ranks
+from models import Net, fill, target
+
+WRAPPINGS = [*wraps.SHARDED, "ddp-2"]
+WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
+AMOUNTS = [0, 1, 0.3, 0.5, 1.0]
+
+
+def start(wrapping: str, data: str = "normal", dtype: str = "float32"):
+    """The wrapped model, a dense copy that is not wrapped, and the indices of this rank."""
+    dense = fill(Net(), data, dtype)
+    indices = wraps.local_indices(dense, wrapping)
+    return wraps.wrap(fill(Net(), data, dtype), wrapping), dense, indices
+
+
+def rounds_for(wrapping: str, num_rounds: int, first: int = 0) -> list[int]:
+    """All rounds on 1 and 2 ranks; two of them on more ranks, which are dear."""
+    if wraps.world_size(wrapping) <= 2:
+        return list(range(num_rounds))
+    return [first % num_rounds, (first + num_rounds // 2) % num_rounds]
+
+
+def l1_differences(wrapping: str, data: str, dtype: str) -> list[str]:
+    """In each round every parameter gets another amount."""
+    wrong = []
+    for turn in rounds_for(wrapping, len(AMOUNTS)):
+        model, dense, indices = start(wrapping, data, dtype)
+        keeps = {}
+        for i, name in enumerate([*WEIGHTS, "l1.bias", "l2.bias"]):
+            amount = AMOUNTS[(turn + i) % len(AMOUNTS)]
+            prune.l1_unstructured(*target(wraps.unwrapped(model), name), amount=amount)
+            (keeps[name],) = reference.prune([dense.get_parameter(name)], amount)
+        wrong += wrong_masks(model, keeps, indices, f"{data} {dtype} round {turn}")
+    return wrong
+
+
+@pytest.mark.parametrize(("data", "dtype"), [("normal", "float32"), ("few", "bfloat16")])
+@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+def test_l1_unstructured(wrapping, data, dtype):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(l1_differences, size, wrapping, data, dtype))
+
+
+LN_CASES = list(product((1, 2, math.inf), (0, 1, -1), (1, 0.5)))  # n, dim, amount
+
+
+def ln_differences(wrapping: str, data: str, first: int) -> list[str]:
+    """In each round every weight gets another case."""
+    wrong = []
+    num_rounds = len(LN_CASES) // len(WEIGHTS)
+    for turn in rounds_for(wrapping, num_rounds, first):
+        model, dense, indices = start(wrapping, data)
+        for i, name in enumerate(WEIGHTS):
+            n, dim, amount = LN_CASES[turn + i * num_rounds]
+            module, _ = target(wraps.unwrapped(model), name)
+            prune.ln_structured(module, "weight", amount, n, dim)
+            keep = reference.prune_channels(dense.get_parameter(name), amount, n, dim)
+            when = f"{data} n={n} dim={dim} amount={amount}"
+            wrong += wrong_masks(model, {name: keep}, indices, when)
+    return wrong
+
+
+@pytest.mark.parametrize("data", ["normal", "equal", "few"])  # sums of "few" are exact: true ties
+@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+def test_ln_structured(wrapping, data):
+    first = ["normal", "equal", "few"].index(data)
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(ln_differences, size, wrapping, data, first))
+
+
+def other_norm_differences(wrapping: str) -> list[str]:
+    """Every n that torch takes for one dim, and refusals of the matrix norms."""
+    wrong = []
+    for n in (0, 3, 2.5, -math.inf, None):
+        model, dense, indices = start(wrapping)
+        prune.ln_structured(wraps.unwrapped(model).l1, "weight", 0.5, n, 0)
+        torch_prune.ln_structured(dense.l1, "weight", 0.5, n, 0)
+        wrong += wrong_masks(model, {"l1.weight": dense.l1.weight_mask}, indices, f"n={n}")
+    for n in ("fro", "nuc"):
+        try:
+            prune.ln_structured(wraps.unwrapped(model).l2, "weight", 0.5, n, 0)
+            wrong.append(f"n={n} was not refused")
+        except NotImplementedError as error:
+            wrong += [] if n in str(error) else [str(error)]
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
+def test_other_norms(wrapping):
+    assert_nothing_wrong(run_ranks(other_norm_differences, wraps.world_size(wrapping), wrapping))
+
+
+def random_structured_problems(wrapping: str) -> list[str]:
+    """Whole channels, as many as asked for, the same channels on every rank and in torch."""
+    wrong = []
+    for name, amount, dim in [("l1.weight", 0.5, 0), ("l2.weight", 3, 1), ("l3.weight", 1, -1)]:
+        model, dense, indices = start(wrapping)
+        torch.manual_seed(5)
+        prune.random_structured(*target(wraps.unwrapped(model), name), amount, dim)
+        torch.manual_seed(5)
+        torch_prune.random_structured(*target(dense, name), amount, dim)
+        keep = target(dense, name)[0].weight_mask
+        wrong += wrong_masks(model, {name: keep}, indices, f"amount={amount} dim={dim}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_random_structured_draws_the_channels_of_one_process(wrapping):
+    assert_nothing_wrong(
+        run_ranks(random_structured_problems, wraps.world_size(wrapping), wrapping)
+    )
+
+
+def custom_mask_differences(wrapping: str, as_dtensor: bool) -> list[str]:
+    model, dense, indices = start(wrapping)
+    generator = torch.Generator().manual_seed(3)
+    keeps = {
+        name: torch.rand(dense.get_parameter(name).shape, generator=generator) < 0.5
+        for name in WEIGHTS
+    }
+    for name, keep in keeps.items():
+        module, _ = target(wraps.unwrapped(model), name)
+        given = keep.clone()
+        if as_dtensor and isinstance(module.weight, DTensor):
+            part = wraps.my_part(keep, indices[name])
+            given = DTensor.from_local(
+                part,
+                module.weight.device_mesh,
+                module.weight.placements,
+                shape=module.weight.shape,
+                stride=module.weight.stride(),
+            )
+        prune.custom_from_mask(module, "weight", given)
+    return wrong_masks(model, keeps, indices)
+
+
+@pytest.mark.parametrize("as_dtensor", [False, True], ids=["full", "sharded"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_custom_from_mask(wrapping, as_dtensor):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(custom_mask_differences, size, wrapping, as_dtensor))
+
+
+def sequence_differences(wrapping: str) -> list[str]:
+    """The same calls on the sharded model and, by torch, on a dense copy."""
+    model, dense, indices = start(wrapping)
+    wrong = []
+    generator = torch.Generator().manual_seed(4)
+    custom = torch.rand(dense.l2.weight.shape, generator=generator) < 0.8
+    calls = [
+        ("l1_unstructured", "l1.weight", {"amount": 0.2}),
+        ("ln_structured", "l1.weight", {"amount": 0.3, "n": 2, "dim": 0}),
+        ("ln_structured", "l1.weight", {"amount": 2, "n": 1, "dim": 1}),
+        ("l1_unstructured", "l1.weight", {"amount": 0.5}),
+        ("identity", "l2.weight", {}),
+        ("custom_from_mask", "l2.weight", {"mask": custom}),
+        ("l1_unstructured", "l2.weight", {"amount": 7}),
+        ("ln_structured", "l2.weight", {"amount": 0.5, "n": math.inf, "dim": -1}),
+        ("l1_unstructured", "l3.weight", {"amount": 1.0}),
+        ("l1_unstructured", "l3.weight", {"amount": 0.5}),
+    ]
+    for step, (function, name, arguments) in enumerate(calls):
+        getattr(prune, function)(*target(wraps.unwrapped(model), name), **arguments)
+        getattr(torch_prune, function)(*target(dense, name), **arguments)
+        keep = target(dense, name)[0].weight_mask
+        wrong += wrong_masks(model, {name: keep}, indices, f"after call {step} ({function})")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_sequences_of_methods_equal_torch(wrapping):
+    assert_nothing_wrong(run_ranks(sequence_differences, wraps.world_size(wrapping), wrapping))
+
+
+def life_cycle_problems(wrapping: str) -> list[str]:
+    """identity, prune, remove: is_pruned, names, values and the Parameter object."""
+    model, dense, indices = start(wrapping)
+    module = wraps.unwrapped(model).l1
+    names, parameter = list(module._parameters), module.weight
+    seen = {"pruned at first": prune.is_pruned(model)}
+    prune.identity(module, "weight")
+    seen["identity prunes"] = bool((wraps.local(module.weight_mask) != 1).any())
+    seen["not pruned after identity"] = not prune.is_pruned(model)
+    prune.l1_unstructured(module, "weight", 0.5)
+    (keep,) = reference.prune([dense.l1.weight], 0.5)
+    part = wraps.my_part(keep, indices["l1.weight"])
+    effective = wraps.my_part(dense.l1.weight.detach() * keep, indices["l1.weight"])
+    seen["weight is not orig * mask"] = not torch.equal(wraps.local(module.weight), effective)
+    seen["another Parameter object"] = module.weight_orig is not parameter
+    seen["values lost"] = not torch.equal(
+        wraps.local(module.weight_orig), wraps.my_part(dense.l1.weight, indices["l1.weight"])
+    )
+    prune.remove(module, "weight")
+    seen["pruned at last"] = prune.is_pruned(model)
+    seen["names differ"] = set(module._parameters) != set(names) or bool(module._buffers)
+    seen["order of parameters differs"] = list(module._parameters) != names
+    seen["another Parameter object at last"] = module.weight is not parameter
+    seen["wrong values at last"] = not torch.equal(wraps.local(module.weight), effective)
+    seen["pruned values at last"] = bool((wraps.local(module.weight)[~part] != 0).any())
+    try:
+        prune.remove(module, "weight")
+        seen["removed twice"] = True
+    except ValueError:
+        pass
+    return [problem for problem, happened in seen.items() if happened]
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_identity_prune_remove(wrapping):
+    problems = run_ranks(life_cycle_problems, wraps.world_size(wrapping), wrapping)
+    if wraps.kind_of(wrapping) in ("ddp", "tp"):  # the compatible path: torch moves the name
+        problems = [[p for p in wrong if "order of" not in p] for wrong in problems]
+    assert_nothing_wrong(problems)
+
+
+def amount_errors(wrapping: str) -> list[tuple[str, bool]]:
+    """What wrong arguments raise, and whether the module was left alone."""
+    model, _, _ = start(wrapping)
+    module = wraps.unwrapped(model).l1
+    results = []
+    for call in [
+        lambda: prune.l1_unstructured(module, "weight", amount=61),  # 60 elements
+        lambda: prune.l1_unstructured(module, "weight", amount=-1),
+        lambda: prune.l1_unstructured(module, "weight", amount=1.5),
+        lambda: prune.l1_unstructured(module, "weight", amount="half"),
+        lambda: prune.l1_unstructured(module, "nothing", amount=1),
+        lambda: prune.ln_structured(module, "weight", 0.5, n=2, dim=5),
+        lambda: prune.ln_structured(module, "weight", 11, n=2, dim=0),  # 10 channels
+        lambda: prune.ln_structured(module, "bias", 0.5, n=2, dim=0),  # one dimension
+        lambda: prune.random_structured(module, "bias", 0.5, dim=0),
+    ]:
+        try:
+            call()
+            results.append(("nothing", False))
+        except Exception as error:
+            untouched = list(module._parameters) == ["weight", "bias"] and not module._buffers
+            results.append((type(error).__name__, untouched))
+    return results
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "tp-2", "hsdp-2x2", "fsdp2_tp-2x2"])
+def test_wrong_arguments_raise_what_torch_raises_and_change_nothing(wrapping):
+    names = [*["ValueError"] * 3, "TypeError", "AttributeError", "IndexError", *["ValueError"] * 3]
+    expected = [(name, True) for name in names]
+    per_rank = run_ranks(amount_errors, wraps.world_size(wrapping), wrapping)
+    assert per_rank == [expected] * wraps.world_size(wrapping)

@@ -1,0 +1,132 @@
+"""What a mask is on each wrapper, and where it appears in state dicts."""
+
+import pytest
+import torch
+import torch.nn.utils.prune as torch_prune
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import distprune as prune
+import reference
+import wraps
+from harness import run_ranks
+from models import UNEVEN, Net, fill, target
+
+NAMES = ["l1.weight", "l2.weight", "l3.bias"]
+WRAPPINGS = [*wraps.ALL]
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def pruned(wrapping: str, dtype: str = "float32", sizes=UNEVEN) -> torch.nn.Module:
+    model = wraps.wrap(fill(Net(sizes), "normal", dtype), wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
+    return model
+
+
+def pruned_by_torch(sizes=UNEVEN) -> torch.nn.Module:
+    """A dense model with torch's own hooks and the masks of the reference."""
+    model = fill(Net(sizes), "normal", "float32")
+    keeps = reference.prune([model.get_parameter(name) for name in NAMES], 0.5)
+    for name, keep in zip(NAMES, keeps, strict=True):
+        torch_prune.custom_from_mask(*target(model, name), keep)
+    return model
+
+
+def mask_problems(wrapping: str, dtype: str) -> list[str]:
+    model = wraps.unwrapped(pruned(wrapping, dtype))
+    fully_sharded = wraps.kind_of(wrapping).startswith(("fsdp2", "hsdp"))
+    problems = []
+    for name in NAMES:
+        module, parameter = target(model, name)
+        orig, mask = getattr(module, parameter + "_orig"), getattr(module, parameter + "_mask")
+        if isinstance(mask, DTensor) != isinstance(orig, DTensor):
+            problems.append(f"{name}: mask is {type(mask)}, parameter is {type(orig)}")
+        elif isinstance(mask, DTensor):
+            if mask.device_mesh != orig.device_mesh or mask.placements != orig.placements:
+                problems.append(f"{name}: mask on {mask.device_mesh}, {mask.placements}")
+            if mask.shape != orig.shape or mask.stride() != orig.stride():
+                problems.append(f"{name}: mask {mask.shape}, {mask.stride()}")
+        expected = torch.bool if fully_sharded else orig.dtype
+        if mask.dtype != expected:
+            problems.append(f"{name}: mask is {mask.dtype}, not {expected}")
+        if wraps.local(mask).untyped_storage().nbytes() > wraps.local(mask).nbytes:
+            problems.append(f"{name}: mask is a view of something larger")
+        if parameter + "_mask" not in module._buffers:
+            problems.append(f"{name}: mask is no buffer")
+        if mask.requires_grad:
+            problems.append(f"{name}: mask requires a gradient")
+    return problems
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_masks_lie_as_their_parameters_do(wrapping, dtype):
+    per_rank = run_ranks(mask_problems, wraps.world_size(wrapping), wrapping, dtype)
+    assert per_rank == [[]] * wraps.world_size(wrapping)
+
+
+def state_dict_keys(wrapping: str, removed: bool) -> set[str]:
+    model = pruned(wrapping)
+    if removed:
+        for name in NAMES:
+            prune.remove(*target(wraps.unwrapped(model), name))
+    return set(wraps.unwrapped(model).state_dict())
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_state_dict_has_the_keys_of_torch(wrapping):
+    size = wraps.world_size(wrapping)
+    expected = set(pruned_by_torch().state_dict())
+    assert {"l1.weight_orig", "l1.weight_mask", "l3.bias_orig", "l3.bias_mask"} < expected
+    assert run_ranks(state_dict_keys, size, wrapping, False) == [expected] * size
+    expected = set(Net().state_dict())
+    assert run_ranks(state_dict_keys, size, wrapping, True) == [expected] * size
+
+
+def consolidated(wrapping: str, forward_first: bool) -> dict[str, torch.Tensor]:
+    model = pruned(wrapping, sizes=wraps.runnable_sizes(wrapping))
+    if forward_first:  # FSDP2's root stays unsharded after it
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+    return get_model_state_dict(model, options=FULL)
+
+
+@pytest.mark.parametrize("forward_first", [False, True])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_consolidated_state_dict_loads_into_a_model_pruned_by_torch(wrapping, forward_first):
+    sizes = wraps.runnable_sizes(wrapping)
+    per_rank = run_ranks(consolidated, wraps.world_size(wrapping), wrapping, forward_first)
+    expected = pruned_by_torch(sizes)
+    model = fill(Net(sizes), "equal", "float32")
+    for name in NAMES:
+        torch_prune.identity(*target(model, name))
+    model.load_state_dict(per_rank[0], strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+    x = torch.randn(3, 6)
+    assert torch.equal(model(x), expected(x))
+
+
+def outputs_after_loading(wrapping: str, state: dict, x: torch.Tensor) -> torch.Tensor:
+    """Into a model of other values and masks, that has run already."""
+    model = fill(Net(wraps.runnable_sizes(wrapping)), "few", "float32", seed=9)
+    model = wraps.wrap(model, wrapping)
+    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.1)
+    model(x).sum().backward()
+    set_model_state_dict(model, state, options=FULL)
+    return model(x).detach()
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_state_dict_of_torch_loads_into_a_sharded_model(wrapping):
+    dense = pruned_by_torch(wraps.runnable_sizes(wrapping))
+    x = torch.randn(3, 6)
+    state, expected = dense.state_dict(), dense(x).detach()
+    for out in run_ranks(outputs_after_loading, wraps.world_size(wrapping), wrapping, state, x):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,70 @@
+"""Tied weights are one parameter: counted once, and masked wherever they are used."""
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+import reference
+import wraps
+from harness import run_ranks
+from models import fill
+
+
+class TiedNet(nn.Module):
+    """Input and output embedding share one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.hidden = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.hidden(self.embedding(tokens))))
+
+
+def outcome(wrapping: str, selected: bool) -> dict[str, object]:
+    """Prune 20 of 28 + 16 elements, the tied weight given once (by select) or under both names."""
+    dense = fill(TiedNet(), "normal", "float32")
+    model = wraps.wrap(fill(TiedNet(), "normal", "float32"), wrapping)
+    inner = wraps.unwrapped(model)
+    pairs = [(inner.embedding, "weight"), (inner.hidden, "weight"), (inner.head, "weight")]
+    pairs = prune.select(model) if selected else pairs
+    report = prune.global_unstructured(pairs, prune.L1Unstructured, amount=20)
+
+    embedding, hidden = dense.embedding.weight.detach(), dense.hidden.weight.detach()
+    keeps = reference.prune([embedding, hidden], 20)
+    tied, hidden = embedding * keeps[0], hidden * keeps[1]
+    tokens = torch.tensor([0, 3, 6, 2])
+    expected = torch.relu(tied[tokens] @ hidden.T) @ tied.T
+    masked = model(tokens)
+    masked.sum().backward()
+    for module, name in pairs:
+        if prune.is_pruned(module):  # one removal may do for all names
+            prune.remove(module, name)
+    removed = model(tokens)
+    return {
+        "num_elements": report.num_elements,
+        "num_pruned": report.num_pruned,
+        "masked": torch.allclose(masked, expected, atol=1e-6),
+        "removed": torch.allclose(removed, expected, atol=1e-6),
+        "still tied": inner.head.weight is inner.embedding.weight,
+    }
+
+
+@pytest.mark.parametrize("selected", [True, False], ids=["select", "both names"])
+@pytest.mark.parametrize(
+    "wrapping", ["plain-1", "plain-2", "ddp-2", "fsdp2_root-2", "fsdp2_root-3"]
+)
+def test_tied_weights(wrapping, selected):
+    expected = {
+        "num_elements": 44,
+        "num_pruned": 20,
+        "masked": True,
+        "removed": True,
+        "still tied": True,
+    }
+    size = wraps.world_size(wrapping)
+    assert run_ranks(outcome, size, wrapping, selected) == [expected] * size

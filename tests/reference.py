@@ -1,0 +1,69 @@
+"""The oracle: what one process that sees everything prunes. Slow, short, obviously right.
+
+It sorts values, not bits, in Python, and knows nothing of shards or of distprune.
+Masks are bool tensors in the shape of the parameter, True = keep.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+
+def num_to_prune(amount: int | float, num_remaining: int) -> int:
+    """An integer is a count, a float a fraction of what is left, rounded half to even."""
+    return amount if isinstance(amount, int) else round(amount * num_remaining)
+
+
+def prune(
+    scores: Sequence[Tensor],
+    amount: int | float,
+    masks: Sequence[Tensor] | None = None,
+    key: Callable[[float], float] = abs,
+) -> list[Tensor]:
+    """Masks after the lowest |score| of all tensors together have been pruned.
+
+    Order: |score|, then the position of the tensor in the list, then the row-major
+    index. Elements that ``masks`` has pruned already do not compete and stay pruned.
+    """
+    keeps = _copies(scores, masks)
+    # float64 holds every fp16, bf16, fp32 and fp64 value, so promotion changes no order.
+    remaining = [
+        (key(value), position, index)
+        for position, score in enumerate(scores)
+        for index, value in enumerate(score.detach().double().flatten().tolist())
+        if keeps[position].view(-1)[index]
+    ]
+    for _, position, index in sorted(remaining)[: num_to_prune(amount, len(remaining))]:
+        keeps[position].view(-1)[index] = False
+    return keeps
+
+
+def prune_channels(
+    weight: Tensor, amount: int | float, n: float, dim: int, mask: Tensor | None = None
+) -> Tensor:
+    """Mask after the channels of ``dim`` with the lowest n-norm (n = 1, 2 or inf) have been pruned.
+
+    The norm is that of the masked weight, in exact arithmetic; among equal norms the
+    lower channel goes first. Channels that are dead already do not compete.
+    """
+    (keep,) = _copies([weight], None if mask is None else [mask])
+    rows = (weight.detach().double() * keep).movedim(dim, 0).flatten(1)
+    alive = [i for i in range(len(rows)) if keep.movedim(dim, 0)[i].any()]
+    ordered = sorted(alive, key=lambda i: (_exact_norm(rows[i].tolist(), n), i))
+    for channel in ordered[: num_to_prune(amount, len(alive))]:
+        keep.select(dim, channel).fill_(False)
+    return keep
+
+
+def _exact_norm(values: list[float], n: float) -> Fraction:
+    """The n-norm to the power n, or the largest value for n = inf: it orders like the norm."""
+    magnitudes = [abs(Fraction(value)) for value in values]
+    return max(magnitudes) if n == float("inf") else sum(m**n for m in magnitudes)
+
+
+def _copies(like: Sequence[Tensor], masks: Sequence[Tensor] | None) -> list[Tensor]:
+    if masks is None:
+        return [torch.ones(tensor.shape, dtype=torch.bool) for tensor in like]
+    return [(mask != 0).clone(memory_format=torch.contiguous_format) for mask in masks]
