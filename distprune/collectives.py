@@ -198,9 +198,8 @@ def over_mesh(mesh: dist.DeviceMesh) -> Communicator:
             "the call only on the ranks of the mesh."
         )
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if not groups:
-        return Communicator(())
-    return Communicator(groups, ranks, dist.get_rank(), _reduction_device(groups[0]))
+    device = _reduction_device(groups[0]) if groups else "cpu"
+    return Communicator(groups, ranks, dist.get_rank(), device)
 
 
 def is_distributed() -> bool:

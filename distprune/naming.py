@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -13,17 +13,23 @@ class NamedParameter(tuple):
 
     Attributes:
         fqn: fully qualified name without wrapper prefixes, for reports and messages.
+        places: every (module, name) of the parameter: more than one if it is tied.
     """
 
     fqn: str
+    places: tuple[tuple[nn.Module, str], ...]
 
     def __new__(cls, module: nn.Module, name: str, fqn: str) -> NamedParameter:
         pair = super().__new__(cls, (module, name))
         pair.fqn = fqn
+        pair.places = ((module, name),)
         return pair
 
-    def __reduce__(self) -> tuple:
-        return NamedParameter, (*self, self.fqn)
+    def with_places(self, places: Iterable[tuple[nn.Module, str]]) -> NamedParameter:
+        """The same pair, for a parameter that is tied."""
+        pair = NamedParameter(*self, self.fqn)
+        pair.places = tuple(tuple(place) for place in places)
+        return pair
 
 
 def unwrap(module: nn.Module) -> nn.Module:

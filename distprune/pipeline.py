@@ -47,6 +47,7 @@ class Target:
 
     label: str
     places: tuple[tuple[nn.Module, str], ...]
+    is_tied: bool  # all places are to be removed together
     managed: Any | None
     shard: LocalShard
     scores: Tensor | None
@@ -125,24 +126,29 @@ def _read(
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     shards: dict[int, tuple[str, LocalShard]] = {}
+    tied: set[int] = set()
     for position, pair in enumerate(pairs):
         module, name = _checked_pair(pair, position)
         label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
         shard = reader.read(module, name, label)
         key = id(shard.parameter)
-        places.setdefault(key, [])
-        if any(module is m and name == n for m, n in places[key]):
-            continue
-        places[key].append((module, name))
+        known = places.setdefault(key, [])
+        for place in getattr(pair, "places", ((module, name),)):
+            if not any(place[0] is m and place[1] == n for m, n in known):
+                known.append(place)
+        if len(getattr(pair, "places", ())) > 1:
+            tied.add(key)
         if key not in shards:
             _check_mesh(shard, communicator)
             shards[key] = (label, shard)
-        else:
-            _check_tied(label, shard, *shards[key])
+    for key, (label, shard) in shards.items():
+        for module, name in places[key][1:]:
+            _check_tied(label, shard, reader.read(module, name, label))
     return [
         Target(
             label,
             tuple(places[key]),
+            key in tied,
             reader.managed(*places[key][0]),
             shard,
             _scores_of(places[key], scores, label, shard),
@@ -171,21 +177,21 @@ def _check_mesh(shard: LocalShard, communicator: Communicator) -> None:
     if shard.mesh is None:
         return
     outside = sorted(set(shard.mesh.mesh.flatten().tolist()) - set(communicator.ranks))
-    if outside and communicator.size > 1:
+    if outside:
         raise ValueError(
             f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
             f"the call (ranks {list(communicator.ranks)}); expected a group that holds its mesh."
         )
 
 
-def _check_tied(label: str, shard: LocalShard, first_label: str, first: LocalShard) -> None:
-    same = (shard.mask is None) == (first.mask is None) and (
-        shard.mask is first.mask or torch.equal(shard.mask, first.mask)
+def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
+    same = (other.mask is None) == (first.mask is None) and (
+        other.mask is first.mask or torch.equal(other.mask, first.mask)
     )
     if not same:
         raise ValueError(
-            f"{label} is tied to {first_label}, but the two are pruned differently; expected equal "
-            "masks on tied parameters. Remove the pruning of both first, or prune one of them."
+            f"{label} is tied, and pruned differently under its names; expected equal masks on "
+            "tied parameters. Remove the pruning of all of them first, or prune one of them."
         )
 
 
@@ -338,6 +344,8 @@ def _attach_everywhere(
             for module, name in target.places:
                 hook = make_hook(module, name)
                 transaction.attach(module, name, hook, mask, target.managed)
+                if target.is_tied and target.managed is None:
+                    hook.tied_places = target.places
 
     _, error = attempt(attach)
     counts = [int(error is not None), *decision.num_pruned]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -44,8 +45,9 @@ def select(
     Returns:
         (module, name) pairs, each with its full name as ``.fqn``, in the order in
         which the model registers its modules: the same on every rank and wrapper.
-        A tied parameter is listed once, where it comes first. Parameters that are
-        pruned already are listed like any other.
+        A tied parameter is listed once, where it comes first, and is pruned under all its
+        names; it is left out if ``exclude`` matches one of them. Parameters that are pruned
+        already are listed like any other.
 
     Raises:
         ValueError: a pattern that matches nothing, or nothing is selected.
@@ -57,8 +59,7 @@ def select(
     names = _as_list("names", names)
     used: set[str] = set()
     known: list[str] = []
-    seen: set[int] = set()
-    selected = []
+    groups: dict[int, _Names] = {}
     for prefix, module in named_modules(model):
         for name in names:
             parameter = _parameter(module, name)
@@ -66,19 +67,22 @@ def select(
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             known.append(fqn)
+            group = groups.setdefault(id(parameter), _Names())
+            group.places.append(NamedParameter(module, name, fqn))
             included = _matches(include or (), prefix, fqn, used)
-            excluded = _matches(exclude, prefix, fqn, used)
-            asked_for = included if include is not None else types is not None
+            group.is_excluded |= _matches(exclude, prefix, fqn, used)
             if types is not None and not isinstance(module, types):
                 continue
-            if excluded or (include is not None and not included):
-                continue
-            if not asked_for and (isinstance(module, _NORMS) or _looks_like_norm(module)):
-                continue
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            selected.append(NamedParameter(module, name, fqn))
+            if include is None and types is None:
+                included = not isinstance(module, _NORMS) and not _looks_like_norm(module)
+            elif include is None:
+                included = True
+            group.is_included |= included
+    selected = [
+        group.places[0].with_places(group.places)
+        for group in groups.values()
+        if group.is_included and not group.is_excluded
+    ]
     unused = [pattern for pattern in (*(include or ()), *exclude) if pattern not in used]
     if unused:
         raise ValueError(
@@ -93,6 +97,15 @@ def select(
             f"{' or '.join(names)}."
         )
     return selected
+
+
+@dataclass
+class _Names:
+    """A parameter under all its names."""
+
+    places: list[NamedParameter] = field(default_factory=list)
+    is_included: bool = False
+    is_excluded: bool = False
 
 
 def _as_list(what: str, value: str | Iterable[str]) -> list[str]:

@@ -61,17 +61,22 @@ class Transaction:
             final: the masked values, local, with pruned elements at +0.
             managed: FSDP2's record of the parameter, if it has one.
         """
-        owners = _owners(module, name, managed)
-        self._remember(owners, name, managed)
-        if managed is None:
-            _local(module._parameters[name + "_orig"]).copy_(final)
-            _restore_parameter(module, name)
-        else:
+        if managed is not None:
+            owners = _owners(module, name, managed)
+            self._remember(owners, name, managed)
             _local(managed.sharded).copy_(final)
             _unmask_shards(owners, name, managed)
+            others = [(owner, name) for owner in owners[1:]]
+        else:
+            parameter = module._parameters[name + "_orig"]
+            others = _tied_places(module, name)
+            _local(parameter).copy_(final)
+            for owner, owned_name in [(module, name), *others]:
+                self._remember([owner], owned_name, None)
+                _restore_parameter(owner, owned_name)
         # The module's own hook is the caller's to delete, as in torch.
-        for owner in owners[1:]:
-            unregister(owner, name)
+        for owner, owned_name in others:
+            unregister(owner, owned_name)
 
     def rollback(self) -> None:
         """Leave every module as it was."""
@@ -129,6 +134,20 @@ def _owners(module: nn.Module, name: str, managed: Any | None) -> list[nn.Module
     names = (name, name + "_orig")
     others = [owner for owner, n in managed.owners if n in names and owner is not module]
     return [module, *others]
+
+
+def _tied_places(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Where else a parameter was pruned together with this place, and still is."""
+    present = find_hook(module, name)
+    places = present[1].tied_places if present is not None else ()
+    parameter = module._parameters[name + "_orig"]
+    return [
+        (other, other_name)
+        for other, other_name in places
+        if (other is not module or other_name != name)
+        and other._parameters.get(other_name + "_orig") is parameter
+        and find_hook(other, other_name) is not None
+    ]
 
 
 def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> None:

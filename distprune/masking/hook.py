@@ -24,6 +24,8 @@ class PruningHook:
     _tensor_name: str
     # The module that the hook is on; not pickled, bound again at the next forward.
     _module_ref: weakref.ref[nn.Module] | None = None
+    # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
+    tied_places: tuple[tuple[nn.Module, str], ...] = ()
     # The DDP wrapper that was told about the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
 

@@ -75,7 +75,9 @@ class ManagedParameter:
     def reshard(self) -> None:
         """Free the gathered copy if there is one: after evaluation the root keeps its own."""
         if self.fsdp_param.sharded_state != ShardedState.SHARDED:
-            self.group.reshard()
+            # Not reshard(): a forward that raised left the group in its forward state, where
+            # that does nothing for a root.
+            self.group._to_sharded()
 
     def rename(self, old: str, new: str) -> None:
         """Tell FSDP2 that what it registers as ``old`` is to be registered as ``new``.

@@ -1,4 +1,4 @@
-"""Operations that take FSDP2's tensors away: the mask acts on, or the forward says that it cannot."""
+"""What takes FSDP2's tensors away: the mask acts on, or the forward says that it cannot."""
 
 import re
 
