@@ -99,6 +99,8 @@ def _work(pipe: multiprocessing.connection.Connection, stack_file: str, paths: l
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is preloaded stays: full collections then look at the tests' objects only
     with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         while True:
@@ -135,7 +137,7 @@ def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()
-    gc.collect(1)  # wrapped models are reference cycles that hold the dead group
+    gc.collect()  # wrapped models are reference cycles that hold the dead group and its threads
 
 
 # --- in the parent -------------------------------------------------------------------

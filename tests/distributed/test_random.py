@@ -75,6 +75,29 @@ def test_every_seed_gives_another_mask_and_every_element_has_its_chance():
     assert int(times_pruned.min()) > 0 and int(times_pruned.max()) < 40
 
 
+def masks_of_other_seeds(wrapping: str) -> list[tuple]:
+    """random_unstructured and random_structured, with another seed on each rank."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(model, wrapping)
+    model = wraps.wrap(model, wrapping)
+    prune.random_unstructured(model.l1, "weight", 0.5)
+    prune.random_structured(model.l2, "weight", 4, 1)
+    return [
+        (wraps.local(layer.weight_mask), indices[name])
+        for name, layer in [("l1.weight", model.l1), ("l2.weight", model.l2)]
+    ]
+
+
+@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+def test_ranks_with_other_seeds_agree(wrapping):
+    per_rank = run_ranks(masks_of_other_seeds, wraps.world_size(wrapping), wrapping)
+    first, second = zip(*per_rank, strict=True)
+    assert int((assembled(first, (10, 6)) == 0).sum()) == 30
+    columns = assembled(second, (5, 10)).sum(0)
+    assert sorted(columns.tolist()) == [0] * 4 + [5] * 6
+
+
 def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
     """global RandomUnstructured; per parameter the mask shard, its indices and the full shape."""
     rank = torch.distributed.get_rank()

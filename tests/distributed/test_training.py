@@ -37,6 +37,7 @@ PLANS = {  # amounts by the step before which they are pruned, and what else hap
     "removed": {"amounts": {1: 0.5}, "remove_at": 3},
     "removed and pruned again": {"amounts": {1: 0.5, 4: 0.6}, "remove_at": 3},
     "evaluated first": {"amounts": {0: 0.3, 2: 0.5}, "evaluate": True, "remove_at": 4},
+    "pruned in inference mode": {"amounts": {1: 0.4, 3: 0.5}, "inference": True},
 }
 
 
@@ -56,13 +57,15 @@ class Pair:
     def targets(self, model: nn.Module) -> list:
         return [target(wraps.unwrapped(model), name) for name in WEIGHTS]
 
-    def prune(self, amount: float) -> None:
+    def prune(self, amount: float, inference: bool = False) -> None:
         name = "weight_orig" if self.keeps else "weight"
         scores = [getattr(module, name).detach().clone() for module, _ in self.targets(self.dense)]
         keeps = reference.prune(scores, amount, list(self.keeps.values()) or None)
         for (module, _), keep in zip(self.targets(self.dense), keeps, strict=True):
             torch_prune.custom_from_mask(module, "weight", keep)
-        prune.global_unstructured(self.targets(self.model), prune.L1Unstructured, amount=amount)
+        targets = self.targets(self.model)
+        with torch.inference_mode(inference):
+            prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
         self.keeps = dict(zip(WEIGHTS, keeps, strict=True))
 
     def remove(self) -> None:
@@ -134,7 +137,7 @@ def differences(wrapping: str, optimizer: str, plan: dict, **fsdp_options) -> li
         if step in plan["amounts"]:
             if plan.get("evaluate"):
                 pair.compare_outputs(x, f"{when}, evaluated")
-            pair.prune(plan["amounts"][step])
+            pair.prune(plan["amounts"][step], plan.get("inference", False))
             pair.compare_values(f"{when}, pruned")
             if plan.get("evaluate"):
                 pair.compare_outputs(x, f"{when}, pruned and evaluated")
