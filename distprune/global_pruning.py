@@ -30,7 +30,9 @@ def global_unstructured(
     The mask that each rank gets is, bit for bit, its slice of the mask that one
     process would compute. Elements are ordered by (score, position of the
     parameter in the list, row-major index in the whole parameter), and exactly as many
-    as asked for are pruned.
+    as asked for are pruned. (RandomUnstructured is the one exception: a process without a
+    process group draws torch's own random numbers, as a drop-in has to; with a group, of one
+    rank or a thousand, the mask is the same.)
 
     Every rank of ``group`` has to call this with the same list and arguments when
     a process group is initialised, for plain modules too: nothing tells the

@@ -143,10 +143,9 @@ class PruningReport:
         amount = "" if self.amount is None else f", amount={self.amount}"
         facts = [f"{self.method}{amount}"]
         if self.threshold is not None:
-            facts.append(
-                f"threshold {self.threshold:.6g} "
-                f"({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
-            )
+            facts.append(f"threshold {self.threshold:.6g}")
+        if self.num_ties > 1:
+            facts[-1] += f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
         facts.append(f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}")
         facts.append(f"{self.num_collectives} collectives, {self.bytes_sent:,} bytes per rank")
         facts.append(f"{self.seconds:.3g} s")
