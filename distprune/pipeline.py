@@ -17,12 +17,15 @@ from torch import Tensor, nn
 
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
+from distprune.geometry import IndexMap
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook
 from distprune.passes import count_live
 from distprune.report import ParameterReport, PruningReport
 from distprune.shard import LocalShard
 from distprune.sharding import ShardReader, local_part
+
+_CHECKSUM_CHUNK = 1 << 18
 
 Scores = Mapping[tuple[nn.Module, str], Tensor]
 
@@ -288,9 +291,9 @@ def _count_and_compare(
             if shard.num_replicas > 1:
                 if method.READS_VALUES:
                     values = shard.values if target.scores is None else target.scores
-                    checksum = _checksum(shard.flat(values))
+                    checksum = _checksum(shard.flat(values), shard.index)
                 if flat_mask is not None:
-                    checksum += 3 * _checksum(flat_mask)
+                    checksum += 3 * _checksum(flat_mask, shard.index)
             first = checksum if shard.replica == 0 else 0
             rows.append([count_live(flat_mask, shard.counted), _wrap(checksum), _wrap(first)])
         return rows
@@ -312,14 +315,23 @@ def _count_and_compare(
     return [live for live, _, _ in shared]
 
 
-def _checksum(flat: Tensor) -> int:
-    """Sum of the bits, as integers, modulo 2**64: the same in any order of the elements."""
+def _checksum(flat: Tensor, index: IndexMap) -> int:
+    """Bits weighted by a function of their global index, summed as integers modulo 2**64.
+
+    The index tells apart replicas that hold the same values, or as many zeros, elsewhere;
+    the order of the elements in memory does not matter.
+    """
+    per_element = 1
     if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    if flat.dtype is torch.bool:
-        return int(torch.count_nonzero(flat))
+        flat, per_element = torch.view_as_real(flat).view(-1), 2
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    return int(flat.contiguous().view(integer).sum(dtype=torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _CHECKSUM_CHUNK):
+        bits = flat[start : start + _CHECKSUM_CHUNK].contiguous().view(integer).long()
+        positions = torch.arange(start, start + bits.numel(), device=flat.device)
+        where = index(positions // per_element) * per_element + positions % per_element
+        total += (bits * where.mul_(where + 0x9E3779B9)).sum() + bits.sum()
+    return int(total)
 
 
 def _wrap(value: int) -> int:

@@ -180,7 +180,7 @@ def outcome_with_other_replica(wrapping: str, what: str, shift: int) -> tuple[st
     targets = [target(wraps.unwrapped(model), name) for name in NAMES]
     odd = dist.get_rank() == dist.get_world_size() - 1
     module = targets[0][0]
-    mask = (torch.arange(60) % 3 > 0).view(10, 6)
+    mask = (torch.arange(60) ** 2 % 7 > 2).view(10, 6)  # no roll by less than 7 maps it to itself
     if what == "mask":
         prune.custom_from_mask(module, "weight", mask.roll(shift if odd else 0))
     elif odd:
