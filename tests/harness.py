@@ -8,7 +8,7 @@ process (some seconds) and are reused; each call only makes a new process group
   - a barrier right after init: a rank that failed while another was still inside
     init would leave their group counters apart, and the next call would hang;
   - DTensor's caches are cleared after destroy: they hand out the mesh of the
-    previous call, whose groups are dead;
+    previous call, whose groups are dead, and keep the threads of those groups;
   - the groups are destroyed only when every rank has answered, so that no rank
     sees "connection closed by peer" because another one was quicker.
 """
@@ -77,7 +77,6 @@ def run_fake_ranks(
     Collectives do nothing there; pass ``src_data_rank=None`` to distribute_tensor.
     """
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     results = []
@@ -87,8 +86,18 @@ def run_fake_ranks(
             results.append(fn(*args, **kwargs))
         finally:
             dist.destroy_process_group()
-            _clear_sharding_prop_cache()
+            _clear_dtensor_caches()
     return results
+
+
+def _clear_dtensor_caches() -> None:
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 # --- in the worker -------------------------------------------------------------------
@@ -132,11 +141,10 @@ def _answer(rank: int, world_size: int, store: str, call: bytes) -> bytes:
 
 def _leave_group() -> None:
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()
+    _clear_dtensor_caches()
     gc.collect()  # wrapped models are reference cycles that hold the dead group and its threads
 
 
