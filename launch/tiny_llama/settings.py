@@ -24,7 +24,8 @@ class Settings:
 def parse_settings() -> Settings:
     """Read the command line; a wrong value ends every rank with the same message."""
     parser = argparse.ArgumentParser(
-        description="Train, prune and fine-tune a small Llama on sharded weights."
+        description="Train, prune and fine-tune a small Llama on sharded weights.",
+        fromfile_prefix_chars="@",  # @configs/NAME.args: one argument per line
     )
     parser.add_argument(
         "--wrap",
