@@ -20,7 +20,7 @@ def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
     return prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
 
 
-def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float):
+def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float = 0.5):
     """What one call sends, counted here and by its report."""
     model = wraps.wrap(fill(Net((width, 4 * width, width, 8)), data, "float32"), wrapping)
     with Traffic() as traffic:
@@ -28,14 +28,13 @@ def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float):
     return traffic.calls, report.num_collectives, report.bytes_sent
 
 
-@pytest.mark.parametrize("amount", [0.1, 0.9])
 @pytest.mark.parametrize("data", ["normal", "equal", "few"])  # "equal": every score is a tie
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"])
-def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data, amount):
+def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data):
     size = wraps.world_size(wrapping)
     totals = []
-    for width in (128, 512):  # 132 thousand and 2.1 million elements, 8.4 MB
-        per_rank = run_ranks(traffic_of_pruning, size, wrapping, data, width, amount)
+    for width in (100, 400):  # 81 thousand and 1.3 million elements, 5 MB
+        per_rank = run_ranks(traffic_of_pruning, size, wrapping, data, width, 0.8)
         totals.append(max(sum(num_bytes for _, num_bytes in calls) for calls, _, _ in per_rank))
         for calls, _, _ in per_rank:
             gathers = [num_bytes for name, num_bytes in calls if "gather" in name]
@@ -48,14 +47,14 @@ def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data, amount):
 def test_the_report_counts_what_was_sent(wrapping):
     size = wraps.world_size(wrapping)
     for calls, num_collectives, bytes_sent in run_ranks(
-        traffic_of_pruning, size, wrapping, "normal", 64, 0.5
+        traffic_of_pruning, size, wrapping, "normal", 64
     ):
         assert num_collectives == len(calls) > 0
         assert bytes_sent == sum(num_bytes for _, num_bytes in calls)
 
 
 def test_every_rank_makes_the_same_calls():
-    per_rank = run_ranks(traffic_of_pruning, 3, "fsdp2-3", "few", 64, 0.5)
+    per_rank = run_ranks(traffic_of_pruning, 3, "fsdp2-3", "few", 64)
     assert per_rank[0] == per_rank[1] == per_rank[2]
 
 

@@ -1,6 +1,7 @@
 """Ranks that disagree all raise the same error, soon, and no module changes on any of them."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -57,6 +58,11 @@ def odd_arguments(case: str, targets: list, arguments: dict) -> tuple[list, dict
     return targets, arguments
 
 
+def outcomes(wrapping: str, case: str) -> list[tuple[str, str, list[str]]]:
+    """What this rank sees when the first rank is the odd one, and when the last one is."""
+    return [outcome(wrapping, case, odd) for odd in (0, dist.get_world_size() - 1)]
+
+
 def outcome(wrapping: str, case: str, odd_rank: int) -> tuple[str, str, list[str]]:
     """(type, text, changes) of the error that this rank sees."""
     model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
@@ -78,7 +84,7 @@ def error_of(model, targets: list, arguments: dict) -> tuple[str, str, list[str]
     return *error, changes(before, snapshot(model))
 
 
-def assert_same_error(per_rank: list, types: str, text: str) -> None:
+def assert_same_error(per_rank: Sequence, types: str, text: str) -> None:
     kinds, texts = {kind for kind, _, _ in per_rank}, [message for _, message, _ in per_rank]
     assert len(kinds) == 1, per_rank
     assert kinds <= set(types.split("|")), per_rank
@@ -110,9 +116,9 @@ CASES = {  # case -> (type of the error, what its text names on every rank)
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "tp-2", "hsdp-2x2"])
 def test_one_rank_with_other_arguments(wrapping, case):
     size = wraps.world_size(wrapping)
-    for odd_rank in (0, size - 1):
-        per_rank = run_ranks(outcome, size, wrapping, case, odd_rank, timeout=SECONDS)
-        assert_same_error(per_rank, *CASES[case])
+    per_rank = run_ranks(outcomes, size, wrapping, case, timeout=SECONDS)
+    for of_one_odd_rank in zip(*per_rank, strict=True):
+        assert_same_error(of_one_odd_rank, *CASES[case])
 
 
 @torch.no_grad()

@@ -23,11 +23,11 @@ ROUNDS = [
 ]
 
 
-def differences(wrapping: str, data: str, cases: list, net: type = ShapesNet, *sizes) -> list[str]:
-    """Run every case (dtype, amounts, seed); what differs from the reference after each round."""
+def differences(wrapping: str, cases: list, net: type = ShapesNet, *sizes) -> list[str]:
+    """Run every case (data, dtype, amounts, seed); what differs from the reference, in words."""
     wrong = []
     indices = wraps.local_indices(net(*sizes), wrapping)
-    for dtype, amounts, seed in cases:
+    for data, dtype, amounts, seed in cases:
         model = fill(net(*sizes), data, dtype, seed)
         names = random.Random(seed).sample(fqns(model), len(fqns(model)))  # the caller's order
         scores = [model.get_parameter(name).detach().clone() for name in names]
@@ -45,41 +45,37 @@ def differences(wrapping: str, data: str, cases: list, net: type = ShapesNet, *s
     return wrong
 
 
-@pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("wrapping", wraps.ALL)
-def test_any_data_and_dtype(wrapping, data):
+def test_any_data_and_dtype(wrapping):
     """All dtypes on 1 and 2 ranks; on more, which are dear, one for each wrapping and data."""
-    size, turn = wraps.world_size(wrapping), DATA.index(data) + wraps.ALL.index(wrapping)
-    dtypes = DTYPES if size <= 2 else [DTYPES[turn % len(DTYPES)]]
-    cases = [(dtype, ROUNDS[(turn + i) % 3], turn + i) for i, dtype in enumerate(dtypes)]
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, data, cases))
+    size, cases = wraps.world_size(wrapping), []
+    for turn, data in enumerate(DATA, start=wraps.ALL.index(wrapping)):
+        dtypes = DTYPES if size <= 2 else [DTYPES[turn % len(DTYPES)]]
+        cases += [(data, dtype, ROUNDS[(turn + i) % 3], turn + i) for i, dtype in enumerate(dtypes)]
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, cases))
 
 
 @pytest.mark.parametrize("wrapping", wraps.ALL)
 def test_any_amounts_one_after_the_other(wrapping):
-    cases = [("float32", amounts, seed) for seed, amounts in enumerate(ROUNDS)]
-    size = wraps.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, "few", cases))
+    cases = [("few", "float32", amounts, seed) for seed, amounts in enumerate(ROUNDS)]
+    assert_nothing_wrong(run_ranks(differences, wraps.world_size(wrapping), wrapping, cases))
 
 
-@pytest.mark.parametrize("data", ["normal", "equal", "few"])
 @pytest.mark.parametrize("wrapping", wraps.FSDP2_DIM1)
-def test_shards_of_columns(wrapping, data):
-    cases = [(dtype, (0.3, 0.5), seed) for seed, dtype in enumerate(["float32", "bfloat16"])]
+def test_shards_of_columns(wrapping):
+    cases = [(data, "float32", (0.3, 0.5), 0) for data in ("equal", "few")]
+    cases.append(("normal", "bfloat16", (0.3, 0.5), 1))
     size = wraps.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, data, cases, Net, EVEN))
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, cases, Net, EVEN))
 
 
 @pytest.mark.parametrize("rows", [1, 9, 11])
 @pytest.mark.parametrize("wrapping", ["fsdp2_tp-4x2", "fsdp2_tp-3x2", "fsdp2_tp-2x3"])
 def test_nested_uneven_shards(wrapping, rows):
     """Splits where torch's own offsets and full_tensor() are wrong (9 rows on 4x2)."""
-    cases = [("float32", (0.3, 0.5), 0), ("bfloat16", (0.9,), 1)]
-    for data in ["equal", "rounded"]:
-        per_rank = run_ranks(
-            differences, wraps.world_size(wrapping), wrapping, data, cases, Net, (6, rows, 5, 3)
-        )
-        assert_nothing_wrong(per_rank)
+    cases = [("equal", "float32", (0.3, 0.5), 0), ("rounded", "bfloat16", (0.9,), 1)]
+    size, sizes = wraps.world_size(wrapping), (6, rows, 5, 3)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, cases, Net, sizes))
 
 
 def differences_after_training_step(wrapping: str) -> list[str]:
@@ -106,7 +102,14 @@ def test_pruning_again_ranks_the_values_of_now(wrapping):
     )
 
 
-def differences_with_scores(wrapping: str, as_dtensor: bool) -> list[str]:
+def differences_with_scores(wrapping: str) -> list[str]:
+    return [
+        *differences_with_scores_given(wrapping, as_dtensor=False),
+        *differences_with_scores_given(wrapping, as_dtensor=True),
+    ]
+
+
+def differences_with_scores_given(wrapping: str, as_dtensor: bool) -> list[str]:
     """Scores replace the values of two of three parameters; signs do not count."""
     model = fill(Net(), "normal", "float32")
     indices = wraps.local_indices(model, wrapping)
@@ -124,14 +127,14 @@ def differences_with_scores(wrapping: str, as_dtensor: bool) -> list[str]:
     prune.global_unstructured(
         [target(model, name) for name in names], prune.L1Unstructured, given, amount=0.5
     )
-    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
+    when = "sharded scores" if as_dtensor else "whole scores"
+    return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices, when)
 
 
-@pytest.mark.parametrize("as_dtensor", [False, True], ids=["full", "sharded"])
 @pytest.mark.parametrize("wrapping", wraps.ALL)
-def test_importance_scores(wrapping, as_dtensor):
+def test_importance_scores(wrapping):
     size = wraps.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_with_scores, size, wrapping, as_dtensor))
+    assert_nothing_wrong(run_ranks(differences_with_scores, size, wrapping))
 
 
 def differences_with_odd_scores(wrapping: str, kind: str) -> list[str]:

@@ -9,45 +9,37 @@ from harness import run_ranks
 from models import ShapesNet, fill
 
 WRAPPINGS = ["plain-2", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-2x2"]
-SELECTIONS = {
-    "all": {},
-    "excluded": {"exclude": ["l2", "one.*"]},
-    "included": {"include": ["l*"]},
-    "pattern": {"include": ["re:l[13].*"]},
+SELECTIONS = {  # arguments, and the names that they select
+    "all": ({}, ["l1.weight", "l2.weight", "l3.weight", "conv.weight", "one.weight"]),
+    "excluded": ({"exclude": ["l2", "one.*"]}, ["l1.weight", "l3.weight", "conv.weight"]),
+    "included": ({"include": ["l*"]}, ["l1.weight", "l2.weight", "l3.weight"]),
+    "pattern": ({"include": ["re:l[13].*"]}, ["l1.weight", "l3.weight"]),
 }
 
 
-def selected(wrapping: str, arguments: dict, pruned: bool, checkpointed: bool) -> list[str]:
+def selected(wrapping: str, checkpointed: bool) -> dict[tuple[str, bool], list[str]]:
+    """Names by selection, and by whether the model is pruned at the time."""
     model = fill(ShapesNet(), "normal", "float32")
     if checkpointed:
         model.l3 = checkpoint_wrapper(model.l3)
     model = wraps.wrap(model, wrapping)
-    pairs = prune.select(model, **arguments)
-    if pruned:
-        prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
-        pairs = prune.select(model, **arguments)
-    for pair in pairs:
-        module, name = pair
-        path, _, expected_name = pair.fqn.rpartition(".")
-        assert name == expected_name
-        assert getattr(module, name).shape == getattr(ShapesNet().get_submodule(path), name).shape
-    return [pair.fqn for pair in pairs]
+    found = {}
+    for pruned in (False, True):
+        for selection, (arguments, _) in SELECTIONS.items():
+            pairs = prune.select(model, **arguments)
+            found[selection, pruned] = [pair.fqn for pair in pairs]
+            for module, name in pairs:
+                getattr(module, name)
+        prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    return found
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_names_do_not_depend_on_the_wrapper(wrapping, selection, pruned, checkpointed):
-    arguments = SELECTIONS[selection]
-    expected = {
-        "all": ["l1.weight", "l2.weight", "l3.weight", "conv.weight", "one.weight"],
-        "excluded": ["l1.weight", "l3.weight", "conv.weight"],
-        "included": ["l1.weight", "l2.weight", "l3.weight"],
-        "pattern": ["l1.weight", "l3.weight"],
-    }[selection]
-    size = wraps.world_size(wrapping)
-    assert run_ranks(selected, size, wrapping, arguments, pruned, checkpointed) == [expected] * size
+def test_names_do_not_depend_on_the_wrapper(wrapping, checkpointed):
+    expected = {(s, pruned): names for s, (_, names) in SELECTIONS.items() for pruned in (0, 1)}
+    for found in run_ranks(selected, wraps.world_size(wrapping), wrapping, checkpointed):
+        assert found == expected
 
 
 def unmatched(wrapping: str) -> str:

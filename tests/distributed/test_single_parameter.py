@@ -27,17 +27,11 @@ def start(wrapping: str, data: str = "normal", dtype: str = "float32"):
     return wraps.wrap(fill(Net(), data, dtype), wrapping), dense, indices
 
 
-def rounds_for(wrapping: str, num_rounds: int, first: int = 0) -> list[int]:
-    """All rounds on 1 and 2 ranks; two of them on more ranks, which are dear."""
-    if wraps.world_size(wrapping) <= 2:
-        return list(range(num_rounds))
-    return [first % num_rounds, (first + num_rounds // 2) % num_rounds]
-
-
-def l1_differences(wrapping: str, data: str, dtype: str) -> list[str]:
-    """In each round every parameter gets another amount."""
+def l1_differences(wrapping: str) -> list[str]:
+    """In each round every parameter gets another amount; fewer rounds on many ranks."""
     wrong = []
-    for turn in rounds_for(wrapping, len(AMOUNTS)):
+    for turn in range(len(AMOUNTS) if wraps.world_size(wrapping) <= 2 else 2):
+        data, dtype = [("normal", "float32"), ("few", "bfloat16")][turn % 2]
         model, dense, indices = start(wrapping, data, dtype)
         keeps = {}
         for i, name in enumerate([*WEIGHTS, "l1.bias", "l2.bias"]):
@@ -48,24 +42,23 @@ def l1_differences(wrapping: str, data: str, dtype: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("data", "dtype"), [("normal", "float32"), ("few", "bfloat16")])
 @pytest.mark.parametrize("wrapping", wraps.SHARDED)
-def test_l1_unstructured(wrapping, data, dtype):
-    size = wraps.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(l1_differences, size, wrapping, data, dtype))
+def test_l1_unstructured(wrapping):
+    assert_nothing_wrong(run_ranks(l1_differences, wraps.world_size(wrapping), wrapping))
 
 
 LN_CASES = list(product((1, 2, math.inf), (0, 1, -1), (1, 0.5)))  # n, dim, amount
 
 
-def ln_differences(wrapping: str, data: str, first: int) -> list[str]:
-    """In each round every weight gets another case."""
+def ln_differences(wrapping: str) -> list[str]:
+    """In each round every weight gets another case; sums of "few" are exact, so ties are true."""
     wrong = []
     num_rounds = len(LN_CASES) // len(WEIGHTS)
-    for turn in rounds_for(wrapping, num_rounds, first):
+    turns = [(turn, ["normal", "equal", "few"][turn % 3]) for turn in range(2 * num_rounds)]
+    for turn, data in turns if wraps.world_size(wrapping) <= 2 else turns[::4]:
         model, dense, indices = start(wrapping, data)
         for i, name in enumerate(WEIGHTS):
-            n, dim, amount = LN_CASES[turn + i * num_rounds]
+            n, dim, amount = LN_CASES[turn // 2 + i * num_rounds]
             module, _ = target(wraps.unwrapped(model), name)
             prune.ln_structured(module, "weight", amount, n, dim)
             keep = reference.prune_channels(dense.get_parameter(name), amount, n, dim)
@@ -74,12 +67,9 @@ def ln_differences(wrapping: str, data: str, first: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("data", ["normal", "equal", "few"])  # sums of "few" are exact: true ties
 @pytest.mark.parametrize("wrapping", wraps.SHARDED)
-def test_ln_structured(wrapping, data):
-    first = ["normal", "equal", "few"].index(data)
-    size = wraps.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(ln_differences, size, wrapping, data, first))
+def test_ln_structured(wrapping):
+    assert_nothing_wrong(run_ranks(ln_differences, wraps.world_size(wrapping), wrapping))
 
 
 def other_norm_differences(wrapping: str) -> list[str]:
@@ -125,7 +115,14 @@ def test_random_structured_draws_the_channels_of_one_process(wrapping):
     )
 
 
-def custom_mask_differences(wrapping: str, as_dtensor: bool) -> list[str]:
+def custom_mask_differences(wrapping: str) -> list[str]:
+    return [
+        *custom_mask_differences_given(wrapping, as_dtensor=False),
+        *custom_mask_differences_given(wrapping, as_dtensor=True),
+    ]
+
+
+def custom_mask_differences_given(wrapping: str, as_dtensor: bool) -> list[str]:
     model, dense, indices = start(wrapping)
     generator = torch.Generator().manual_seed(3)
     keeps = {
@@ -145,14 +142,13 @@ def custom_mask_differences(wrapping: str, as_dtensor: bool) -> list[str]:
                 stride=module.weight.stride(),
             )
         prune.custom_from_mask(module, "weight", given)
-    return wrong_masks(model, keeps, indices)
+    return wrong_masks(model, keeps, indices, "sharded mask" if as_dtensor else "whole mask")
 
 
-@pytest.mark.parametrize("as_dtensor", [False, True], ids=["full", "sharded"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_custom_from_mask(wrapping, as_dtensor):
+def test_custom_from_mask(wrapping):
     size = wraps.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(custom_mask_differences, size, wrapping, as_dtensor))
+    assert_nothing_wrong(run_ranks(custom_mask_differences, size, wrapping))
 
 
 def sequence_differences(wrapping: str) -> list[str]:

@@ -63,53 +63,52 @@ def mask_problems(wrapping: str, dtype: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_masks_lie_as_their_parameters_do(wrapping, dtype):
-    per_rank = run_ranks(mask_problems, wraps.world_size(wrapping), wrapping, dtype)
-    assert per_rank == [[]] * wraps.world_size(wrapping)
+def test_masks_lie_as_their_parameters_do(wrapping):
+    for dtype in ("float32", "bfloat16"):
+        per_rank = run_ranks(mask_problems, wraps.world_size(wrapping), wrapping, dtype)
+        assert per_rank == [[]] * wraps.world_size(wrapping), dtype
 
 
-def state_dict_keys(wrapping: str, removed: bool) -> set[str]:
+def state_dict_keys(wrapping: str) -> tuple[set[str], set[str]]:
+    """While it is pruned, and after remove."""
     model = pruned(wrapping)
-    if removed:
-        for name in NAMES:
-            prune.remove(*target(wraps.unwrapped(model), name))
-    return set(wraps.unwrapped(model).state_dict())
+    keys = set(wraps.unwrapped(model).state_dict())
+    for name in NAMES:
+        prune.remove(*target(wraps.unwrapped(model), name))
+    return keys, set(wraps.unwrapped(model).state_dict())
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_state_dict_has_the_keys_of_torch(wrapping):
     size = wraps.world_size(wrapping)
-    expected = set(pruned_by_torch().state_dict())
-    assert {"l1.weight_orig", "l1.weight_mask", "l3.bias_orig", "l3.bias_mask"} < expected
-    assert run_ranks(state_dict_keys, size, wrapping, False) == [expected] * size
-    expected = set(Net().state_dict())
-    assert run_ranks(state_dict_keys, size, wrapping, True) == [expected] * size
+    expected = set(pruned_by_torch().state_dict()), set(Net().state_dict())
+    assert {"l1.weight_orig", "l1.weight_mask", "l3.bias_orig", "l3.bias_mask"} < expected[0]
+    assert run_ranks(state_dict_keys, size, wrapping) == [expected] * size
 
 
-def consolidated(wrapping: str, forward_first: bool) -> dict[str, torch.Tensor]:
+def consolidated(wrapping: str) -> list[dict[str, torch.Tensor]]:
+    """Before and after a forward; FSDP2's root stays unsharded after it."""
     model = pruned(wrapping, sizes=wraps.runnable_sizes(wrapping))
-    if forward_first:  # FSDP2's root stays unsharded after it
-        with torch.no_grad():
-            model(torch.ones(2, 6))
-    return get_model_state_dict(model, options=FULL)
+    before = get_model_state_dict(model, options=FULL)
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    return [before, get_model_state_dict(model, options=FULL)]
 
 
-@pytest.mark.parametrize("forward_first", [False, True])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_consolidated_state_dict_loads_into_a_model_pruned_by_torch(wrapping, forward_first):
+def test_consolidated_state_dict_loads_into_a_model_pruned_by_torch(wrapping):
     sizes = wraps.runnable_sizes(wrapping)
-    per_rank = run_ranks(consolidated, wraps.world_size(wrapping), wrapping, forward_first)
     expected = pruned_by_torch(sizes)
-    model = fill(Net(sizes), "equal", "float32")
-    for name in NAMES:
-        torch_prune.identity(*target(model, name))
-    model.load_state_dict(per_rank[0], strict=True)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected.state_dict()[name]), name
-    x = torch.randn(3, 6)
-    assert torch.equal(model(x), expected(x))
+    for state in run_ranks(consolidated, wraps.world_size(wrapping), wrapping)[0]:
+        model = fill(Net(sizes), "equal", "float32")
+        for name in NAMES:
+            torch_prune.identity(*target(model, name))
+        model.load_state_dict(state, strict=True)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, expected.state_dict()[name]), name
+        x = torch.randn(3, 6)
+        assert torch.equal(model(x), expected(x))
 
 
 def outputs_after_loading(wrapping: str, state: dict, x: torch.Tensor) -> torch.Tensor:

@@ -148,3 +148,23 @@ def test_fake_ranks_take_any_world_size_and_leave_no_group_behind():
     assert run_fake_ranks(fake_coordinate, 3) == [(3, (0,)), (3, (1,)), (3, (2,))]
     assert run_fake_ranks(fake_coordinate, 1024, ranks=[0, 1023]) == [(1024, (0,)), (1024, (1023,))]
     assert not dist.is_initialized()
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def use_groups_and_caches() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    tensor.cycle = tensor  # only the garbage collector frees it
+    tensor.full_tensor()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_no_threads_of_earlier_groups_are_left():
+    run_ranks(use_groups_and_caches, 2)
+    before = run_ranks(num_threads, 2)
+    for _ in range(5):
+        run_ranks(use_groups_and_caches, 2)
+    assert run_ranks(num_threads, 2) == before
