@@ -12,7 +12,15 @@ PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
     ["amount", "geometry", "collectives", "naming", "report", "wrappers"],
-    ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "selecting"],
+    [
+        "masking.survival",
+        "shard",
+        "keys",
+        "wrappers.ddp",
+        "wrappers.fsdp1",
+        "wrappers.fsdp2",
+        "selecting",
+    ],
     ["passes", "call", "sharding.dtensor", "sharding.replicated", "masking.live_property"],
     ["sharding", "selection", "masking.hook", "masking"],
     ["ranking", "masking.attach"],
