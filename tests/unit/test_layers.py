@@ -11,16 +11,9 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["amount", "geometry", "collectives", "naming", "report", "wrappers"],
-    [
-        "masking.survival",
-        "shard",
-        "keys",
-        "wrappers.ddp",
-        "wrappers.fsdp1",
-        "wrappers.fsdp2",
-        "selecting",
-    ],
+    ["amount", "geometry", "collectives", "naming", "report", "schedule.functions", "wrappers"],
+    ["shard", "keys", "masking.survival", "selecting"],
+    ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2"],
     ["passes", "call", "sharding.dtensor", "sharding.replicated", "masking.live_property"],
     ["sharding", "selection", "masking.hook", "masking"],
     ["ranking", "masking.attach"],
@@ -28,6 +21,8 @@ LEVELS = [
     ["pruning_method"],
     ["methods"],
     ["local_pruning", "global_pruning"],
+    ["schedule.pruner", "checkpoint"],
+    ["schedule"],
     [""],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
