@@ -12,6 +12,11 @@ import torch.nn.functional as F
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 import distprune as prune
 import wraps
@@ -353,3 +358,67 @@ def differing(path: str) -> str:
 def test_all_ranks_load_or_none(saved):
     first, second = run_ranks(differing, 2, saved["fsdp2-4"][0])
     assert "on rank 1" in first and "on rank 1" in second
+
+
+class Tied(Net):
+    """The last layer shares its weight with the second one."""
+
+    def __init__(self):
+        super().__init__((6, 12, 12, 12))
+        self.l3.weight = self.l2.weight
+
+
+def from_torch(wrapping: str, state: dict[str, Tensor], x: Tensor, tied: bool) -> Tensor:
+    """A consolidated state dict of a model that torch pruned, into a fresh and dense one."""
+    options = StateDictOptions(full_state_dict=True)
+    model = wraps.wrap(Tied() if tied else Net(EVEN_HIDDEN), wrapping)
+    names = {name.removesuffix("_mask") for name in state if name.endswith("_mask")}
+    checkpoint.prepare_for_load(model, state)
+    keys = set(state)  # torch renames them in place under DDP
+    set_model_state_dict(model, state, options=options)
+    out = model(x).detach()
+    again = get_model_state_dict(model, options=options)
+    assert set(again) == keys
+    folded = checkpoint.fold(wraps.unwrapped(model).state_dict())
+    for name in names:
+        module, parameter = target(wraps.unwrapped(model), name)
+        if not prune.is_pruned(module):
+            continue  # went with the one that it is tied to
+        prune.remove(module, parameter)
+        if not torch.equal(wraps.local(folded[name]), wraps.local(getattr(module, parameter))):
+            raise AssertionError(f"{name}: fold is not remove")
+    return out
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-3", "fsdp2_root-2", "tp-2"])
+def test_a_state_dict_of_torch_loads_into_a_fresh_model(wrapping):
+    for tied in (False, True):
+        if tied and wrapping not in ("plain-1", "ddp-2", "fsdp2_root-2"):
+            continue  # torch itself unties them or refuses
+        dense = Tied() if tied else fill(Net(EVEN_HIDDEN), "normal", "float32")
+        torch_prune.l1_unstructured(dense.l1, "bias", 0.5)
+        for layer in (dense.l2, dense.l3) if tied else (dense.l2,):
+            torch_prune.l1_unstructured(layer, "weight", 0.5)
+        x = torch.randn(3, 6)
+        expected, state = dense(x).detach(), dense.state_dict()
+        size = wraps.world_size(wrapping)
+        for out in run_ranks(from_torch, size, wrapping, state, x, tied):
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fold():
+    values = torch.tensor([1.0, -2.0, -0.0, torch.inf, torch.nan, 3.0])
+    keep = torch.tensor([1, 1, 0, 0, 0, 0])
+    state = {
+        "a.b_orig": values,
+        "causal_mask": keep,
+        "c": values,
+        "a.b_mask": keep.bool(),
+        "lonely_orig": values,
+    }
+    before = dict(state)
+    folded = checkpoint.fold(state)
+    assert list(folded) == ["a.b", "causal_mask", "c", "lonely_orig"]
+    assert folded["a.b"].numpy().tobytes() == torch.tensor([1.0, -2, 0, 0, 0, 0]).numpy().tobytes()
+    assert all(folded[name] is state[name] for name in ("causal_mask", "c", "lonely_orig"))
+    assert all(state[name] is before[name] for name in before) and len(state) == len(before)
