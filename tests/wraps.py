@@ -30,6 +30,7 @@ TP = [f"tp-{size}" for size in (1, 2, 3, 4)]
 FSDP2_TP = [f"fsdp2_tp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
 SHARDED = FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
+TRAINED = ALL  # the support matrix: see distributed/test_matrix.py
 
 
 def kind_of(wrapping: str) -> str:
@@ -125,9 +126,12 @@ def runnable_sizes(wrapping: str) -> tuple[int, int, int, int]:
 
 
 def data_rank(wrapping: str) -> tuple[int, int]:
-    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one."""
+    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one.
+
+    Ranks with a plain model each train on all of it, and so stay replicas.
+    """
     kind, shape = kind_of(wrapping), mesh_shape(wrapping)
-    if kind == "tp":
+    if kind in ("plain", "tp"):
         return 0, 1
     if kind == "fsdp2_tp":
         return dist.get_rank() // shape[1], shape[0]
