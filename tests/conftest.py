@@ -42,16 +42,9 @@ class _Collector:
 
         import pair
 
-        measured = {
-            "torch": torch.__version__,
-            "backend": "gloo",
-            "num_steps": pair.NUM_STEPS,
-            "results": sorted(self.config.stash[MATRIX], key=_place),
-        }
-        text = (
-            json.dumps(measured).replace(', "', ',\n"', 3).replace('{"optimizer"', '\n{"optimizer"')
-        )
-        Path(path).write_text(text + "\n")
+        rows = ",\n".join(map(json.dumps, sorted(self.config.stash[MATRIX], key=_place)))
+        head = {"torch": torch.__version__, "backend": "gloo", "num_steps": pair.NUM_STEPS}
+        Path(path).write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
 
 
 def _place(result):
