@@ -202,6 +202,19 @@ def over_mesh(mesh: dist.DeviceMesh) -> Communicator:
     return Communicator(groups, ranks, dist.get_rank(), device)
 
 
+def over_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] = ()) -> Communicator:
+    """Ranks that several process groups join like the axes of a grid; see :func:`over_mesh`.
+
+    Args:
+        groups: this rank's group along every axis.
+        ranks: all global ranks of the grid; by default those of the only group.
+    """
+    ranks = ranks or dist.get_process_group_ranks(groups[0])
+    groups = [group for group in groups if group.size() > 1]
+    device = _reduction_device(groups[0]) if groups else "cpu"
+    return Communicator(groups, ranks, dist.get_rank(), device)
+
+
 def is_distributed() -> bool:
     """Whether a process group is initialised: plain modules may then be replicas."""
     return dist.is_available() and dist.is_initialized()

@@ -8,7 +8,7 @@ every rank; see collectives.[Note: all or none].
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from distprune.collectives import Communicator, attempt
 from distprune.geometry import IndexMap
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook
+from distprune.naming import unwrap
 from distprune.passes import count_live
 from distprune.report import ParameterReport, PruningReport
 from distprune.shard import LocalShard
@@ -125,16 +126,17 @@ def _read(
     """Read every parameter; those given under several names are one target, counted once."""
     reader = ShardReader(communicator.index, communicator.size)
     pairs = list(parameters)  # a generator is read once, here
+    scores = {(unwrap(module), name): given for (module, name), given in scores.items()}
     if not pairs:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    shards: dict[int, tuple[str, LocalShard]] = {}
-    tied: set[int] = set()
+    places: dict[Hashable, list[tuple[nn.Module, str]]] = {}
+    shards: dict[Hashable, tuple[str, LocalShard]] = {}
+    tied: set[Hashable] = set()
     for position, pair in enumerate(pairs):
         module, name = _checked_pair(pair, position)
         label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
         shard = reader.read(module, name, label)
-        key = id(shard.parameter)
+        key = shard.key
         known = places.setdefault(key, [])
         for place in getattr(pair, "places", ((module, name),)):
             if not any(place[0] is m and place[1] == n for m, n in known):
@@ -142,7 +144,7 @@ def _read(
         if len(getattr(pair, "places", ())) > 1:
             tied.add(key)
         if key not in shards:
-            _check_mesh(shard, communicator)
+            _check_ranks(shard, communicator)
             shards[key] = (label, shard)
     for key, (label, shard) in shards.items():
         for module, name in places[key][1:]:
@@ -173,17 +175,16 @@ def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
             f"parameters[{position}] is a pair of {type(module).__name__} and "
             f"{type(name).__name__}; expected (module, name), as select(model) makes them."
         )
-    return module, name
+    # A layer that is wrapped by itself: model.layer is the wrapper then.
+    return unwrap(module), name
 
 
-def _check_mesh(shard: LocalShard, communicator: Communicator) -> None:
-    if shard.mesh is None:
-        return
-    outside = sorted(set(shard.mesh.mesh.flatten().tolist()) - set(communicator.ranks))
+def _check_ranks(shard: LocalShard, communicator: Communicator) -> None:
+    outside = sorted(set(shard.ranks or ()) - set(communicator.ranks))
     if outside:
         raise ValueError(
             f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
-            f"the call (ranks {list(communicator.ranks)}); expected a group that holds its mesh."
+            f"the call (ranks {list(communicator.ranks)}); expected a group that holds all of them."
         )
 
 
@@ -219,15 +220,11 @@ def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
     facts = [("number of parameters", str(len(targets)))]
     for target in targets:
         shard = target.shard
-        layout = "whole"
-        if shard.mesh is not None:
-            # Not which ranks: the same parameter may be on several meshes of one shape.
-            layout = f"{shard.placements} on a mesh of shape {tuple(shard.mesh.shape)}"
         scores = "none" if target.scores is None else str(target.scores.dtype)
         facts.append(
             (
                 target.label,
-                f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {layout}, "
+                f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {shard.layout}, "
                 f"{'un' if shard.mask is None else ''}pruned, importance scores: {scores}",
             )
         )
@@ -246,7 +243,7 @@ def _count_copies_on_other_meshes(
     """
     smaller = [t.shard for t in targets if _is_on_part(t.shard, communicator)]
     # Ranks meet kinds of meshes in the same order, as their lists are the same.
-    kinds = list(dict.fromkeys(tuple(shard.mesh.mesh.flatten().tolist()) for shard in smaller))
+    kinds = list(dict.fromkeys(shard.ranks for shard in smaller))
     if not kinds:
         return targets
     is_first = torch.zeros(len(kinds), communicator.size, dtype=torch.int64)
@@ -257,9 +254,8 @@ def _count_copies_on_other_meshes(
     for target in targets:
         shard = target.shard
         if _is_on_part(shard, communicator):
-            ranks = tuple(shard.mesh.mesh.flatten().tolist())
-            firsts = is_first[kinds.index(ranks)].nonzero().squeeze(1).tolist()
-            which = firsts.index(communicator.ranks.index(ranks[0]))
+            firsts = is_first[kinds.index(shard.ranks)].nonzero().squeeze(1).tolist()
+            which = firsts.index(communicator.ranks.index(shard.ranks[0]))
             shard = replace(
                 shard,
                 replica=which * shard.num_replicas + shard.replica,
@@ -270,7 +266,7 @@ def _count_copies_on_other_meshes(
 
 
 def _is_on_part(shard: LocalShard, communicator: Communicator) -> bool:
-    return shard.mesh is not None and shard.mesh.size() < communicator.size
+    return shard.ranks is not None and len(shard.ranks) < communicator.size
 
 
 def _count_and_compare(
@@ -340,7 +336,7 @@ def _wrap(value: int) -> int:
 
 
 def _mask_dtype(target: Target) -> torch.dtype:
-    """As torch has it, but bool under FSDP2, where the mask is not part of the graph."""
+    """As torch has it, but bool under FSDP, where the mask is not part of the graph."""
     return torch.bool if target.managed is not None else target.shard.values.dtype
 
 
