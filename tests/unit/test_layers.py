@@ -11,10 +11,20 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["amount", "geometry", "collectives", "naming", "report", "schedule.functions", "wrappers"],
+    [
+        "amount",
+        "bounds",
+        "geometry",
+        "collectives",
+        "naming",
+        "report",
+        "schedule.functions",
+        "wrappers",
+    ],
     ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "selecting"],
     ["passes", "call", "sharding.dtensor", "sharding.replicated", "masking.live_property"],
     ["sharding", "selection", "masking.hook", "masking"],
+    ["budget"],
     ["ranking", "masking.attach"],
     ["channels", "pipeline"],
     ["pruning_method"],
