@@ -29,7 +29,7 @@ LEVELS = [
     ["channels", "pipeline"],
     ["pruning_method"],
     ["methods"],
-    ["local_pruning", "global_pruning"],
+    ["local_pruning", "global_pruning", "schedule.groups"],
     ["schedule.pruner"],
     ["schedule"],
     [""],
