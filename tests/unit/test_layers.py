@@ -11,16 +11,19 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["amount", "geometry", "collectives", "naming", "report"],
+    ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2"],
     ["passes", "call", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
     ["wrappers", "masking.live_property"],
     ["sharding", "selection", "selecting", "masking.hook", "masking"],
+    ["budget"],
     ["ranking", "masking.attach"],
     ["channels", "pipeline"],
     ["pruning_method"],
     ["methods"],
-    ["local_pruning", "global_pruning"],
+    ["local_pruning", "global_pruning", "schedule.groups"],
+    ["schedule.pruner"],
+    ["schedule"],
     [""],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
