@@ -29,6 +29,8 @@ def select(
     exclude: str | Sequence[str] = (),
     types: type | tuple[type, ...] | None = None,
     names: str | Sequence[str] = ("weight",),
+    *,
+    prefix: str = "",
 ) -> list[NamedParameter]:
     """List the parameters of a model to prune.
 
@@ -43,6 +45,8 @@ def select(
         types: take only modules of these types.
         names: which parameters of a module. Normalisation layers are left out
             unless ``include`` or ``types`` asks for them.
+        prefix: where ``model`` is in a larger one ("layers.1"): put before all names. Pipeline
+            stages need it when their own names do not tell them apart.
 
     Returns:
         (module, name) pairs, each with its full name as ``.fqn``, in the order in
@@ -63,18 +67,19 @@ def select(
     used: set[str] = set()
     known: list[str] = []
     groups: dict[Hashable, _Names] = {}
-    for prefix, module in named_modules(model):
+    for path, module in named_modules(model):
+        path = ".".join(filter(None, (prefix, path)))
         for name in names:
             found = _find(module, name, managed)
             if found is None:
                 continue
             key, ndim = found
-            fqn = f"{prefix}.{name}" if prefix else name
+            fqn = f"{path}.{name}" if path else name
             known.append(fqn)
             group = groups.setdefault(key, _Names())
             group.places.append(NamedParameter(module, name, fqn))
-            included = _matches(include or (), prefix, fqn, used)
-            group.is_excluded |= _matches(exclude, prefix, fqn, used)
+            included = _matches(include or (), path, fqn, used)
+            group.is_excluded |= _matches(exclude, path, fqn, used)
             if types is not None and not isinstance(module, types):
                 continue
             if include is None and types is None:

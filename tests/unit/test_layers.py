@@ -13,10 +13,10 @@ PACKAGE = Path(distprune.__file__).parent
 LEVELS = [
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2"],
-    ["passes", "call", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
+    ["passes", "call", "target", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
     ["wrappers", "masking.live_property"],
-    ["sharding", "selection", "selecting", "masking.hook", "masking"],
-    ["budget"],
+    ["sharding", "selection", "selecting", "stages", "masking.hook", "masking"],
+    ["budget", "reading"],
     ["ranking", "masking.attach"],
     ["channels", "pipeline"],
     ["pruning_method"],
