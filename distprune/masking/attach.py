@@ -2,7 +2,8 @@
 
 | parameter   | the mask acts                              | ``<name>_mask``            |
 |-------------|--------------------------------------------|----------------------------|
-| plain, TP   | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
+| plain       | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
+| TP          | ``mask * orig`` whenever it is read        | as the parameter, its dtype |
 | FSDP2       | on the shard, before the all-gather        | as the parameter, bool      |
 | FSDP1       | the same, on the flat parameter's slice    | this rank's run, bool       |
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.masking import live_property
+from distprune.masking import live_property, survival
 from distprune.masking.hook import PruningHook, find_hook
 
 
@@ -49,6 +50,7 @@ class Transaction:
             _mask_shards(owners, name, mask, managed)
         hook.bind(module)
         for owner in owners:
+            survival.install(owner)
             present = find_hook(owner, name)
             if present is None:
                 owner.register_forward_pre_hook(hook)
@@ -113,7 +115,7 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     saved = [dict(each) for each in dicts]
     non_persistent = module._non_persistent_buffers_set
     saved_non_persistent = set(non_persistent)
-    keys = (name, name + "_orig", live_property.shard_mask_key(name))
+    keys = (name, name + "_orig", live_property.shard_mask_key(name), survival.KEY)
     attributes = {key: module.__dict__[key] for key in keys if key in module.__dict__}
 
     def restore() -> None:
@@ -167,7 +169,7 @@ def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
         module.register_buffer(buffer, mask)
     else:
         module._buffers[buffer] = mask
-    if live_property.is_read_by_parent(module):
+    if live_property.is_needed(module, name):
         live_property.install(module, name)
     else:
         # Through setattr: recurrent modules keep a list of their weights in step.
@@ -179,6 +181,7 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
         live_property.uninstall(module, name)
     module.__dict__.pop(name, None)
     del module._buffers[name + "_mask"]
+    survival.uninstall(module)
     _rename_parameter(module, name + "_orig", name)
     _refresh_flat_weights(module, name)
 
@@ -218,6 +221,7 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
         live_property.uninstall(owner, name)
         del owner.__dict__[key]
         delattr(owner, name + "_mask")
+        survival.uninstall(owner)
         _rename_parameter(owner, name + "_orig", name)
 
 

@@ -118,7 +118,7 @@ def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
     if not shard_mask.is_attached():
         raise RuntimeError(
             f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
-            "replaced (by load_state_dict(assign=True), .to() or to_empty()) after pruning. "
-            "Expected the tensor that was pruned; prune again with "
+            "swapped behind the back of FSDP2, by .to() or to_empty() on a module that is not "
+            "an FSDPModule itself. Expected the call on the FSDP root; put the mask back with "
             f"custom_from_mask(module, {name!r}, module.{name}_mask)."
         )

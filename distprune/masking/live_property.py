@@ -27,9 +27,10 @@ def is_live(module: nn.Module, name: str) -> bool:
     return name in getattr(type(module), _NAMES, ())
 
 
-def is_read_by_parent(module: nn.Module) -> bool:
-    """Whether the parent reads this module's weight without calling the module."""
-    return isinstance(module, NonDynamicallyQuantizableLinear)
+def is_needed(module: nn.Module, name: str) -> bool:
+    """Whether ``module.<name>``, pruned outside FSDP2, has to be computed at each access."""
+    is_read_by_parent = isinstance(module, NonDynamicallyQuantizableLinear)
+    return is_read_by_parent or hasattr(module._parameters[name + "_orig"], "device_mesh")
 
 
 def shard_mask_key(name: str) -> str:

@@ -12,7 +12,8 @@ PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
-    ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2"],
+    ["shard", "keys", "masking.survival"],
+    ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2"],
     ["passes", "call", "target", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
     ["wrappers", "masking.live_property"],
     ["sharding", "selection", "selecting", "stages", "masking.hook", "masking"],
@@ -22,7 +23,7 @@ LEVELS = [
     ["pruning_method"],
     ["methods"],
     ["local_pruning", "global_pruning", "schedule.groups"],
-    ["schedule.pruner"],
+    ["schedule.pruner", "checkpoint"],
     ["schedule"],
     [""],
 ]
