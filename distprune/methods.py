@@ -66,7 +66,9 @@ class RandomUnstructured(BasePruningMethod):
         return mask
 
     def decide(self, call: PruningCall) -> Decision:
-        if _overrides(self, RandomUnstructured) or (call.is_local and not is_distributed()):
+        # Torch's own numbers go with torch's own arguments.
+        is_torch = call.is_local and call.bounds is None and not is_distributed()
+        if _overrides(self, RandomUnstructured) or is_torch:
             return super().decide(call)
         return ranking.random_decision(call, self.amount)
 
@@ -268,8 +270,7 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     axis = dim % t.ndim
     if channels.is_norm_order(n) and t.is_floating_point():
         norms = channels.channel_norms(
-            t,
-            axis,
+            t.movedim(axis, 0),
             2.0 if n is None else float(n),
             torch.arange(t.shape[axis]),
             t.shape[axis],

@@ -51,5 +51,7 @@ class _ApplyKeepingMasks:
 
 def _mask_names(module: nn.Module) -> Iterator[str]:
     for name in module._buffers:
-        if name.endswith(_MASK) and name.removesuffix(_MASK) + _ORIGINAL in module._parameters:
+        original = name.removesuffix(_MASK) + _ORIGINAL
+        # FSDP1 without use_orig_params registers no parameter.
+        if name.endswith(_MASK) and (original in module._parameters or original in vars(module)):
             yield name

@@ -59,8 +59,12 @@ def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShar
         index=index_map(parameter.shape, coordinates, order),
         replica=replica,
         num_replicas=num_replicas,
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        # Not which ranks: the same parameter may be on several meshes of one shape.
+        layout=f"{placements} on a mesh of shape {tuple(mesh.shape)}",
         mesh=mesh,
         placements=placements,
+        key=id(parameter),
     )
 
 

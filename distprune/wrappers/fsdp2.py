@@ -7,13 +7,13 @@ tensor for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, a documented
 extension point. The gathered weight is masked on every rank and is freed as a
 dense one is; the gradient is masked on the shard after its reduce-scatter.
 
-:func:`check_fields` says which private field a new torch version broke.
+:meth:`ManagedParameter.check_fields` says which private field a new torch version broke.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ _INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
 
 @dataclass(frozen=True)
 class ManagedParameter:
-    """One parameter that FSDP2 shards, and the group that gathers it."""
+    """One parameter that FSDP2 shards, and the group that gathers it; a wrappers.Managed."""
 
     fsdp_param: Any
     group: Any
@@ -46,6 +46,21 @@ class ManagedParameter:
     def sharded(self) -> nn.Parameter:
         """The sharded parameter, whatever is registered on the module at the moment."""
         return self.fsdp_param.sharded_param
+
+    @property
+    def key(self) -> Hashable:
+        """The same for every name of a tied parameter."""
+        return id(self.sharded)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.sharded.shape
+
+    @property
+    def persists_mask(self) -> bool:
+        """Yes: a mask is a DTensor like the parameter, and travels like it."""
+        return True
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -89,6 +104,26 @@ class ManagedParameter:
         info.shared_param_names = [new if name == old else name for name in info.shared_param_names]
         if info.param_name == old:
             info.param_name = new
+
+    def write(self, values: Tensor) -> None:
+        """Overwrite this rank's shard."""
+        self.sharded.to_local().copy_(values)
+
+    def masked_by(self, mask: Tensor) -> ShardMask:
+        """What lets a mask, a DTensor laid out like the parameter, act on it."""
+        assert isinstance(mask, DTensor)
+        return ShardMask(self)
+
+    def check_fields(self) -> None:
+        """Raise NotImplementedError naming the private fields that this torch lacks."""
+        missing = [name for name in _PARAM_FIELDS if not hasattr(self.fsdp_param, name)]
+        info = getattr(self.fsdp_param, "_module_info", None)
+        missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
+        if missing:
+            raise NotImplementedError(
+                f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
+                "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
+            )
 
 
 class ShardMask:
@@ -173,6 +208,15 @@ class ShardMask:
         if not self.is_attached():
             self._mark_tensor()
 
+    def value(self, module: nn.Module, name: str) -> Tensor:
+        """``module.<name>`` as the mask leaves it, in whatever state FSDP2 has it."""
+        original = module._parameters[name + "_orig"]
+        mask = module._buffers[name + "_mask"]
+        assert original is not None and mask is not None
+        if _is_gathered_copy(original, mask):
+            return original
+        return mask.to(dtype=original.dtype) * original
+
     # Named and typed as FSDP2 calls it; exactly five parameters.
     def fsdp_pre_all_gather(
         self,
@@ -228,7 +272,7 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
     return found
 
 
-def is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:
+def _is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:
     """Whether a registered parameter is the gathered one: that one is masked already."""
     if not isinstance(registered, DTensor):
         return True
@@ -242,19 +286,6 @@ def subclass_attributes(cls: type) -> dict[str, Any]:
     if issubclass(cls, FSDPModule) and hasattr(cls, "_orig_cls_mro_index"):
         return {"_orig_cls_mro_index": cls._orig_cls_mro_index + 1}
     return {}
-
-
-def check_fields(managed: ManagedParameter) -> None:
-    """Raise NotImplementedError naming the private fields that this torch lacks."""
-    fsdp_param = managed.fsdp_param
-    missing = [name for name in _PARAM_FIELDS if not hasattr(fsdp_param, name)]
-    info = getattr(fsdp_param, "_module_info", None)
-    missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
-    if missing:
-        raise NotImplementedError(
-            f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
-            "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
-        )
 
 
 def _groups() -> Iterator[Any]:
