@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -65,6 +65,8 @@ class Pair:
         self.modules = dict(named_modules(self.model))
         self.part, self.num_parts = wraps.data_rank(wrapping)
         # torch cannot stack the norms of parameters on different meshes.
+        # FSDP1 without use_orig_params: parameters and gradients lie in the flat parameter only.
+        self.is_flat = wraps.kind_of(wrapping) == "fsdp1_flat"
         self.can_clip = "tp" not in wraps.kind_of(wrapping)
         self.keeps: dict[str, Tensor] = {}
         self.wrong: list[str] = []
@@ -94,14 +96,21 @@ class Pair:
         self.keeps = {}
 
     def parameters(self) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-        """(name, sharded, dense, indices of the shard) of each parameter."""
+        """(name, values of the shard, dense parameter, indices of the shard) of each parameter."""
         rows = []
         for name, indices in self.indices.items():
-            suffix = "_orig" if name in self.keeps else ""
-            module, parameter = self.target(name)
-            sharded = module.get_parameter(parameter + suffix)
-            rows.append((name, sharded, self.dense.get_parameter(name + suffix), indices))
+            dense = self.dense.get_parameter(name + "_orig" if name in self.keeps else name)
+            rows.append((name, wraps.shard(self.model, name, self.indices), dense, indices))
         return rows
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Of a shard; None where FSDP1 has it in a flat parameter, or for an empty shard."""
+        module, parameter = self.target(name)
+        sharded = module._parameters.get(parameter + "_orig" if name in self.keeps else parameter)
+        gradient = None if sharded is None else sharded.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=sharded.placements)
+        return None if gradient is None else wraps.local(gradient)
 
     def my_rows(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.num_parts)[self.part]
@@ -113,11 +122,10 @@ class Pair:
                 self.close(out, expected, f"{when}: outputs")
 
     def compare_gradients(self, when: str) -> None:
-        for name, sharded, dense, indices in self.parameters():
-            gradient = sharded.grad
-            if isinstance(gradient, DTensor):
-                gradient = gradient.redistribute(placements=sharded.placements)
-            gradient = wraps.local(gradient)
+        for name, held, dense, indices in self.parameters():
+            gradient = self.gradient(name)
+            if gradient is None and (held.numel() == 0 or self.is_flat):
+                continue
             self.close(gradient, wraps.my_part(dense.grad, indices), f"{when}: gradient of {name}")
             if name in self.keeps and gradient[~wraps.my_part(self.keeps[name], indices)].any():
                 self.wrong.append(f"{when}: pruned elements of {name} have a gradient")
@@ -130,15 +138,16 @@ class Pair:
             self.num_mask_differences += differences
             if differences:
                 self.wrong.append(f"{when}: {differences} elements of the mask of {name}")
-        for name, sharded, dense, indices in self.parameters():
-            held = wraps.local(sharded)
+        for name, held, dense, indices in self.parameters():
             expected = wraps.my_part(dense.detach(), indices)
             if held.numel():
                 largest = float((held - expected).abs().max())
                 self.largest_difference = max(self.largest_difference, largest)
             self.close(held, expected, f"{when}: {name}")
             module, parameter = self.target(name)
-            if name in self.keeps and parameter not in vars(module):  # else: as torch
+            # A plain layer has the product of the last forward, as under torch.
+            is_live = parameter not in vars(module) and not self.is_flat
+            if name in self.keeps and is_live:
                 effective = wraps.local(getattr(module, parameter))
                 if not torch.equal(effective, held * wraps.my_part(self.keeps[name], indices)):
                     self.wrong.append(f"{when}: {name} is not orig * mask as they are now")
@@ -149,11 +158,22 @@ class Pair:
         elif not torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE):
             self.wrong.append(f"{when}: off by {(actual - expected).abs().max():.3g}")
 
+    def clip(self, max_norm: float, when: str) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):
+            norm = self.model.clip_grad_norm_(max_norm)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        expected = nn.utils.clip_grad_norm_(self.dense.parameters(), max_norm)
+        self.close(norm, expected, f"{when}: norm of the gradients")
+        self.compare_gradients(f"{when}, clipped")
+
     def without_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
         """Reduce gradients in the last backward of a step only, where the wrapper can."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
-        if isinstance(self.model, DistributedDataParallel) and not is_last:
+        wrappers = (DistributedDataParallel, FullyShardedDataParallel)
+        if isinstance(self.model, wrappers) and not is_last:
             return self.model.no_sync()
         return contextlib.nullcontext()
 
@@ -196,19 +216,12 @@ def train(pair: Pair, optimizer: str, plan: dict[str, Any]) -> Pair:
         backward(pair, x, y, when, plan.get("micro_batches", 1))
         pair.compare_gradients(when)
         if "clip" in plan and pair.can_clip:
-            norms = [nn.utils.clip_grad_norm_(m.parameters(), plan["clip"]) for m in both(pair)]
-            norm = norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0]
-            pair.close(norm, norms[1], f"{when}: norm of the gradients")
-            pair.compare_gradients(f"{when}, clipped")
+            pair.clip(plan["clip"], when)
         for each in optimizers:
             each.step()
             each.zero_grad()
         pair.compare_values(f"{when}, updated")
     return pair
-
-
-def both(pair: Pair) -> tuple[nn.Module, nn.Module]:
-    return pair.model, pair.dense
 
 
 def backward(pair: Pair, x: Tensor, y: Tensor, when: str, num: int) -> None:
