@@ -37,7 +37,9 @@ class PruningHook:
             if shard_mask is not None and not torch.compiler.is_compiling():
                 _check_attached(module, name, shard_mask)
             return
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _tell_ddp()
+        else:
             self._before_forward(module)
         setattr(module, name, self.apply_mask(module))
 
@@ -60,15 +62,7 @@ class PruningHook:
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
-        if "torch.nn.parallel.distributed" in sys.modules:
-            from distprune.wrappers import ddp
-
-            wrapper = ddp.active_wrapper()
-            if wrapper is not None and (self._ddp_ref is None or self._ddp_ref() is not wrapper):
-                for prefix, name, hook in named_hooks(wrapper.module):
-                    fqn = f"{prefix}.{name}_mask" if prefix else f"{name}_mask"
-                    ddp.ignore_buffer(wrapper, fqn)
-                    hook._ddp_ref = weakref.ref(wrapper)
+        _tell_ddp(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -112,6 +106,31 @@ def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PruningHook):
                 yield prefix, hook._tensor_name, hook
+
+
+def _tell_ddp(hook: PruningHook | None = None) -> None:
+    """Tell the DDP wrapper whose forward is running to leave the masks below it alone.
+
+    Args:
+        hook: which may know that it has been told.
+    """
+    if "torch.nn.parallel.distributed" not in sys.modules:
+        return
+    from distprune.wrappers import ddp
+
+    wrapper = ddp.active_wrapper()
+    told = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
+    if wrapper is None or told is wrapper:
+        return
+    for prefix, name, each in named_hooks(wrapper.module):
+        ddp.ignore_buffer(wrapper, f"{prefix}.{name}_mask" if prefix else f"{name}_mask")
+        each._ddp_ref = weakref.ref(wrapper)
+
+
+# For Dynamo: call it while tracing, and leave nothing of it in the graph. (A second model that
+# runs code compiled for a first one is not told.) The decorator for this,
+# torch.compiler.assume_constant_result, imports Dynamo.
+_tell_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
