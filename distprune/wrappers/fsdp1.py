@@ -58,10 +58,10 @@ _known: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether a parameter is a piece of an FSDP1 flat parameter."""
     registered = module._parameters.get(name)
-    if registered is not None:
-        return isinstance(registered, FlatParameter) or getattr(registered, _MANAGED, False)
-    # use_orig_params=False leaves a view of the flat parameter as a plain attribute.
-    view = module.__dict__.get(name)
+    if isinstance(registered, FlatParameter) or getattr(registered, _MANAGED, False):
+        return True
+    # Without use_orig_params, and inside forward: a view of the flat parameter.
+    view = module.__dict__.get(name) if registered is None else registered
     base = view._base if isinstance(view, Tensor) else None
     return isinstance(base, FlatParameter) or getattr(base, _MANAGED, False)
 

@@ -19,7 +19,7 @@ LEVELS = [
     ["sharding", "selection", "selecting", "stages", "masking.hook", "masking"],
     ["budget", "reading"],
     ["ranking", "masking.attach"],
-    ["channels", "pipeline"],
+    ["channels", "pipeline", "wrapping"],
     ["pruning_method"],
     ["methods"],
     ["local_pruning", "global_pruning", "schedule.groups"],
