@@ -12,7 +12,7 @@ PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
-    ["shard", "keys", "masking.survival"],
+    ["shard", "keys", "masking.survival", "wrappers.fsdp1_mask"],
     ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2"],
     ["passes", "call", "target", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
     ["wrappers", "masking.live_property"],
