@@ -359,6 +359,7 @@ def test_resume_gives_the_same_masks(stop):
     pruner = schedule.ScheduledPruner(weights(resumed), ramp)
     pruner.load_state_dict(state)
     assert pruner.num_steps == stop
+    assert pruner.sparsity == state["groups"][0]["sparsity"] and pruner.state_dict() == state
     drive(resumed, pruner, 11 - stop)
     assert pruner.state_dict()["num_steps"] == 11
     for key, value in straight.state_dict().items():
