@@ -37,6 +37,7 @@ FSDP2_TP = [f"fsdp2_tp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
 ANY_FSDP1 = FSDP1 + FSDP1_ROOT + FSDP1_FLAT + FSDP1_HYBRID
 SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
+TRAINED = ALL  # the support matrix: see distributed/test_matrix.py
 
 
 def kind_of(wrapping: str) -> str:
@@ -204,9 +205,12 @@ def runnable_sizes(wrapping: str) -> tuple[int, int, int, int]:
 
 
 def data_rank(wrapping: str) -> tuple[int, int]:
-    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one."""
+    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one.
+
+    Ranks with a plain model each train on all of it, and so stay replicas.
+    """
     kind, shape = kind_of(wrapping), mesh_shape(wrapping)
-    if kind == "tp":
+    if kind in ("plain", "tp"):
         return 0, 1
     if kind == "fsdp2_tp":
         return dist.get_rank() // shape[1], shape[0]
