@@ -16,7 +16,7 @@ A part of the package that is imported by itself: ``from distprune import checkp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -24,9 +24,11 @@ from torch import nn
 
 from distprune.collectives import attempt, world
 from distprune.global_pruning import global_unstructured
+from distprune.masking.hook import PruningHook, find_hook
 from distprune.methods import Identity
 from distprune.naming import NamedParameter, named_modules
 from distprune.sharding import ShardReader, is_dtensor
+from distprune.wrappers import is_flattened, managed_parameters
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
@@ -234,8 +236,10 @@ def _check_boxes(model: nn.Module) -> None:
     wrong = []
     for prefix, module in named_modules(model):
         for key, parameter in module._parameters.items():
+            if is_flattened(module, key):
+                continue  # FSDP1 saves even chunks of rows
             managed = reader.managed(module, key.removesuffix(_ORIGINAL))
-            parameter = managed.sharded if managed is not None else parameter
+            parameter = getattr(managed, "sharded", parameter)  # FSDP2's, whatever is registered
             if is_dtensor(parameter) and _is_misplaced(key, parameter):
                 wrong.append(
                     f"{_join(prefix, key)} (shape {tuple(parameter.shape)}, {parameter.placements} "
@@ -265,22 +269,30 @@ def _is_misplaced(name: str, parameter: DTensor) -> bool:
 
 def _pruned_here(model: nn.Module) -> list[str]:
     return [
-        _join(prefix, key.removesuffix(_ORIGINAL))
+        _join(prefix, hook._tensor_name)
         for prefix, module in named_modules(model)
-        for key in module._parameters
-        if key.endswith(_ORIGINAL) and key.removesuffix(_ORIGINAL) + _MASK in module._buffers
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, PruningHook)
     ]
 
 
 def _to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     """What is pruned in a state dict and dense in a model; tied parameters once, as one."""
-    keys = set(keys)
-    places: dict[int, list[NamedParameter]] = {}
+    keys, reader = set(keys), ShardReader()
+    names: dict[str, list[str]] = {}  # by module
+    for key in keys:
+        name = _paired(key, _MASK, _ORIGINAL, keys)
+        if name is not None:
+            path, _, own = name.rpartition(".")
+            names.setdefault(path, []).append(own)
+    managed_parameters(model)  # its FSDP1 modules are known from here on
+    places: dict[Hashable, list[NamedParameter]] = {}
     for prefix, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            fqn = _join(prefix, name)
-            if parameter is not None and {fqn + _MASK, fqn + _ORIGINAL} <= keys:
-                places.setdefault(id(parameter), []).append(NamedParameter(module, name, fqn))
+        for name in sorted(names.get(prefix, ())):
+            if find_hook(module, name) is None:
+                key, _ = reader.identity(module, name)
+                place = NamedParameter(module, name, _join(prefix, name))
+                places.setdefault(key, []).append(place)
     return [same[0].with_places(same) for same in places.values()]
 
 
@@ -326,7 +338,7 @@ def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
         param_group["params"] = [names.get(name, name) for name in param_group["params"]]
 
 
-def _paired(key: str, suffix: str, other: str, keys: Mapping[str, Any]) -> str | None:
+def _paired(key: str, suffix: str, other: str, keys: Container[str]) -> str | None:
     """The name of a pruned parameter if ``key`` is one half of its pair of keys."""
     name = key.removesuffix(suffix)
     return name if name != key and name + other in keys else None

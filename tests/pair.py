@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +31,7 @@ OPTIMIZERS = {
 }
 NUM_STEPS = 10
 TOLERANCE = 1e-5
+WITH_NO_SYNC = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 class Recomputing(Net):
@@ -66,6 +67,8 @@ class Pair:
         self.part, self.num_parts = wraps.data_rank(wrapping)
         # torch cannot stack the norms of parameters on different meshes.
         self.can_clip = "tp" not in wraps.kind_of(wrapping)
+        # Else outside of forward the effective weight is as FSDP1 leaves a dense one: freed.
+        self.is_live = wraps.kind_of(wrapping) != "fsdp1_flat"
         self.keeps: dict[str, Tensor] = {}
         self.wrong: list[str] = []
         self.largest_difference = 0.0  # of a weight or a bias, over all steps
@@ -93,14 +96,12 @@ class Pair:
             prune.remove(*self.target(name))
         self.keeps = {}
 
-    def parameters(self) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-        """(name, sharded, dense, indices of the shard) of each parameter."""
+    def parameters(self) -> list[tuple[str, Tensor, Tensor]]:
+        """(name, dense, indices of the shard) of each parameter."""
         rows = []
         for name, indices in self.indices.items():
             suffix = "_orig" if name in self.keeps else ""
-            module, parameter = self.target(name)
-            sharded = module.get_parameter(parameter + suffix)
-            rows.append((name, sharded, self.dense.get_parameter(name + suffix), indices))
+            rows.append((name, self.dense.get_parameter(name + suffix), indices))
         return rows
 
     def my_rows(self, batch: Tensor) -> Tensor:
@@ -113,11 +114,8 @@ class Pair:
                 self.close(out, expected, f"{when}: outputs")
 
     def compare_gradients(self, when: str) -> None:
-        for name, sharded, dense, indices in self.parameters():
-            gradient = sharded.grad
-            if isinstance(gradient, DTensor):
-                gradient = gradient.redistribute(placements=sharded.placements)
-            gradient = wraps.local(gradient)
+        for name, dense, indices in self.parameters():
+            gradient = wraps.gradient(self.model, name, self.indices)
             self.close(gradient, wraps.my_part(dense.grad, indices), f"{when}: gradient of {name}")
             if name in self.keeps and gradient[~wraps.my_part(self.keeps[name], indices)].any():
                 self.wrong.append(f"{when}: pruned elements of {name} have a gradient")
@@ -130,15 +128,15 @@ class Pair:
             self.num_mask_differences += differences
             if differences:
                 self.wrong.append(f"{when}: {differences} elements of the mask of {name}")
-        for name, sharded, dense, indices in self.parameters():
-            held = wraps.local(sharded)
+        for name, dense, indices in self.parameters():
+            held = wraps.shard(self.model, name, self.indices)
             expected = wraps.my_part(dense.detach(), indices)
             if held.numel():
                 largest = float((held - expected).abs().max())
                 self.largest_difference = max(self.largest_difference, largest)
             self.close(held, expected, f"{when}: {name}")
             module, parameter = self.target(name)
-            if name in self.keeps and parameter not in vars(module):  # else: as torch
+            if name in self.keeps and self.is_live and parameter not in vars(module):
                 effective = wraps.local(getattr(module, parameter))
                 if not torch.equal(effective, held * wraps.my_part(self.keeps[name], indices)):
                     self.wrong.append(f"{when}: {name} is not orig * mask as they are now")
@@ -153,7 +151,7 @@ class Pair:
         """Reduce gradients in the last backward of a step only, where the wrapper can."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
-        if isinstance(self.model, DistributedDataParallel) and not is_last:
+        if isinstance(self.model, WITH_NO_SYNC) and not is_last:
             return self.model.no_sync()
         return contextlib.nullcontext()
 
@@ -196,7 +194,7 @@ def train(pair: Pair, optimizer: str, plan: dict[str, Any]) -> Pair:
         backward(pair, x, y, when, plan.get("micro_batches", 1))
         pair.compare_gradients(when)
         if "clip" in plan and pair.can_clip:
-            norms = [nn.utils.clip_grad_norm_(m.parameters(), plan["clip"]) for m in both(pair)]
+            norms = [clip(each, plan["clip"]) for each in (pair.model, pair.dense)]
             norm = norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0]
             pair.close(norm, norms[1], f"{when}: norm of the gradients")
             pair.compare_gradients(f"{when}, clipped")
@@ -207,8 +205,10 @@ def train(pair: Pair, optimizer: str, plan: dict[str, Any]) -> Pair:
     return pair
 
 
-def both(pair: Pair) -> tuple[nn.Module, nn.Module]:
-    return pair.model, pair.dense
+def clip(model: nn.Module, largest: float) -> Tensor:
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(largest)
+    return nn.utils.clip_grad_norm_(model.parameters(), largest)
 
 
 def backward(pair: Pair, x: Tensor, y: Tensor, when: str, num: int) -> None:

@@ -8,6 +8,7 @@ registered, which look like replicas.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from distprune.collectives import Communicator, over_groups, over_mesh
 from distprune.masking.live_property import shard_mask_key
+from distprune.naming import unwrap
 from distprune.shard import FlatShard, LocalShard
 from distprune.wrappers import is_flattened, managed_parameters
 
@@ -105,6 +107,20 @@ class ShardReader:
         from distprune.sharding import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
+
+    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
+        """What is the same for all names of a parameter, and how many elements it has, whole.
+
+        Raises:
+            AttributeError: no such attribute.
+            TypeError: not a parameter.
+        """
+        module = unwrap(module)
+        managed = self.managed(module, name)
+        if managed is not None:
+            return managed.key, managed.shape.numel()
+        parameter = _registered(module, name, f"{type(module).__name__}.{name}")
+        return id(parameter), parameter.numel()
 
     def communicator(self, module: nn.Module, name: str) -> Communicator:
         """The ranks that hold a sharded parameter together."""

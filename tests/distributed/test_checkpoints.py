@@ -22,12 +22,21 @@ import distprune as prune
 import wraps
 from checks import assembled, assert_nothing_wrong
 from distprune import checkpoint, schedule
+from distprune.naming import named_modules
 from harness import run_ranks
 from models import EVEN_HIDDEN, Net, fill, fqns, target
 
-SAVERS = ["fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
+SAVERS = ["fsdp1-2", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
 LOADERS = ["fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-2", "hsdp-2x2", "hsdp-1x3"]
-LOADERS += ["fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
+LOADERS += [
+    "fsdp1-3",
+    "fsdp1_hybrid-2x2",
+    "fsdp1_flat-2",
+    "fsdp2_tp-2x2",
+    "tp-2",
+    "ddp-2",
+    "plain-1",
+]
 ASYNC = ["hsdp-2x2", "tp-2", "plain-1"]
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 NUM_STEPS = 3  # before the checkpoint; the pruner prunes at steps 1, 3 and 5
@@ -65,14 +74,14 @@ class Run:
 
     def parts(self) -> Part:
         """(values, indices) of what this rank holds of every parameter and mask."""
-        inner = wraps.unwrapped(self.model)
-        parts = {}
+        modules, parts = dict(named_modules(self.model)), {}
         for name, indices in self.indices.items():
-            module, parameter = target(inner, name)
-            for suffix in ("", "_orig", "_mask"):
-                held = {**module._parameters, **module._buffers}.get(parameter + suffix)
-                if held is not None:
-                    parts[name + suffix] = wraps.local(held).clone(), indices
+            path, _, parameter = name.rpartition(".")
+            mask = modules[path]._buffers.get(parameter + "_mask")
+            if mask is not None:
+                parts[name + "_mask"] = wraps.local(mask).clone(), indices
+            key = name if mask is None else name + "_orig"
+            parts[key] = wraps.shard(self.model, name, self.indices).clone(), indices
         return parts
 
     def compare(self, full: dict[str, Tensor], when: str, exact: bool) -> list[str]:
