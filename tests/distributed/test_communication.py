@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill, fqns, seeded, target
 from traffic import Traffic
 

@@ -9,7 +9,7 @@ import torch.nn.utils.prune as torch_prune
 import distprune as prune
 import reference
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, target
 
 NAMES = ["l1.weight", "l3.weight"]
