@@ -9,6 +9,7 @@ prune.global_unstructured(
 )
 """
 
+from distprune import schedule
 from distprune.amount import resolve_count as _compute_nparams_toprune  # noqa: F401
 from distprune.amount import validate_amount as _validate_pruning_amount_init  # noqa: F401
 from distprune.amount import validate_count as _validate_pruning_amount  # noqa: F401
@@ -60,5 +61,6 @@ __all__ = [
     "random_structured",
     "random_unstructured",
     "remove",
+    "schedule",
     "select",
 ]

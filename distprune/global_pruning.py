@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from distprune.collectives import attempt, world
+from distprune.collectives import Communicator, attempt, world
 from distprune.methods import chosen_hook
 from distprune.pipeline import prune_together
 from distprune.pruning_method import BasePruningMethod, describe_method
@@ -67,7 +67,17 @@ def global_unstructured(
     about 100 KB in all whatever the size of the model; memory for the masks and a
     few megabytes.
     """
-    communicator = world(group)
+    return prune_over(world(group), parameters, pruning_method, importance_scores, **kwargs)
+
+
+def prune_over(
+    communicator: Communicator,
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: type[BasePruningMethod],
+    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    **kwargs: Any,
+) -> PruningReport:
+    """:func:`global_unstructured` over ranks that the caller talks to already."""
     method, error = attempt(_make_method, parameters, pruning_method, importance_scores, kwargs)
     return prune_together(
         parameters,

@@ -11,7 +11,8 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["amount", "geometry", "collectives", "naming", "report", "wrappers", "testing.calls"],
+    ["amount", "geometry", "collectives", "naming", "report", "schedule.functions", "wrappers"],
+    ["testing.calls"],
     ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "selecting"],
     ["testing.worker"],
     ["passes", "call", "sharding.dtensor", "sharding.replicated", "masking.live_property"],
@@ -22,6 +23,8 @@ LEVELS = [
     ["pruning_method"],
     ["methods"],
     ["local_pruning", "global_pruning"],
+    ["schedule.pruner"],
+    ["schedule"],
     [""],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

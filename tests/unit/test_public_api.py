@@ -15,7 +15,7 @@ TORCH = {
     "global_unstructured", "identity", "is_pruned", "l1_unstructured", "ln_structured",
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
-OURS = {"NamedParameter", "ParameterReport", "PruningReport", "select"}
+OURS = {"NamedParameter", "ParameterReport", "PruningReport", "schedule", "select"}
 
 
 def test_public_names():

@@ -1,0 +1,242 @@
+"""How sparse a model is to be at which step: pure functions, without a model or a rank.
+
+[Note: steps] Steps are counted from 0, as ``enumerate(loader)`` counts them: the first
+``ScheduledPruner.step()`` is that of step 0. A schedule names steps at which a pruning is
+*due*. The sparsity is of the total: of all elements of the parameters, each counted once,
+pruned or not. It holds from a due step on until the next.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+
+class Schedule(ABC):
+    """Base of all schedules: frozen dataclasses that compare equal if their fields do."""
+
+    @abstractmethod
+    def is_due(self, step: int) -> bool:
+        """Whether a pruning is due after optimizer step number ``step`` (from 0)."""
+
+    @abstractmethod
+    def sparsity_at(self, step: int) -> float:
+        """The share of all elements that is to be pruned from ``step`` on, until the next due one.
+
+        0.0 before the first due step.
+        """
+
+    @property
+    @abstractmethod
+    def ends_at(self) -> float | None:
+        """What :meth:`sparsity_at` comes to in the end; None if that cannot be told."""
+
+
+@dataclass(frozen=True)
+class OneShot(Schedule):
+    """Prunes once.
+
+    Args:
+        step: when, counted from 0.
+        sparsity: of the total, in [0, 1].
+
+    Raises:
+        TypeError, ValueError: a value of a wrong type, or out of range.
+    """
+
+    step: int
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        _check_step("step", self.step)
+        _check_sparsity("sparsity", self.sparsity)
+
+    def is_due(self, step: int) -> bool:
+        return step == self.step
+
+    def sparsity_at(self, step: int) -> float:
+        return float(self.sparsity) if step >= self.step else 0.0
+
+    @property
+    def ends_at(self) -> float:
+        return float(self.sparsity)
+
+
+@dataclass(frozen=True)
+class _Ramp(Schedule):
+    """From one sparsity to another; due at begin, every ``frequency`` steps, and at end."""
+
+    begin: int
+    end: int
+    frequency: int
+    final_sparsity: float
+    initial_sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_range(self.begin, self.end, self.frequency)
+        _check_sparsity("final_sparsity", self.final_sparsity)
+        _check_sparsity("initial_sparsity", self.initial_sparsity)
+        if self.initial_sparsity > self.final_sparsity:
+            raise ValueError(
+                f"initial_sparsity={self.initial_sparsity} is above "
+                f"final_sparsity={self.final_sparsity}; expected a sparsity that never decreases, "
+                "as pruned elements do not come back."
+            )
+
+    def is_due(self, step: int) -> bool:
+        return _is_due(step, self.begin, self.end, self.frequency)
+
+    def sparsity_at(self, step: int) -> float:
+        if step < self.begin:
+            return 0.0
+        # Exact at both ends, whatever the formula rounds to.
+        if step >= self.end:
+            return float(self.final_sparsity)
+        due = _last_due(step, self.begin, self.end, self.frequency)
+        if due == self.begin:
+            return float(self.initial_sparsity)
+        between = self._between((due - self.begin) / (self.end - self.begin))
+        return float(min(max(between, self.initial_sparsity), self.final_sparsity))
+
+    @property
+    def ends_at(self) -> float:
+        return float(self.final_sparsity)
+
+    @abstractmethod
+    def _between(self, progress: float) -> float:
+        """The sparsity at a share of the way, in [0, 1)."""
+
+
+@dataclass(frozen=True)
+class Linear(_Ramp):
+    """Raises the sparsity by equal amounts.
+
+    Args:
+        begin: first due step; ``initial_sparsity`` holds from there on.
+        end: last due step, whether or not a multiple of ``frequency`` away;
+            ``final_sparsity`` holds from there on, exactly. With ``begin`` the only one.
+        frequency: steps from one due step to the next.
+        final_sparsity, initial_sparsity: of the total, in [0, 1], not decreasing.
+
+    Raises:
+        TypeError, ValueError: a value of a wrong type, or out of range.
+    """
+
+    def _between(self, progress: float) -> float:
+        return self.initial_sparsity + (self.final_sparsity - self.initial_sparsity) * progress
+
+
+@dataclass(frozen=True)
+class Cubic(_Ramp):
+    """Raises the sparsity fast at first, while there is much to spare, and slower and slower.
+
+    s_f + (s_i - s_f) * (1 - (t - begin) / (end - begin))^3 at due step t.
+
+    Args:
+        begin, end, frequency, final_sparsity, initial_sparsity: as in :class:`Linear`.
+
+    Raises:
+        TypeError, ValueError: a value of a wrong type, or out of range.
+
+    Source: Zhu and Gupta, "To prune, or not to prune: exploring the efficacy of pruning for
+    model compression", 2017.
+    """
+
+    def _between(self, progress: float) -> float:
+        left = 1.0 - progress
+        change = (self.initial_sparsity - self.final_sparsity) * (left * left * left)
+        return self.final_sparsity + change
+
+
+@dataclass(frozen=True, repr=False)
+class Function(Schedule):
+    """A function of the step.
+
+    Args:
+        fn: called with a due step (an int); returns the sparsity, of the total, in
+            [0, 1]. It has to return the same on every rank. Where it decreases nothing is
+            pruned, and what is pruned stays so.
+        frequency: steps from one due step to the next.
+        begin: first due step.
+        end: last due step, whether or not a multiple of ``frequency`` away; None: there is none.
+
+    Raises:
+        TypeError, ValueError: a value of a wrong type, or out of range; from ``sparsity_at``
+            also for what ``fn`` returns (NaN, above 1, no number).
+    """
+
+    fn: Callable[[int], float]
+    frequency: int = 1
+    begin: int = 0
+    end: int | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(
+                f"fn={self.fn!r} is a {type(self.fn).__name__}; expected a function of the step."
+            )
+        _check_range(self.begin, self.end, self.frequency)
+
+    def is_due(self, step: int) -> bool:
+        return _is_due(step, self.begin, self.end, self.frequency)
+
+    def sparsity_at(self, step: int) -> float:
+        if step < self.begin:
+            return 0.0
+        due = _last_due(step, self.begin, self.end, self.frequency)
+        sparsity = self.fn(due)
+        _check_sparsity(f"fn({due})", sparsity)
+        return float(sparsity)
+
+    @property
+    def ends_at(self) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        # Without the address that a function's own repr has: equal on every rank and in every run.
+        name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
+        rest = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:])
+        return f"Function(fn={name}, {rest})"
+
+
+def _check_step(name: str, value: int, lowest: int = 0) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected an int.")
+    if value < lowest:
+        raise ValueError(f"{name}={value} is below {lowest}; expected an int >= {lowest}.")
+
+
+def _check_range(begin: int, end: int | None, frequency: int) -> None:
+    _check_step("begin", begin)
+    _check_step("frequency", frequency, lowest=1)
+    if end is not None:
+        _check_step("end", end)
+        if end < begin:
+            raise ValueError(f"end={end} comes before begin={begin}; expected begin <= end.")
+
+
+def _check_sparsity(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; expected a float in [0, 1]."
+        )
+    if math.isnan(value) or not 0.0 <= float(value) <= 1.0:
+        raise ValueError(
+            f"{name}={value!r} is not in [0, 1]; expected a sparsity, a share of all elements."
+        )
+
+
+def _is_due(step: int, begin: int, end: int | None, frequency: int) -> bool:
+    if step < begin or (end is not None and step > end):
+        return False
+    return step == end or (step - begin) % frequency == 0
+
+
+def _last_due(step: int, begin: int, end: int | None, frequency: int) -> int:
+    """The last due step that is not after ``step`` >= begin."""
+    if end is not None and step >= end:
+        return end
+    return begin + (step - begin) // frequency * frequency

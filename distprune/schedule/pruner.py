@@ -1,0 +1,328 @@
+"""ScheduledPruner: one object that follows a schedule in a training loop or a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from distprune.collectives import Communicator, attempt, world
+from distprune.global_pruning import prune_over
+from distprune.local_pruning import remove
+from distprune.masking.hook import find_hook
+from distprune.methods import L1Unstructured
+from distprune.pipeline import count_pruned
+from distprune.pruning_method import BasePruningMethod
+from distprune.report import PruningReport
+from distprune.schedule.functions import Schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Scores = Mapping[tuple[nn.Module, str], Tensor]
+
+_GROUP_KEYS = ("parameters", "schedule", "pruning_method")
+
+
+@dataclass
+class _Group:
+    """Parameters that share a budget. ``target`` is the sparsity in force, of the total."""
+
+    parameters: Sequence[tuple[nn.Module, str]]
+    schedule: Schedule
+    pruning_method: type[BasePruningMethod]
+    names: list[str] = field(init=False)
+    num_elements: int = field(init=False)
+    target: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.names = [
+            getattr(pair, "fqn", None) or f"{pair[1]} (#{position})"
+            for position, pair in enumerate(self.parameters)
+        ]
+        found = [_registered(*pair) for pair in self.parameters]
+        self.num_elements = sum({id(each): each.numel() for each in found}.values())
+
+    def target_at(self, step: int) -> float:
+        """What is to hold at a due step: the schedule's sparsity, but never less than before."""
+        return max(self.target, self.schedule.sparsity_at(step))
+
+    def to_state(self) -> dict[str, Any]:
+        return {
+            "schedule": repr(self.schedule),
+            "parameters": list(self.names),
+            "sparsity": self.target,
+        }
+
+
+class ScheduledPruner:
+    """Prunes a model by a schedule, one ``step()`` after each step of the optimizer.
+
+    At a step that is due the schedule's sparsity, which is of the total, becomes an exact
+    count: round(sparsity * elements), halves to even, less what the masks in force prune
+    already. So the sparsity never decreases, and a model that was pruned before, or loaded
+    with its masks, is brought to the target from where it is; where it is at or beyond it,
+    nothing happens. Every element counts once: shards, replicas and tied parameters too.
+
+    Call it on every rank, with the same arguments, once for each step of the optimizer
+    (under gradient accumulation: not for the micro-batches between), and save its state
+    after its step::
+
+        for step, batch in enumerate(loader):
+            ...
+            optimizer.step()
+            report = pruner.step()
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; or, for budgets of their
+            own, dicts with "parameters" and, where they differ from the arguments below,
+            "schedule" and "pruning_method", like the param groups of an optimizer.
+        schedule: what is due when; may be left out if every group has one.
+        pruning_method: a class, as for ``global_unstructured``; is given the count as ``amount``.
+        importance_scores: as for ``global_unstructured``: a mapping, or a function without
+            arguments that returns one. It is called when something is about to be pruned, on
+            every rank, so that it may communicate.
+        group: the ranks that take part; every rank by default.
+
+    Attributes:
+        num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type; a parameter in two groups.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Module, str]] | Iterable[Mapping[str, Any]],
+        schedule: Schedule | None = None,
+        *,
+        pruning_method: type[BasePruningMethod] = L1Unstructured,
+        importance_scores: Scores | Callable[[], Scores] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        entries = list(parameters)
+        if not any(isinstance(entry, Mapping) for entry in entries):
+            entries = [{"parameters": entries}]
+        defaults = {"schedule": schedule, "pruning_method": pruning_method}
+        self._groups = [_checked_group(i, entry, defaults) for i, entry in enumerate(entries)]
+        _check_disjoint(self._groups)
+        if not (
+            importance_scores is None
+            or isinstance(importance_scores, Mapping)
+            or callable(importance_scores)
+        ):
+            raise TypeError(
+                f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
+                "(module, name) to a tensor, or a function that returns one."
+            )
+        self._importance_scores = importance_scores
+        self._process_group = group
+        self.num_steps = 0
+        self._last_reports: tuple[PruningReport | None, ...] = (None,) * len(self._groups)
+
+    def step(self) -> PruningReport | None:
+        """Prune what is due after this step of the optimizer.
+
+        Returns:
+            What was pruned; None if nothing was. The report of several groups lists the
+            parameters of all that were pruned now, and has no threshold, as each group has its
+            own: see :attr:`last_reports`.
+
+        Raises:
+            ValueError: the ranks are at different steps, or have different schedules or
+                targets; a function of the step that returns no sparsity.
+            Exception: as ``global_unstructured``, on every rank. The step does not count then,
+                and no group has changed but those before the one that failed: a second call
+                takes up where the first one stopped.
+
+        Cost: nothing at a step that is not due, so ranks are only compared where all
+        of them prune. A rank that is at another step, where nothing is due, is not
+        noticed here: the others wait for it until the process group's timeout. At a due step
+        one read of the masks, two small all-reduces, and a global pruning.
+        """
+        reports = tuple(
+            self._prune_group(which) if group.schedule.is_due(self.num_steps) else None
+            for which, group in enumerate(self._groups)
+        )
+        self.num_steps += 1
+        self._last_reports = reports
+        done = [report for report in reports if report is not None]
+        return _merged(done) if done else None
+
+    @property
+    def sparsity(self) -> float:
+        """The target in force, of the total of all groups: 0.0 until a pruning was due."""
+        if len(self._groups) == 1:
+            return self._groups[0].target
+        total = sum(group.num_elements for group in self._groups)
+        return sum(group.target * group.num_elements for group in self._groups) / max(total, 1)
+
+    @property
+    def last_reports(self) -> tuple[PruningReport | None, ...]:
+        """What the last ``step()`` pruned, per group."""
+        return self._last_reports
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, in plain Python values; the same on every rank.
+
+        The masks are the model's: save its state dict with this one.
+        """
+        return {
+            "num_steps": self.num_steps,
+            "groups": [group.to_state() for group in self._groups],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where a pruner with the same schedules and parameters was saved.
+
+        Raises:
+            ValueError: it was saved with other schedules or parameters; says which. Nothing has
+                changed then.
+        """
+        _check_state(state, self.state_dict())
+        self.num_steps = int(state["num_steps"])
+        for group, saved in zip(self._groups, state["groups"], strict=True):
+            group.target = float(saved["sparsity"])
+
+    def remove(self) -> None:
+        """Make all pruning of the parameters final: ordinary ones with zeros in them.
+
+        Local on every rank. For when the schedule is over: a later pruning would
+        rank the zeros like any other value.
+        """
+        for group in self._groups:
+            for module, name in group.parameters:
+                # Not pruned yet, or removed with a parameter that it is tied to.
+                if find_hook(module, name) is not None:
+                    remove(module, name)
+
+    def _prune_group(self, which: int) -> PruningReport | None:
+        group = self._groups[which]
+        communicator = world(self._process_group)
+        target, error = attempt(group.target_at, self.num_steps)
+        # Whatever decides if a rank goes on to the next collective.
+        facts = [
+            ("step of the schedule", str(self.num_steps)),
+            ("parameter group", f"{which} of {len(self._groups)}"),
+            ("schedule", repr(group.schedule)),
+            ("target sparsity", repr(target)),
+            ("importance_scores", type(self._importance_scores).__name__),
+        ]
+        entries = count_pruned(group.parameters, communicator, facts=facts, error=error)
+        assert target is not None
+        group.target = target
+        total = sum(entry.num_elements for entry in entries)
+        count = round(group.target * total) - sum(entry.num_pruned for entry in entries)
+        if count <= 0:
+            return None
+        return prune_over(
+            communicator,
+            group.parameters,
+            group.pruning_method,
+            self._scores(communicator),
+            amount=count,
+        )
+
+    def _scores(self, communicator: Communicator) -> Scores | None:
+        if self._importance_scores is None or isinstance(self._importance_scores, Mapping):
+            return self._importance_scores
+        scores, error = attempt(self._importance_scores)
+        communicator.agree(error=error)
+        return scores
+
+
+def _checked_group(which: int, entry: Any, defaults: Mapping[str, Any]) -> _Group:
+    if not isinstance(entry, Mapping):
+        raise TypeError(
+            f"parameters[{which}] is a {type(entry).__name__} among dicts; expected either "
+            "(module, name) pairs or dicts that have them as 'parameters'."
+        )
+    unknown = sorted(set(entry) - set(_GROUP_KEYS))
+    if unknown or "parameters" not in entry:
+        raise ValueError(
+            f"parameters[{which}] has the keys {sorted(entry)}; expected 'parameters', and "
+            f"perhaps {', '.join(map(repr, _GROUP_KEYS[1:]))}."
+        )
+    values = {**defaults, **entry, "parameters": list(entry["parameters"])}
+    if not isinstance(values["schedule"], Schedule):
+        raise TypeError(
+            f"the schedule of parameters[{which}] is {values['schedule']!r}; expected one of "
+            "distprune.schedule, such as Cubic(...)."
+        )
+    for pair in values["parameters"]:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"parameters[{which}] has {pair!r} in it; expected (module, name) pairs, as "
+                "select(model) makes them."
+            )
+    if not values["parameters"]:
+        raise ValueError(
+            f"parameters[{which}] has no parameters; expected at least one (module, name) pair."
+        )
+    return _Group(**values)
+
+
+def _registered(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter behind a name, pruned or not."""
+    for key in (name, name + "_orig"):
+        parameter = module._parameters.get(key)
+        if parameter is not None:
+            return parameter
+    raise AttributeError(
+        f"{type(module).__name__} has no parameter {name!r}; expected one of "
+        f"{', '.join(module._parameters) or '(none)'}."
+    )
+
+
+def _check_disjoint(groups: Sequence[_Group]) -> None:
+    owner: dict[int, int] = {}
+    for which, group in enumerate(groups):
+        for name, pair in zip(group.names, group.parameters, strict=True):
+            other = owner.setdefault(id(_registered(*pair)), which)
+            if other != which:
+                raise ValueError(
+                    f"{name} is in parameters[{other}] and in parameters[{which}]; expected "
+                    "every parameter in one group, as each group has a budget of its own."
+                )
+
+
+def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    if len(saved["groups"]) != len(present["groups"]):
+        raise ValueError(
+            f"the state has {len(saved['groups'])} parameter groups and this pruner "
+            f"{len(present['groups'])}; expected the groups that it was saved with."
+        )
+    for which, (old, new) in enumerate(zip(saved["groups"], present["groups"], strict=True)):
+        if old["schedule"] != new["schedule"]:
+            raise ValueError(
+                f"the state of group {which} was saved with schedule {old['schedule']}, and this "
+                f"pruner has {new['schedule']}; expected the same one."
+            )
+        if old["parameters"] != new["parameters"]:
+            lost = [name for name in old["parameters"] if name not in new["parameters"]]
+            added = [name for name in new["parameters"] if name not in old["parameters"]]
+            raise ValueError(
+                f"the state of group {which} was saved with other parameters: only in the state: "
+                f"{', '.join(lost) or '(none)'}; only in this pruner: "
+                f"{', '.join(added) or '(none)'}; expected the same ones, in the same order."
+            )
+
+
+def _merged(reports: Sequence[PruningReport]) -> PruningReport:
+    """One report for the groups that were pruned at a step."""
+    if len(reports) == 1:
+        return reports[0]
+    return PruningReport(
+        method=", ".join(dict.fromkeys(report.method for report in reports)),
+        amount=sum(int(report.amount) for report in reports),
+        parameters=tuple(entry for report in reports for entry in report.parameters),
+        threshold=None,
+        num_ties=0,
+        num_ties_pruned=0,
+        num_ranks=reports[0].num_ranks,
+        num_collectives=sum(report.num_collectives for report in reports),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        seconds=sum(report.seconds for report in reports),
+    )

@@ -1,0 +1,340 @@
+"""Schedules as functions of the step, and the pruner on one process."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distprune as prune
+import reference
+from distprune import schedule
+from models import Net, fill
+
+STEPS = st.integers(0, 60)
+SPARSITY = st.floats(0, 1)
+
+
+def due_steps(what, upto=200):
+    return [step for step in range(upto) if what.is_due(step)]
+
+
+def test_one_shot():
+    once = schedule.OneShot(step=3, sparsity=0.5)
+    assert due_steps(once) == [3]
+    assert [once.sparsity_at(step) for step in (0, 2, 3, 100)] == [0.0, 0.0, 0.5, 0.5]
+
+
+def test_linear_and_cubic():
+    linear = schedule.Linear(10, 50, 10, 0.8, initial_sparsity=0.4)
+    cubic = schedule.Cubic(10, 50, 10, 0.8, initial_sparsity=0.4)
+    assert due_steps(linear) == due_steps(cubic) == [10, 20, 30, 40, 50]
+    for s, (i, step) in itertools.product((linear, cubic), enumerate((10, 20, 30, 40, 50))):
+        power = 1 if s is linear else 3
+        exact = Fraction(8, 10) - Fraction(4, 10) * Fraction(4 - i, 4) ** power
+        assert s.sparsity_at(step) == pytest.approx(float(exact), abs=1e-15)
+    assert linear.sparsity_at(9) == cubic.sparsity_at(9) == 0.0
+    assert linear.sparsity_at(29) == linear.sparsity_at(20)  # holds until the next due step
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "frequency", "due"),
+    [
+        (0, 10, 4, [0, 4, 8, 10]),  # the end is due whether or not it is a multiple
+        (5, 5, 3, [5]),
+        (2, 6, 100, [2, 6]),
+        (0, 0, 1, [0]),
+    ],
+)
+def test_due_steps(begin, end, frequency, due):
+    for kind in (schedule.Linear, schedule.Cubic):
+        ramp = kind(begin, end, frequency, 0.7)
+        assert due_steps(ramp) == due
+        assert ramp.sparsity_at(end) == ramp.sparsity_at(end + 5) == 0.7
+    function = schedule.Function(lambda step: 0.1, frequency, begin, end)
+    assert due_steps(function) == due
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(STEPS, STEPS, st.integers(1, 70), SPARSITY, SPARSITY)
+def test_ramps_never_decrease_and_meet_both_ends(begin, length, frequency, one, other):
+    low, high = sorted((one, other))
+    for kind in (schedule.Linear, schedule.Cubic):
+        ramp = kind(begin, begin + length, frequency, high, low)
+        values = [ramp.sparsity_at(step) for step in range(begin + length + 3)]
+        assert values == sorted(values)
+        assert values[-1] == values[begin + length] == high
+        assert values[begin] == (low if length else high)
+        changes = [t for t, (a, b) in enumerate(itertools.pairwise(values), 1) if a != b]
+        assert all(ramp.is_due(step) for step in changes)
+
+
+def test_function():
+    seen = []
+
+    def fn(step):
+        seen.append(step)
+        return np.float32(0.25)
+
+    function = schedule.Function(fn, frequency=5, begin=10)
+    assert due_steps(function, 30) == [10, 15, 20, 25]
+    assert function.sparsity_at(9) == 0.0 and seen == []
+    assert function.sparsity_at(17) == 0.25 and seen == [15]
+    bounded = schedule.Function(fn, frequency=5, begin=10, end=12)
+    assert bounded.sparsity_at(1000) == 0.25 and seen[-1] == 12
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(math.nan, ValueError), (1.5, ValueError), (-0.1, ValueError), ("0.5", TypeError),
+     (None, TypeError), (True, TypeError), (torch.tensor(0.5), TypeError)],
+)  # fmt: skip
+def test_a_function_that_returns_no_sparsity(value, error):
+    with pytest.raises(error, match=r"fn\(4\)"):
+        schedule.Function(lambda step: value).sparsity_at(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: schedule.OneShot(-1, 0.5), ValueError, "step=-1"),
+        (lambda: schedule.OneShot(1.0, 0.5), TypeError, "step=1.0"),
+        (lambda: schedule.OneShot(1, math.nan), ValueError, "sparsity=nan"),
+        (lambda: schedule.OneShot(1, 2), ValueError, "sparsity=2"),
+        (lambda: schedule.Linear(5, 4, 1, 0.5), ValueError, "end=4 comes before begin=5"),
+        (lambda: schedule.Linear(0, 4, 0, 0.5), ValueError, "frequency=0"),
+        (lambda: schedule.Cubic(0, 4, True, 0.5), TypeError, "frequency=True"),
+        (lambda: schedule.Cubic(0, 4, 1, 0.5, 0.6), ValueError, "initial_sparsity=0.6 is above"),
+        (lambda: schedule.Cubic(0, 4, 1, "0.5"), TypeError, "final_sparsity='0.5'"),
+        (lambda: schedule.Function(0.5), TypeError, "fn=0.5"),
+        (lambda: schedule.Function(abs, frequency=0), ValueError, "frequency=0"),
+        (lambda: schedule.Function(abs, begin=3, end=2), ValueError, "end=2"),
+    ],
+)
+def test_bad_arguments(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def some_function(step):
+    return step / 100
+
+
+def test_schedules_are_values():
+    cubic = schedule.Cubic(0, 10, 2, 0.8)
+    assert cubic == schedule.Cubic(0, 10, 2, 0.8) != schedule.Linear(0, 10, 2, 0.8)
+    assert len({cubic, schedule.Cubic(0, 10, 2, 0.8)}) == 1
+    assert eval(repr(cubic), vars(schedule)) == cubic
+    with pytest.raises(AttributeError):
+        cubic.begin = 3
+    function = schedule.Function(some_function, 3)
+    assert repr(function) == "Function(fn=some_function, frequency=3, begin=0, end=None)"
+    assert function == schedule.Function(some_function, 3)
+
+
+# --- the pruner, on one process -------------------------------------------------------------
+
+
+def weights(model):
+    return prune.select(model, names=("weight", "bias"))
+
+
+def total(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def zeros(targets):
+    return sum(int((getattr(m, n + "_mask") == 0).sum()) for m, n in targets)
+
+
+def test_counts_are_those_of_the_total():
+    model = fill(Net(), "normal", "float32")
+    scores = [parameter.detach().clone() for parameter in model.parameters()]
+    ramp = schedule.Cubic(2, 11, 3, 0.83, initial_sparsity=0.1)
+    pruner = schedule.ScheduledPruner(weights(model), ramp)
+    for step in range(15):
+        assert pruner.num_steps == step
+        report = pruner.step()
+        assert (report is not None) == ramp.is_due(step)
+        assert pruner.sparsity == ramp.sparsity_at(step)
+        if report is not None:
+            count = round(ramp.sparsity_at(step) * total(model))
+            assert report.num_pruned == zeros(weights(model)) == count
+            keeps = reference.prune(scores, count)
+            held = [getattr(m, n + "_mask").bool() for m, n in weights(model)]
+            assert all(torch.equal(a, b) for a, b in zip(held, keeps, strict=True))
+    assert report is None and zeros(weights(model)) == round(0.83 * total(model))
+    pruner.remove()
+    assert not prune.is_pruned(model)
+    assert sum(int((p == 0).sum()) for p in model.parameters()) == round(0.83 * total(model))
+
+
+def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
+    model = fill(Net(), "normal", "float32")
+    prune.global_unstructured(weights(model), prune.L1Unstructured, amount=0.6)
+    before = zeros(weights(model))
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Linear(0, 4, 1, 0.8))
+    results = [pruner.step() for _ in range(5)]
+    assert [report is None for report in results] == [True, True, True, True, False]
+    assert results[-1].num_pruned_before == before == round(0.6 * total(model))
+    assert zeros(weights(model)) == round(0.8 * total(model))
+
+
+def test_a_decreasing_function_takes_nothing_back():
+    model = fill(Net(), "normal", "float32")
+    values = [0.2, 0.5, 0.3, 0.5, 0.6]
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(values.__getitem__))
+    done = [pruner.step() is not None for _ in values[:3]]
+    assert done == [True, True, False] and pruner.sparsity == 0.5
+    assert [pruner.step() is not None for _ in values[3:]] == [False, True]
+
+
+def test_a_step_that_fails_does_not_count():
+    model = fill(Net(), "normal", "float32")
+    answers = iter([math.nan, 0.5])
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(lambda step: next(answers)))
+    with pytest.raises(ValueError, match=r"fn\(0\)=nan"):
+        pruner.step()
+    assert pruner.num_steps == 0 and pruner.sparsity == 0.0 and not prune.is_pruned(model)
+    assert pruner.step().num_pruned == round(0.5 * total(model))
+
+
+def test_scores_are_asked_for_when_something_is_pruned():
+    model = fill(Net(), "normal", "float32")
+    calls = []
+
+    def scores():
+        calls.append(pruner.num_steps)
+        return {(m, n): -getattr(m, n + "_orig" if prune.is_pruned(m) else n).abs() + 10
+                for m, n in weights(model)}  # fmt: skip
+
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.Linear(1, 5, 2, 0.5), importance_scores=scores
+    )
+    largest = max(float(p.detach().abs().max()) for p in model.parameters())
+    for _ in range(8):
+        pruner.step()
+    assert calls == [3, 5]  # at step 1 the target is 0
+    kept = [getattr(m, n + "_orig")[getattr(m, n + "_mask") == 1] for m, n in weights(model)]
+    assert max(float(k.detach().abs().max()) for k in kept if k.numel()) < largest
+
+
+def test_groups_with_budgets_of_their_own():
+    model = fill(Net(), "normal", "float32")
+    first, second = prune.select(model, include="l1"), prune.select(model, include=["l2", "l3"])
+    pruner = schedule.ScheduledPruner(
+        [
+            {"parameters": first},
+            {"parameters": second, "schedule": schedule.OneShot(2, 0.75),
+             "pruning_method": prune.RandomUnstructured},
+        ],
+        schedule.Linear(0, 4, 2, 0.5),
+    )  # fmt: skip
+    pruner.step()
+    assert pruner.last_reports == (None, None)
+    pruner.step()
+    report = pruner.step()
+    assert [entry.name for entry in report.parameters] == ["l1.weight", "l2.weight", "l3.weight"]
+    assert report.method == "L1Unstructured, RandomUnstructured" and report.threshold is None
+    assert report.amount == report.num_pruned == 15 + round(0.75 * 65)
+    assert [each.num_pruned for each in pruner.last_reports] == [15, round(0.75 * 65)]
+    assert pruner.sparsity == pytest.approx((0.25 * 60 + 0.75 * 65) / 125)
+    pruner.step()
+    report = pruner.step()
+    assert (zeros(first), zeros(second)) == (30, round(0.75 * 65))
+    assert [entry.name for entry in report.parameters] == ["l1.weight"]
+    assert pruner.last_reports[1] is None
+
+
+def test_a_tied_parameter_counts_once():
+    model = fill(Net(), "normal", "float32")
+    model.tied = torch.nn.Linear(6, 10)
+    model.tied.weight = model.l1.weight
+    pairs = [(model.l1, "weight"), (model.l2, "weight"), (model.tied, "weight")]
+    for targets in (pairs, prune.select(model, include=["l1", "l2"])):
+        pruner = schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5))
+        assert pruner.step().num_pruned == 55
+        pruner.remove()
+        assert not prune.is_pruned(model)
+        fill(model, "normal", "float32")
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+def test_resume_gives_the_same_masks(stop):
+    ramp = schedule.Cubic(0, 9, 2, 0.9)
+
+    def drive(model, pruner, num_steps):
+        for _ in range(num_steps):
+            with torch.no_grad():  # as a training step would: the values change
+                for k, parameter in enumerate(model.parameters()):
+                    parameter.mul_(1 - 0.1 * ((k + pruner.num_steps) % 3))
+            pruner.step()
+
+    straight = fill(Net(), "normal", "float32")
+    drive(straight, schedule.ScheduledPruner(weights(straight), ramp), 11)
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(weights(model), ramp)
+    drive(model, pruner, stop)
+    state, masks = pruner.state_dict(), copy_of(model)
+    resumed = fill(Net(), "zeros", "float32")
+    for module, name in weights(resumed) if any("mask" in key for key in masks) else ():
+        prune.identity(module, name)
+    resumed.load_state_dict(masks)
+    pruner = schedule.ScheduledPruner(weights(resumed), ramp)
+    pruner.load_state_dict(state)
+    assert pruner.num_steps == stop
+    drive(resumed, pruner, 11 - stop)
+    assert pruner.state_dict()["num_steps"] == 11
+    for key, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+def copy_of(model):
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_the_state_is_plain_and_says_what_differs():
+    import json
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 1 / 3))
+    pruner.step()
+    state = json.loads(json.dumps(pruner.state_dict()))
+    assert state["num_steps"] == 1 and state["groups"][0]["sparsity"] == 1 / 3
+    other = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 0.5))
+    with pytest.raises(ValueError, match=r"OneShot\(step=0, sparsity=0.333.*sparsity=0.5\)"):
+        other.load_state_dict(state)
+    assert other.num_steps == 0
+    fewer = prune.select(model, exclude="l2")
+    with pytest.raises(ValueError, match=r"only in the state: l2.weight; only in this.*\(none\)"):
+        schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
+    two = [{"parameters": fewer}, {"parameters": prune.select(model, include="l2")}]
+    with pytest.raises(ValueError, match="1 parameter groups and this pruner 2"):
+        schedule.ScheduledPruner(two, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "error", "text"),
+    [
+        (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule of parameters"),
+        (lambda m: prune.select(m), {}, TypeError, "schedule of parameters"),
+        (lambda m: [], None, ValueError, "no parameters"),
+        (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
+        (lambda m: [m.l1], None, TypeError, "pairs"),
+        (lambda m: [{"params": []}], None, ValueError, "'params'"),
+        (lambda m: [{"parameters": []}], None, ValueError, "no parameters"),
+        (lambda m: [{"parameters": [(m.l1, "bias")]}, (m.l1, "weight")], None, TypeError, "tuple"),
+        (lambda m: [{"parameters": [(m.l1, "bias")]}] * 2, None, ValueError, "one group"),
+        (lambda m: prune.select(m), {"importance_scores": 3}, TypeError, "importance_scores"),
+    ],
+)  # fmt: skip
+def test_bad_pruners(parameters, arguments, error, text):
+    if arguments is None or "importance_scores" in arguments:
+        arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
+    with pytest.raises(error, match=text):
+        schedule.ScheduledPruner(parameters(Net()), **arguments)
