@@ -1,26 +1,28 @@
 """Every example runs, as its first lines say."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from shell import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def totals(output: str) -> list[list[str]]:
+    return [line.split()[1:] for line in output.splitlines() if line.startswith("total ")]
+
+
+# gloo may abort an interpreter that has done its work: what was printed decides.
 
 
 @pytest.mark.slow
 def test_prune_fsdp2():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", ROOT / "examples" / "prune_fsdp2.py"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    # gloo may abort an interpreter that has done its work: what was printed decides.
-    total = [line.split() for line in done.stdout.splitlines() if line.startswith("total")]
-    assert total == [["total", "262,144", "0", "209,715", "80.00%"]], done.stdout + done.stderr
-    assert "step 60: loss" in done.stdout
+    _, output = run("launch/torchrun.sh", ROOT / "examples" / "prune_fsdp2.py")
+    first, *_, last = totals(output)
+    assert first[:3] == ["262,144", "0", "147,577"], output  # cubic: 0.8 - 0.8 * (2 / 3)^3
+    assert last[-1] == "80.00%"
+    assert "done: loss" in output
+
+
+@pytest.mark.slow
+def test_prune_accelerate():
+    _, output = run("launch/accelerate.sh", ROOT / "examples" / "prune_accelerate.py", CPU=1)
+    assert "2 processes, ddp" in output, output
+    assert [row[-1] for row in totals(output)] == ["70.00%", "80.00%"]
+    assert "done: loss" in output

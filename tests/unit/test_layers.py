@@ -25,6 +25,7 @@ LEVELS = [
     ["local_pruning", "global_pruning"],
     ["schedule.pruner"],
     ["schedule"],
+    ["integrations", "integrations.accelerate"],
     [""],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
