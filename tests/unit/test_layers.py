@@ -12,7 +12,7 @@ PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
     ["amount", "geometry", "collectives", "naming", "report", "schedule.functions", "wrappers"],
-    ["testing.calls"],
+    ["testing.calls", "strict"],
     ["shard", "keys", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "selecting"],
     ["testing.worker"],
     ["passes", "call", "sharding.dtensor", "sharding.replicated", "masking.live_property"],
@@ -25,6 +25,7 @@ LEVELS = [
     ["local_pruning", "global_pruning"],
     ["schedule.pruner"],
     ["schedule"],
+    ["recipe"],
     ["integrations", "integrations.accelerate"],
     [""],
 ]
