@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distprune.bounds import Bounds
 from distprune.collectives import Communicator
 from distprune.shard import LocalShard
 
@@ -24,6 +25,7 @@ class PruningCall:
         num_live: unpruned elements of every whole parameter.
         mask_dtypes: what dtype each parameter's mask is to have.
         communicator: the ranks that take part.
+        bounds: how much of every parameter is to be pruned after the call; None: no bounds.
     """
 
     shards: Sequence[LocalShard]
@@ -31,6 +33,7 @@ class PruningCall:
     num_live: Sequence[int]
     mask_dtypes: Sequence[torch.dtype]
     communicator: Communicator
+    bounds: Bounds | None = None
 
     @property
     def is_local(self) -> bool:
@@ -69,6 +72,8 @@ class Decision:
         threshold: the score at which the order was cut, if scores were ranked.
         num_ties: elements that have exactly this score ...
         num_ties_pruned: ... and those of them that were pruned.
+        held_at: the bound, if any, that decided how much of each parameter was pruned;
+            None from a method that knows no bounds.
     """
 
     masks: Sequence[Tensor]
@@ -76,3 +81,4 @@ class Decision:
     threshold: float | None = None
     num_ties: int = 0
     num_ties_pruned: int = 0
+    held_at: Sequence[str | None] | None = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from distprune.bounds import SparsityBound
 from distprune.collectives import Communicator, attempt, world
 from distprune.methods import chosen_hook
 from distprune.pipeline import prune_together
@@ -23,6 +24,8 @@ def global_unstructured(
     importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
     *,
     group: ProcessGroup | None = None,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
     **kwargs: Any,
 ) -> PruningReport:
     """Prune many parameters together: one ranking over all of them, and over all ranks.
@@ -48,6 +51,15 @@ def global_unstructured(
             tensor of the parameter's shape; for a sharded parameter whole, or a
             DTensor laid out like it. Parameters that are not in it rank by value.
         group: the ranks that take part; every rank by default.
+        min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
+            the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from
+            (module, name), or from full names, for some. Of n elements at least ceil(min_sparsity
+            * n) and at most floor(max_sparsity * n); a parameter that is pruned further already
+            just gets no more. Exactly as many elements are pruned overall: first the lowest of
+            each parameter up to its floor, then in total order, passing over parameters at
+            their ceiling. For methods that rank: L1Unstructured, RandomUnstructured (which then
+            draws the same numbers with and without a process group), and ``DISTRIBUTED =
+            "scores"``.
         kwargs: passed to the method, ``amount`` above all: a fraction of what is
             unpruned, or a count.
 
@@ -56,18 +68,28 @@ def global_unstructured(
 
     Raises:
         TypeError: a method that is not unstructured, or arguments of a wrong type.
-        ValueError: a NaN score, an amount out of range, an empty list; ranks that
-            differ in their arguments. Named, on every rank.
-        NotImplementedError: a layout or wrapper that is not supported, or a
-            method that does not say how it works on shards.
+        ValueError: a NaN score, an amount out of range, an empty list; an amount that
+            is too small for the floors or too large for the ceilings; ranks that differ in
+            their arguments. Named, on every rank.
+        NotImplementedError: a layout or wrapper that is not supported; a method that does
+            not say how it works on shards, or that does not rank, with bounds.
 
     On an error no module has changed, on any rank.
 
     Cost: two reads of the scores and one write of the masks; a dozen all-reduces,
     about 100 KB in all whatever the size of the model; memory for the masks and a
-    few megabytes.
+    few megabytes. With bounds, two to four times as much in practice (one ranking per
+    round of budget.[Note: active set]), and about 100 KB more per parameter that is held at one.
     """
-    return prune_over(world(group), parameters, pruning_method, importance_scores, **kwargs)
+    return prune_over(
+        world(group),
+        parameters,
+        pruning_method,
+        importance_scores,
+        min_sparsity=min_sparsity,
+        max_sparsity=max_sparsity,
+        **kwargs,
+    )
 
 
 def prune_over(
@@ -75,6 +97,9 @@ def prune_over(
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: type[BasePruningMethod],
     importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    *,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
     **kwargs: Any,
 ) -> PruningReport:
     """:func:`global_unstructured` over ranks that the caller talks to already."""
@@ -88,6 +113,8 @@ def prune_over(
         facts=describe_method(pruning_method, (), kwargs) if error is None else (),
         error=error,
         amount=kwargs.get("amount"),
+        min_sparsity=min_sparsity,
+        max_sparsity=max_sparsity,
     )
 
 

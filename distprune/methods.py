@@ -66,7 +66,9 @@ class RandomUnstructured(BasePruningMethod):
         return mask
 
     def decide(self, call: PruningCall) -> Decision:
-        if _overrides(self, RandomUnstructured) or (call.is_local and not is_distributed()):
+        # Torch's own numbers go with torch's own arguments.
+        is_torch = call.is_local and call.bounds is None and not is_distributed()
+        if _overrides(self, RandomUnstructured) or is_torch:
             return super().decide(call)
         return ranking.random_decision(call, self.amount)
 

@@ -131,6 +131,23 @@ def count_and_collect(
     )
 
 
+def count_before(parts: Sequence[Candidates], cut: Cut) -> list[int]:
+    """How many counted live elements of each part lie before a cut; parts are in its order."""
+    counts = [0] * len(parts)
+
+    def visit(which: int, span: range) -> tuple[int, int]:
+        part = parts[which]
+        keys = part.keys.load(span.start, span.stop)
+        before = _before_cut(part, which, cut, keys, span)
+        if part.live is not None:
+            before &= _is_live(part, span)
+        return which, _count_true(before)
+
+    for which, count in _for_each_chunk(visit, parts):
+        counts[which] += count
+    return counts
+
+
 def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tensor]:
     """Global indices in [low, high) of the counted live elements with a key, chunk by chunk."""
     for span in _chunks(part.counted, part.device):

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import IndexMap
@@ -66,6 +67,8 @@ def prune_together(
     facts: Sequence[tuple[str, str]] = (),
     error: Exception | None = None,
     amount: float | int | None = None,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
 ) -> PruningReport:
     """Decide all masks of a call over all its ranks, then put them on the modules.
 
@@ -78,14 +81,18 @@ def prune_together(
         facts: arguments that must be equal on all ranks.
         error: what went wrong on this rank before the call.
         amount: for the report.
+        min_sparsity, max_sparsity: bounds of single parameters, as given by the caller.
 
     Raises:
+        NotImplementedError: there are bounds, and the method knows none.
         Exception: whatever any rank raised, on every rank; no module has changed then.
     """
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
     with torch.inference_mode(False):
-        targets = _read_and_agree(parameters, scores, communicator, facts, error)
+        targets, bounds = _read_and_agree(
+            parameters, scores, communicator, facts, error, min_sparsity, max_sparsity
+        )
         with torch.no_grad():
             num_live = _count_and_compare(targets, method.READS_VALUES, communicator)
             call = PruningCall(
@@ -94,15 +101,25 @@ def prune_together(
                 num_live=num_live,
                 mask_dtypes=[_mask_dtype(target) for target in targets],
                 communicator=communicator,
+                bounds=bounds,
             )
             decision = method.decide(call)
+        held_at = decision.held_at
+        if held_at is None:
+            held_at = [None] * len(targets)
+            if bounds is not None:
+                raise NotImplementedError(
+                    f"{type(method).__name__} does not rank elements by a score, so min_sparsity "
+                    "and max_sparsity have no meaning for it; expected a method that does, such as "
+                    "L1Unstructured, RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
+                )
         num_pruned = _attach_everywhere(targets, decision, make_hook, communicator)
     return PruningReport(
         method=type(method).__name__,
         amount=amount,
         parameters=tuple(
-            ParameterReport(target.label, target.shard.numel, target.shard.numel - live, pruned)
-            for target, live, pruned in zip(targets, num_live, num_pruned, strict=True)
+            ParameterReport(t.label, t.shard.numel, t.shard.numel - live, pruned, held)
+            for t, live, pruned, held in zip(targets, num_live, num_pruned, held_at, strict=True)
         ),
         threshold=decision.threshold,
         num_ties=decision.num_ties,
@@ -135,7 +152,7 @@ def count_pruned(
     Cost: one read of the masks; an all-reduce of 24 bytes per parameter, and a small one.
     """
     with torch.inference_mode(False), torch.no_grad():
-        targets = _read_and_agree(parameters, None, communicator, facts, error)
+        targets, _ = _read_and_agree(parameters, None, communicator, facts, error)
         num_live = _count_and_compare(targets, False, communicator)
     return tuple(
         ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
@@ -149,14 +166,26 @@ def _read_and_agree(
     communicator: Communicator,
     facts: Sequence[tuple[str, str]],
     error: Exception | None,
-) -> list[Target]:
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
+) -> tuple[list[Target], Bounds | None]:
     """Read every parameter; raises on every rank if one could not, or read other ones."""
-    targets: list[Target] | None = None
+
+    def read() -> tuple[list[Target], Bounds | None]:
+        targets = _read(parameters, scores or {}, communicator)
+        bounded = [Bounded(t.label, (t.label, *t.places), t.shard.numel) for t in targets]
+        return targets, to_bounds(bounded, min_sparsity, max_sparsity)
+
+    found: tuple[list[Target], Bounds | None] | None = None
     if error is None:
-        targets, error = attempt(_read, parameters, scores or {}, communicator)
-    communicator.agree([*facts, *_describe(targets or [])], error)
-    assert targets is not None
-    return _count_copies_on_other_meshes(targets, communicator)
+        found, error = attempt(read)
+    targets, bounds = found or ([], None)
+    limits = [("bounds on the sparsity of parameters", "none" if bounds is None else "given")]
+    if bounds is not None:
+        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True):
+            limits.append((f"bounds of {target.label}", f"{low} to {high} pruned elements"))
+    communicator.agree([*facts, *_describe(targets), *limits], error)
+    return _count_copies_on_other_meshes(targets, communicator), bounds
 
 
 def _read(

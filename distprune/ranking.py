@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distprune.amount import Amount, checked_count
+from distprune.budget import choose
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import dim_coordinates, index_map
@@ -216,22 +217,23 @@ def _ranked(
         )
         for shard, source in zip(call.shards, sources, strict=True)
     ]
-    names = [shard.name for shard in call.shards]
-    selection = select_lowest(
-        parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True
-    )
+    shares, selection = choose(call, parts, k, keys)
     masks, num_pruned = [], []
-    for which, (shard, part) in enumerate(zip(call.shards, parts, strict=True)):
+    for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
         mask, fresh = call.start_mask(which)
-        num_pruned.append(write_keep(part, which, selection.cut, shard.flat(mask), fresh=fresh))
+        out = call.shards[which].flat(mask)
+        num_pruned.append(write_keep(part, share.position, share.cut, out, fresh=fresh))
         masks.append(mask)
-    is_random = keys is RANDOM_KEYS
+    held_at = [share.held_at for share in shares]
+    if keys is RANDOM_KEYS or selection is None:
+        return Decision(masks, num_pruned, held_at=held_at)
     return Decision(
         masks,
         num_pruned,
-        None if is_random or k == 0 else keys.score_of(selection.cut.threshold),
-        0 if is_random else selection.num_ties,
-        0 if is_random else selection.num_ties_pruned,
+        keys.score_of(selection.cut.threshold),
+        selection.num_ties,
+        selection.num_ties_pruned,
+        held_at,
     )
 
 

@@ -116,23 +116,17 @@ class Recipe:
         Raises:
             ValueError: a pattern matches nothing, or a parameter is in two groups.
         """
-        entries = []
-        limits: dict[str, dict[tuple[nn.Module, str], float]] = {}
-        for each in self.groups:
-            selected = select(model, each.include, each.exclude, names=each.names)
-            method = L1Unstructured if each.method == "magnitude" else _random(self.seed)
-            entries.append(
-                {"parameters": selected, "schedule": each.schedule, "pruning_method": method}
-            )
-            if each.min_sparsity > 0:
-                limits.setdefault("min_sparsity", {}).update(
-                    dict.fromkeys(selected, each.min_sparsity)
-                )
-            if each.max_sparsity < 1:
-                limits.setdefault("max_sparsity", {}).update(
-                    dict.fromkeys(selected, each.max_sparsity)
-                )
-        return ScheduledPruner(entries, group=group, **limits)
+        entries = [
+            {
+                "parameters": select(model, each.include, each.exclude, names=each.names),
+                "schedule": each.schedule,
+                "pruning_method": _random(self.seed) if each.method == "random" else L1Unstructured,
+                "min_sparsity": each.min_sparsity,
+                "max_sparsity": each.max_sparsity,
+            }
+            for each in self.groups
+        ]
+        return ScheduledPruner(entries, group=group)
 
 
 def load_recipe(path: str | Path) -> Recipe:

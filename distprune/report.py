@@ -16,12 +16,15 @@ class ParameterReport:
         num_elements: of the whole parameter.
         num_pruned_before: pruned by earlier calls.
         num_pruned_now: pruned by this call.
+        held_at: "min_sparsity" or "max_sparsity" if this bound decided how much was pruned,
+            and not the ranking over all parameters.
     """
 
     name: str
     num_elements: int
     num_pruned_before: int
     num_pruned_now: int
+    held_at: str | None = None
 
     @property
     def num_pruned(self) -> int:
@@ -43,8 +46,8 @@ class PruningReport:
         amount: as it was asked for: a fraction of what was unpruned, or a count.
         parameters: in the caller's order.
         threshold: elements with a smaller score were pruned, with a larger one
-            kept; None if scores were not ranked.
-        num_ties: elements whose score equals the threshold ...
+            kept, but in parameters that are held at a bound; None if scores were not ranked.
+        num_ties: elements whose score equals the threshold, in parameters that are not held ...
         num_ties_pruned: ... and those of them that were pruned, lowest index first.
         num_ranks: that took part.
         num_collectives: all-reduces that this rank took part in.
@@ -113,6 +116,7 @@ class PruningReport:
 
     def __str__(self) -> str:
         heading = ("parameter", "elements", "before", "now", "sparsity")
+        is_bounded = any(entry.held_at for entry in self.parameters)
         rows = [
             (
                 entry.name,
@@ -120,6 +124,7 @@ class PruningReport:
                 f"{entry.num_pruned_before:,}",
                 f"{entry.num_pruned_now:,}",
                 f"{entry.sparsity:.2%}",
+                *([entry.held_at or ""] if is_bounded else []),
             )
             for entry in self.parameters
         ]
@@ -129,7 +134,10 @@ class PruningReport:
             f"{self.num_pruned_before:,}",
             f"{self.num_pruned_now:,}",
             f"{self.sparsity:.2%}",
+            *([""] if is_bounded else []),
         )
+        if is_bounded:
+            heading = (*heading, "held at")
         widths = [max(map(len, column)) for column in zip(heading, *rows, total, strict=True)]
 
         def line(cells: tuple[str, ...]) -> str:
@@ -139,7 +147,7 @@ class PruningReport:
             )
             return "  ".join((first, *rest)).rstrip()
 
-        rule = "-" * len(line(total))
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         amount = "" if self.amount is None else f", amount={self.amount}"
         facts = [f"{self.method}{amount}"]
         if self.threshold is not None:

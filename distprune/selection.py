@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ from torch import Tensor
 from distprune.collectives import Communicator
 from distprune.keys import KeyRange
 from distprune.passes import Candidates, Cut, count_and_collect, indices_at, sample
+
+T = TypeVar("T")
+
+# A search yields int64 tensors, 1-d, and is sent their sums over all ranks.
+Search = Generator[Tensor, Tensor, T]
 
 _BINS_LOG2 = 11
 # One more than a power of two: an interval need not start at a bin's edge.
@@ -87,13 +93,50 @@ def select_lowest(
     all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 % of
     them at 10**8 elements and less above.
     """
+    search = search_lowest(parts, names, num_live, k, keys, refuse_nan=refuse_nan)
+    return search_together([search], communicator)[0]
+
+
+def search_together(searches: Sequence[Search[T]], communicator: Communicator) -> list[T]:
+    """Run searches side by side, on every rank the same ones; their results.
+
+    What all of them want summed goes into one all-reduce.
+    """
+    results: dict[int, T] = {}
+    sums: dict[int, Tensor | None] = dict.fromkeys(range(len(searches)))
+    while sums:
+        wanted: dict[int, Tensor] = {}
+        for which, shared in sums.items():
+            try:
+                # A generator is started by sending None.
+                wanted[which] = searches[which].send(shared)  # type: ignore[arg-type]
+            except StopIteration as finished:
+                results[which] = finished.value
+        if not wanted:
+            break
+        sizes = [values.numel() for values in wanted.values()]
+        flat = communicator.sum(torch.cat(list(wanted.values())))
+        sums = dict(zip(wanted, flat.split(sizes), strict=True))
+    return [results[which] for which in range(len(searches))]
+
+
+def search_lowest(
+    parts: Sequence[Candidates],
+    names: Sequence[str],
+    num_live: Sequence[int],
+    k: int,
+    keys: KeyRange,
+    *,
+    refuse_nan: bool,
+) -> Search[Selection]:
+    """:func:`select_lowest` as a search that can run beside others."""
     if k == 0 and not (refuse_nan and keys.is_float):
         return Selection(Cut(keys.low, 0, 0), 0, 0)
-    search = _Search(parts, names, num_live, keys, communicator, refuse_nan)
-    threshold, num_below, ties_per_part = search.find(min(max(k, 1), sum(num_live)))
+    search = _Search(parts, names, num_live, keys, refuse_nan)
+    threshold, num_below, ties_per_part = yield from search.find(min(max(k, 1), sum(num_live)))
     if k == 0:
         return Selection(Cut(keys.low, 0, 0), 0, 0)
-    ties = communicator.sum(torch.tensor(ties_per_part, dtype=torch.int64))
+    ties = yield torch.tensor(ties_per_part, dtype=torch.int64)
     num_ties, wanted = int(ties.sum()), k - num_below
     if wanted == num_ties:
         cut = Cut(threshold, len(parts), 0)
@@ -101,7 +144,7 @@ def select_lowest(
         cumulative = ties.cumsum(0)
         position = int(torch.searchsorted(cumulative, wanted))
         wanted_here = wanted - (int(cumulative[position - 1]) if position else 0)
-        index = _cut_ties(parts[position], threshold, wanted_here, communicator)
+        index = yield from _cut_ties(parts[position], threshold, wanted_here)
         cut = Cut(threshold, position, index)
     return Selection(cut, num_ties, wanted)
 
@@ -114,13 +157,12 @@ class _Search:
     names: Sequence[str]
     num_live: Sequence[int]
     keys: KeyRange
-    communicator: Communicator
     refuse_nan: bool
     # Local live keys <= a pivot, per part, for every pivot counted so far.
     local_counts: dict[int, list[int]] = field(default_factory=dict)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
-    def find(self, k: int) -> tuple[int, int, list[int]]:
+    def find(self, k: int) -> Search[tuple[int, int, list[int]]]:
         """The k-th key (1-based), how many are smaller, and this rank's ties per part."""
         keys, total = self.keys, sum(self.num_live)
         # The k-th key lies in [low, high].
@@ -135,12 +177,13 @@ class _Search:
             if inside <= _COLLECT_ALL:
                 pivots, interval = set(), (low, high)
             else:
-                pivots, interval = self._bracket(k - below, inside, low, high, num_rounds)
+                bracket = self._bracket(k - below, inside, low, high, num_rounds)
+                pivots, interval = yield from bracket
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
                 pivots = pivots | {high}
-            counts, histogram, collected = self._read(sorted(pivots), interval)
+            counts, histogram, collected = yield from self._read(sorted(pivots), interval)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
-                self._raise_nan()
+                yield from self._raise_nan()
             edges = sorted({low - 1: below, **counts, high: upto}.items())
             holding = [
                 (start, less, end, count)
@@ -151,7 +194,11 @@ class _Search:
                 raise _changed()
             start, less, end, count = holding[0]
             if interval is not None and interval[0] - 1 <= start and end <= interval[1]:
-                return self._descend(k - less, start + 1, end, less, histogram, interval, collected)
+                return (
+                    yield from self._descend(
+                        k - less, start + 1, end, less, histogram, interval, collected
+                    )
+                )
             low, high, below, upto = start + 1, end, less, count
             num_rounds += 1
         at, under = self._local(low), self._local(low - 1)
@@ -167,7 +214,7 @@ class _Search:
 
     def _bracket(
         self, k: int, inside: int, low: int, high: int, num_rounds: int
-    ) -> tuple[set[int], tuple[int, int] | None]:
+    ) -> Search[tuple[set[int], tuple[int, int] | None]]:
         """Pivots around the k-th of the ``inside`` keys in [low, high], and what to collect.
 
         The same on every rank: everything is decided by summed histograms.
@@ -179,7 +226,7 @@ class _Search:
             sample(part, math.ceil(len(part.counted) * rate), self.generator) for part in self.parts
         ]
         keys = _within(_concatenate(drawn), low, high)
-        histogram = self.communicator.sum(_histogram(keys, low, high))
+        histogram = yield _histogram(keys, low, high)
         size = int(histogram.sum())
         if size == 0:
             return _eight_pivots(low, high), None
@@ -191,7 +238,9 @@ class _Search:
             rank = math.floor(rank) if is_lower else math.ceil(rank)
             if not 0 <= rank < size:
                 continue
-            key, num_equal = self._order_statistic(keys, histogram, rank, low, high, margin / 5)
+            key, num_equal = yield from self._order_statistic(
+                keys, histogram, rank, low, high, margin / 5
+            )
             # A key that holds much of the sample is counted, not collected.
             heavy = key[0] == key[1] and num_equal > max(0.01 * size, margin / 5)
             if is_lower:
@@ -218,18 +267,18 @@ class _Search:
 
     def _order_statistic(
         self, keys: Tensor, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
-    ) -> tuple[tuple[int, int], int]:
+    ) -> Search[tuple[tuple[int, int], int]]:
         """An interval of keys that holds the sample's rank-th key and little else."""
         while True:
             low, high, rank, count = _descend_once(histogram, rank, low, high)
             if high == low or count <= tolerance:
                 return (low, high), count
             keys = _within(keys, low, high)
-            histogram = self.communicator.sum(_histogram(keys, low, high))
+            histogram = yield _histogram(keys, low, high)
 
     def _read(
         self, pivots: list[int], interval: tuple[int, int] | None
-    ) -> tuple[dict[int, int], Tensor, list[Tensor]]:
+    ) -> Search[tuple[dict[int, int], Tensor, list[Tensor]]]:
         """One pass; global counts per pivot, and the histogram of the collected keys."""
         local, collected = count_and_collect(self.parts, pivots, interval, self.keys.high + 1)
         for j, pivot in enumerate(pivots):
@@ -239,7 +288,7 @@ class _Search:
         )
         if interval is not None:
             shared = torch.cat([shared, _histogram(_concatenate(collected), *interval)])
-        shared = self.communicator.sum(shared)
+        shared = yield shared
         counts = dict(zip(pivots, shared.tolist(), strict=False))
         return counts, shared[len(pivots) :], collected
 
@@ -252,26 +301,26 @@ class _Search:
         histogram: Tensor,
         interval: tuple[int, int],
         collected: list[Tensor],
-    ) -> tuple[int, int, list[int]]:
+    ) -> Search[tuple[int, int, list[int]]]:
         """Radix-select the k-th of the collected keys in [low, high]."""
         keys = _concatenate(collected)
         rank = k - 1
         if (low, high) != interval:
             keys = _within(keys, low, high)
-            histogram = self.communicator.sum(_histogram(keys, low, high))
+            histogram = yield _histogram(keys, low, high)
         while True:
             low, high, rank, _ = _descend_once(histogram, rank, low, high)
             if low == high:
                 break
             keys = _within(keys, low, high)
-            histogram = self.communicator.sum(_histogram(keys, low, high))
+            histogram = yield _histogram(keys, low, high)
         ties = [int((found == low).sum()) for found in collected]
         return low, below + k - 1 - rank, ties
 
-    def _raise_nan(self) -> None:
+    def _raise_nan(self) -> Search[None]:
         """Name the parameters; every rank knows that there are NaN."""
         numbers = self.local_counts[self.keys.largest_number]
-        not_nan = self.communicator.sum(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        not_nan = (yield torch.tensor(numbers, dtype=torch.int64)).tolist()
         where = [
             f"{name} ({live - count} of {live})"
             for name, live, count in zip(self.names, self.num_live, not_nan, strict=True)
@@ -284,7 +333,7 @@ class _Search:
         )
 
 
-def _cut_ties(part: Candidates, key: int, wanted: int, communicator: Communicator) -> int:
+def _cut_ties(part: Candidates, key: int, wanted: int) -> Search[int]:
     """The global index below which exactly ``wanted`` elements of a parameter have a key.
 
     Radix selection over the index, of the ties alone; one read of this parameter,
@@ -307,7 +356,7 @@ def _cut_ties(part: Candidates, key: int, wanted: int, communicator: Communicato
         else:
             held = _within(held, low, high)
             histogram = _histogram(held, low, high)
-        low, high, rank, _ = _descend_once(communicator.sum(histogram), rank, low, high)
+        low, high, rank, _ = _descend_once((yield histogram), rank, low, high)
     return low + 1
 
 

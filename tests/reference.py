@@ -6,6 +6,7 @@ Masks are bool tensors in the shape of the parameter, True = keep.
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from math import ceil, floor
 
 import torch
 from torch import Tensor
@@ -38,6 +39,45 @@ def prune(
     for _, position, index in sorted(remaining)[: num_to_prune(amount, len(remaining))]:
         keeps[position].view(-1)[index] = False
     return keeps
+
+
+def prune_bounded(
+    scores: Sequence[Tensor],
+    k: int,
+    min_sparsity: Sequence[float],
+    max_sparsity: Sequence[float],
+    masks: Sequence[Tensor] | None = None,
+    key: Callable[[float], float] = abs,
+) -> list[Tensor] | None:
+    """Masks after exactly ``k`` more elements, with a floor and a ceiling for each tensor.
+
+    First each tensor's lowest elements up to ceil(min_sparsity * n) pruned ones; then in
+    the total order, passing over tensors with floor(max_sparsity * n) pruned ones.
+    None if that is impossible. A bound is the decimal that it is written as.
+    """
+    keeps = _copies(scores, masks)
+    low = [
+        ceil(Fraction(str(s)) * keep.numel()) for s, keep in zip(min_sparsity, keeps, strict=True)
+    ]
+    high = [
+        floor(Fraction(str(s)) * keep.numel()) for s, keep in zip(max_sparsity, keeps, strict=True)
+    ]
+    pruned = [int((~keep).sum()) for keep in keeps]
+    wanted = sum(pruned) + k
+    remaining = sorted(
+        (key(value), position, index)
+        for position, score in enumerate(scores)
+        for index, value in enumerate(score.detach().double().flatten().tolist())
+        if keeps[position].view(-1)[index]
+    )
+    for limits, budget in ((low, sum(map(max, low, pruned))), (high, wanted)):
+        for _, position, index in remaining:
+            if keeps[position].view(-1)[index] and pruned[position] < limits[position]:
+                if sum(pruned) == budget:
+                    break
+                keeps[position].view(-1)[index] = False
+                pruned[position] += 1
+    return keeps if sum(pruned) == wanted and all(map(int.__le__, low, pruned)) else None
 
 
 def prune_channels(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from distprune.bounds import SparsityBound
+from distprune.budget import FLOOR
 from distprune.collectives import Communicator, attempt, world
 from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
@@ -17,44 +19,12 @@ from distprune.pipeline import count_pruned
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
+from distprune.schedule.groups import Group, make_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Scores = Mapping[tuple[nn.Module, str], Tensor]
-
-_GROUP_KEYS = ("parameters", "schedule", "pruning_method")
-
-
-@dataclass
-class _Group:
-    """Parameters that share a budget. ``target`` is the sparsity in force, of the total."""
-
-    parameters: Sequence[tuple[nn.Module, str]]
-    schedule: Schedule
-    pruning_method: type[BasePruningMethod]
-    names: list[str] = field(init=False)
-    num_elements: int = field(init=False)
-    target: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.names = [
-            getattr(pair, "fqn", None) or f"{pair[1]} (#{position})"
-            for position, pair in enumerate(self.parameters)
-        ]
-        found = [_registered(*pair) for pair in self.parameters]
-        self.num_elements = sum({id(each): each.numel() for each in found}.values())
-
-    def target_at(self, step: int) -> float:
-        """What is to hold at a due step: the schedule's sparsity, but never less than before."""
-        return max(self.target, self.schedule.sparsity_at(step))
-
-    def to_state(self) -> dict[str, Any]:
-        return {
-            "schedule": repr(self.schedule),
-            "parameters": list(self.names),
-            "sparsity": self.target,
-        }
 
 
 class ScheduledPruner:
@@ -78,19 +48,26 @@ class ScheduledPruner:
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; or, for budgets of their
             own, dicts with "parameters" and, where they differ from the arguments below,
-            "schedule" and "pruning_method", like the param groups of an optimizer.
+            "schedule", "pruning_method", "min_sparsity" and "max_sparsity", like the param
+            groups of an optimizer.
         schedule: what is due when; may be left out if every group has one.
         pruning_method: a class, as for ``global_unstructured``; is given the count as ``amount``.
         importance_scores: as for ``global_unstructured``: a mapping, or a function without
             arguments that returns one. It is called when something is about to be pruned, on
             every rank, so that it may communicate.
         group: the ranks that take part; every rank by default.
+        min_sparsity, max_sparsity: floors and ceilings of single parameters, as for
+            ``global_unstructured``. While a growing target is smaller than the floors together,
+            no parameter is pruned beyond its floor; so the floors hold as soon as the target
+            suffices for them. That it does in the end, and that the ceilings leave enough, is
+            checked here (but for a :class:`Function`, whose end is not known).
 
     Attributes:
         num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
 
     Raises:
-        TypeError, ValueError: arguments of a wrong type; a parameter in two groups.
+        TypeError, ValueError: arguments of a wrong type; a parameter in two groups; bounds that
+            the end of the schedule cannot meet.
     """
 
     def __init__(
@@ -101,13 +78,16 @@ class ScheduledPruner:
         pruning_method: type[BasePruningMethod] = L1Unstructured,
         importance_scores: Scores | Callable[[], Scores] | None = None,
         group: ProcessGroup | None = None,
+        min_sparsity: SparsityBound | None = None,
+        max_sparsity: SparsityBound | None = None,
     ) -> None:
-        entries = list(parameters)
-        if not any(isinstance(entry, Mapping) for entry in entries):
-            entries = [{"parameters": entries}]
-        defaults = {"schedule": schedule, "pruning_method": pruning_method}
-        self._groups = [_checked_group(i, entry, defaults) for i, entry in enumerate(entries)]
-        _check_disjoint(self._groups)
+        defaults = {
+            "schedule": schedule,
+            "pruning_method": pruning_method,
+            "min_sparsity": min_sparsity,
+            "max_sparsity": max_sparsity,
+        }
+        self._groups: list[Group] = make_groups(parameters, defaults)
         if not (
             importance_scores is None
             or isinstance(importance_scores, Mapping)
@@ -213,17 +193,23 @@ class ScheduledPruner:
         entries = count_pruned(group.parameters, communicator, facts=facts, error=error)
         assert target is not None
         group.target = target
-        total = sum(entry.num_elements for entry in entries)
-        count = round(group.target * total) - sum(entry.num_pruned for entry in entries)
+        count = group.num_to_prune(entries)
         if count <= 0:
             return None
-        return prune_over(
+        is_growing = group.is_growing(entries)
+        report = prune_over(
             communicator,
             group.parameters,
             group.pruning_method,
             self._scores(communicator),
             amount=count,
+            **group.bounds_now(is_growing),
         )
+        if not is_growing:
+            return report
+        # What held them as a ceiling is the floor that they grow up to.
+        held = [replace(each, held_at=each.held_at and FLOOR) for each in report.parameters]
+        return replace(report, parameters=tuple(held))
 
     def _scores(self, communicator: Communicator) -> Scores | None:
         if self._importance_scores is None or isinstance(self._importance_scores, Mapping):
@@ -231,61 +217,6 @@ class ScheduledPruner:
         scores, error = attempt(self._importance_scores)
         communicator.agree(error=error)
         return scores
-
-
-def _checked_group(which: int, entry: Any, defaults: Mapping[str, Any]) -> _Group:
-    if not isinstance(entry, Mapping):
-        raise TypeError(
-            f"parameters[{which}] is a {type(entry).__name__} among dicts; expected either "
-            "(module, name) pairs or dicts that have them as 'parameters'."
-        )
-    unknown = sorted(set(entry) - set(_GROUP_KEYS))
-    if unknown or "parameters" not in entry:
-        raise ValueError(
-            f"parameters[{which}] has the keys {sorted(entry)}; expected 'parameters', and "
-            f"perhaps {', '.join(map(repr, _GROUP_KEYS[1:]))}."
-        )
-    values = {**defaults, **entry, "parameters": list(entry["parameters"])}
-    if not isinstance(values["schedule"], Schedule):
-        raise TypeError(
-            f"the schedule of parameters[{which}] is {values['schedule']!r}; expected one of "
-            "distprune.schedule, such as Cubic(...)."
-        )
-    for pair in values["parameters"]:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(
-                f"parameters[{which}] has {pair!r} in it; expected (module, name) pairs, as "
-                "select(model) makes them."
-            )
-    if not values["parameters"]:
-        raise ValueError(
-            f"parameters[{which}] has no parameters; expected at least one (module, name) pair."
-        )
-    return _Group(**values)
-
-
-def _registered(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter behind a name, pruned or not."""
-    for key in (name, name + "_orig"):
-        parameter = module._parameters.get(key)
-        if parameter is not None:
-            return parameter
-    raise AttributeError(
-        f"{type(module).__name__} has no parameter {name!r}; expected one of "
-        f"{', '.join(module._parameters) or '(none)'}."
-    )
-
-
-def _check_disjoint(groups: Sequence[_Group]) -> None:
-    owner: dict[int, int] = {}
-    for which, group in enumerate(groups):
-        for name, pair in zip(group.names, group.parameters, strict=True):
-            other = owner.setdefault(id(_registered(*pair)), which)
-            if other != which:
-                raise ValueError(
-                    f"{name} is in parameters[{other}] and in parameters[{which}]; expected "
-                    "every parameter in one group, as each group has a budget of its own."
-                )
 
 
 def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

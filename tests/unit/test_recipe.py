@@ -160,8 +160,6 @@ def test_shipped_recipes_fit_a_llama():
     assert mlp.schedule == Linear(100, 900, 100, 0.8)
     assert attention.schedule == Linear(100, 900, 100, 0.5)
     for recipe in found.values():
-        if any(group.max_sparsity < 1 for group in recipe.groups):
-            continue
         assert recipe.pruner(Tiny()).num_steps == 0
 
 
@@ -180,6 +178,13 @@ def test_a_pruner_does_what_the_recipe_says():
     masks, expected = masks_of(model), masks_of(twin)
     assert masks.keys() == expected.keys() and len(masks) == 2
     assert all(torch.equal(masks[name], expected[name]) for name in masks)
+
+    model = Tiny()
+    recipe["limits"] = {"min_sparsity": 0.75, "max_sparsity": 0.85}
+    pruner = parse_recipe(recipe).pruner(model)
+    *_, report = [report for report in (pruner.step() for _ in range(31)) if report is not None]
+    assert report.num_pruned == round(0.8 * 180)
+    assert all(0.75 <= each.sparsity <= 0.85 for each in report.parameters)
 
     recipe["select"] = {"exclude": "no_such_layer"}
     with pytest.raises(ValueError, match="'no_such_layer' match no parameter"):

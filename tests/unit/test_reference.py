@@ -90,3 +90,25 @@ def test_channels_equal_torch_without_ties(n, dim):
     weight = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(1))
     expected = torch_prune.LnStructured(0.4, n, dim).compute_mask(weight, torch.ones(6, 5, 3))
     assert torch.equal(reference.prune_channels(weight, 0.4, n, dim), expected.bool())
+
+
+def test_bounds_by_hand():
+    """Worked out on paper: three tensors, the first with all the small values."""
+    scores = [torch.tensor([1.0, 2, 3, 4]), torch.tensor([50.0, 40, 60, 70]), torch.tensor([9.0])]
+    free = [0.0] * 3, [1.0] * 3
+
+    def kept(*arguments):
+        keeps = reference.prune_bounded(scores, *arguments)
+        return None if keeps is None else [keep.int().tolist() for keep in keeps]
+
+    assert kept(3, *free) == [[0, 0, 0, 1], [1, 1, 1, 1], [1]]
+    assert kept(3, [0, 0.25, 0], free[1]) == [[0, 0, 1, 1], [1, 0, 1, 1], [1]]
+    assert kept(3, [0, 0.26, 0], free[1]) == [[0, 1, 1, 1], [0, 0, 1, 1], [1]]
+    assert kept(4, free[0], [0.5, 1, 1]) == [[0, 0, 1, 1], [1, 0, 1, 1], [0]]
+    assert kept(4, free[0], [0.5, 1, 0.9]) == [[0, 0, 1, 1], [0, 0, 1, 1], [1]]
+    assert kept(3, [1.0, 0, 0], free[1]) is None
+    assert kept(5, free[0], [0.5, 0.5, 0.5]) is None
+    # One that is above its ceiling already just gets no more.
+    masks = [torch.tensor([1, 0, 0, 0]), torch.ones(4), torch.ones(1)]
+    assert kept(2, free[0], [0.5, 1, 1], masks) == [[1, 0, 0, 0], [1, 0, 1, 1], [0]]
+    assert kept(1, [0, 0.5, 0], free[1], masks) is None

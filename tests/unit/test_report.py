@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 from distprune import ParameterReport, PruningReport
 
@@ -40,11 +41,22 @@ def test_table():
     ])  # fmt: skip
 
 
+def test_table_with_bounds():
+    held = ParameterReport("layers.0.weight", 1000, 100, 400, "max_sparsity")
+    lines = str(replace(REPORT, parameters=(held, REPORT.parameters[1]))).split("\n")
+    assert lines[:3] == [
+        "parameter             elements  before  now  sparsity       held at",
+        "-------------------------------------------------------------------",
+        "layers.0.weight          1,000     100  400    50.00%  max_sparsity",
+    ]
+    assert lines[3] == "head.weight      3,000,000,000       0    1     0.00%"
+
+
 def test_json():
     data = json.loads(REPORT.to_json())
     assert data["parameters"][0] == {
         "name": "layers.0.weight", "num_elements": 1000, "num_pruned_before": 100,
-        "num_pruned_now": 400, "num_pruned": 500, "sparsity": 0.5,
+        "num_pruned_now": 400, "held_at": None, "num_pruned": 500, "sparsity": 0.5,
     }  # fmt: skip
     assert data["num_pruned_now"] == 401 and data["threshold"] == 0.25
     infinite = PruningReport(**{**vars(REPORT), "threshold": math.inf})

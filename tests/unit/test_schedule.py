@@ -250,6 +250,77 @@ def test_groups_with_budgets_of_their_own():
     assert pruner.last_reports[1] is None
 
 
+@pytest.mark.parametrize("end", [11, None])
+def test_floors_hold_once_the_target_suffices_for_them(end):
+    """On the way there no parameter is pruned beyond its floor; ceilings hold all the way."""
+    model = fill(Net(), "normal", "float32")
+    with torch.no_grad():  # else no bound would be met
+        model.l1.weight.mul_(0.1)
+        model.l3.weight.mul_(10)
+    targets = prune.select(model)
+    names, sizes = [pair.fqn for pair in targets], [60, 50, 15]
+    scores = [getattr(*pair).detach().clone() for pair in targets]
+    keeps = [torch.ones(score.shape) for score in scores]
+    floors, ceilings = [0.3, 0.3, 0.55], [0.7, 0.7, 0.7]
+    low = [18, 15, 9]  # of l3 ceil(0.55 * 15)
+    ramp = schedule.Linear(0, 11, 1, 0.66)
+    pruner = schedule.ScheduledPruner(
+        targets,
+        ramp if end else schedule.Function(ramp.sparsity_at),
+        min_sparsity={names[0]: 0.3, targets[1]: 0.3, "l3.weight": 0.55},
+        max_sparsity=0.7,
+    )
+    held = set()
+    for step in range(12):
+        report = pruner.step()
+        k = round(ramp.sparsity_at(step) * 125) - sum(int((keep == 0).sum()) for keep in keeps)
+        if sum(low) > round(ramp.sparsity_at(step) * 125):
+            limits = [0] * 3, [Fraction(a, b) for a, b in zip(low, sizes, strict=True)]
+        else:
+            limits = floors, ceilings
+        keeps = reference.prune_bounded(scores, k, *limits, keeps)
+        assert (report is None) == (k == 0)
+        for (module, _), keep in zip(targets, keeps, strict=True):
+            assert torch.equal(getattr(module, "weight_mask", torch.ones_like(keep)), keep.float())
+        held |= {(step > 3, each.held_at) for each in (report.parameters if report else ())}
+    # First floors, from below; then both: l3 would be below its floor, l1 above its ceiling.
+    assert held >= {(False, "min_sparsity"), (True, "min_sparsity"), (True, "max_sparsity")}
+    assert (False, "max_sparsity") not in held
+
+
+def test_bounds_of_a_group_and_of_all():
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        [
+            {"parameters": prune.select(model, include=["l1", "l2"]), "max_sparsity": 0.5},
+            {"parameters": prune.select(model, include="l3"), "min_sparsity": {"l3.weight": 0.2}},
+        ],
+        schedule.OneShot(0, 0.5),
+    )
+    assert [entry.num_pruned for entry in pruner.step().parameters] == [30, 25, 8]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (None, 0.75, r"end of Cubic\(.*leaves 93 elements that may be pruned, and 100 are"),
+        (0.8, None, r"end of Cubic\(.*needs 100 more"),
+        (0.9, 0.8, "min_sparsity asks for at least 54"),
+        ({"l4": 0.1}, None, "'l4', which is none"),
+    ],
+)
+def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
+    model = Net()
+    final = 0.79 if low == 0.8 else 0.8
+    with pytest.raises(ValueError, match=text):
+        schedule.ScheduledPruner(
+            prune.select(model),
+            schedule.Cubic(0, 9, 1, final),
+            min_sparsity=low,
+            max_sparsity=high,
+        )
+
+
 def test_a_tied_parameter_counts_once():
     model = fill(Net(), "normal", "float32")
     model.tied = torch.nn.Linear(6, 10)

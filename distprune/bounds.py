@@ -1,0 +1,118 @@
+"""Floors and ceilings of single parameters: from sparsities as given to exact counts.
+
+[Note: decimals] A bound is read as the decimal that was written: 0.07 of 100 elements are
+7. In binary 0.07 * 100 lies above 7, and the floor would be 8. A ``Fraction`` is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+# One bound for all parameters, or by (module, name) or full name.
+SparsityBound = float | Mapping[Any, float]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many elements of every whole parameter are to be pruned after a call, at least and most.
+
+    Attributes:
+        lowest, highest: per parameter; 0 <= lowest <= highest <= elements.
+    """
+
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What the bounds of a parameter depend on: its names, and how many elements it has."""
+
+    label: str
+    keys: tuple[Hashable, ...]
+    num_elements: int
+
+
+def to_bounds(
+    parameters: Sequence[Bounded],
+    min_sparsity: SparsityBound | None,
+    max_sparsity: SparsityBound | None,
+) -> Bounds | None:
+    """Floors are rounded up and ceilings down: what was asked for holds; see [Note: decimals].
+
+    Args:
+        parameters: of the call.
+        min_sparsity, max_sparsity: for all parameters, or a mapping; None, 0 below and 1
+            above, and parameters that are not in a mapping, are unbounded.
+
+    Returns:
+        Counts; None if nothing is bounded.
+
+    Raises:
+        TypeError: a bound that is no number.
+        ValueError: a bound outside [0, 1]; a floor above a ceiling; a key that is no parameter.
+    """
+    floors = _per_parameter("min_sparsity", min_sparsity, parameters, default=0)
+    ceilings = _per_parameter("max_sparsity", max_sparsity, parameters, default=1)
+    sizes = [each.num_elements for each in parameters]
+    lowest = tuple(math.ceil(s * n) for s, n in zip(floors, sizes, strict=True))
+    highest = tuple(math.floor(s * n) for s, n in zip(ceilings, sizes, strict=True))
+    for each, low, high in zip(parameters, lowest, highest, strict=True):
+        if low > high:
+            raise ValueError(
+                f"{each.label}: min_sparsity asks for at least {low:,} pruned elements of "
+                f"{each.num_elements:,} and max_sparsity for at most {high:,}; expected a floor "
+                "that is not above the ceiling."
+            )
+    if not any(lowest) and list(highest) == sizes:
+        return None
+    return Bounds(lowest, highest)
+
+
+def _per_parameter(
+    what: str, given: SparsityBound | None, parameters: Sequence[Bounded], default: int
+) -> list[Fraction]:
+    if not isinstance(given, Mapping):
+        return [_exact(what, default if given is None else given)] * len(parameters)
+    known: set[Hashable] = set()
+    found = []
+    for each in parameters:
+        keys = [key for key in each.keys if key in given]
+        known.update(keys)
+        values = {_exact(f"{what}[{each.label}]", given[key]) for key in keys} or {
+            Fraction(default)
+        }
+        if len(values) > 1:
+            raise ValueError(
+                f"{what} has several values for {each.label}: "
+                f"{', '.join(repr(given[key]) for key in keys)}; expected one."
+            )
+        found.append(values.pop())
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ValueError(
+            f"{what} has {_shown(unknown[0])}, which is none of the parameters; expected (module, "
+            f"name) pairs or full names among them, such as {parameters[0].label!r}."
+        )
+    return found
+
+
+def _exact(what: str, value: Any) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{what}={value!r} is a {type(value).__name__}; expected a float in [0, 1]."
+        )
+    if math.isnan(value) or not 0 <= value <= 1:
+        raise ValueError(f"{what}={value!r} is not in [0, 1]; expected a sparsity.")
+    return Fraction(value) if isinstance(value, numbers.Rational) else Fraction(repr(float(value)))
+
+
+def _shown(key: Any) -> str:
+    if isinstance(key, tuple) and len(key) == 2:
+        return f"({type(key[0]).__name__}, {key[1]!r})"
+    return repr(key)

@@ -1,0 +1,196 @@
+"""Parameter groups of a pruner: what shares a budget, and the bounds that apply at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from torch import nn
+
+from distprune.bounds import Bounded, SparsityBound, to_bounds
+from distprune.budget import CEILING, FLOOR, room_for
+from distprune.pruning_method import BasePruningMethod
+from distprune.report import ParameterReport
+from distprune.schedule.functions import Schedule
+
+Pair = tuple[nn.Module, str]
+
+
+class Group:
+    """Parameters that share a budget.
+
+    Args:
+        parameters: (module, name) pairs.
+        schedule, pruning_method, min_sparsity, max_sparsity: as for ``ScheduledPruner``.
+
+    Attributes:
+        names: full names, or the best that is known, per pair.
+        target: the sparsity in force, of the total.
+
+    Raises:
+        ValueError: bounds that the end of the schedule cannot meet.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Pair],
+        schedule: Schedule,
+        pruning_method: type[BasePruningMethod],
+        min_sparsity: SparsityBound | None,
+        max_sparsity: SparsityBound | None,
+    ) -> None:
+        self.parameters = parameters
+        self.schedule = schedule
+        self.pruning_method = pruning_method
+        self.target = 0.0
+        self.names = [
+            getattr(pair, "fqn", None) or f"{pair[1]} (#{position})"
+            for position, pair in enumerate(parameters)
+        ]
+        # A tied parameter is one, under several pairs; in the order of a report.
+        tied: dict[int, list[int]] = {}
+        for position, pair in enumerate(parameters):
+            tied.setdefault(id(registered(*pair)), []).append(position)
+        self._first_pairs = [parameters[positions[0]] for positions in tied.values()]
+        bounded = []
+        for positions in tied.values():
+            pairs = [place for i in positions for place in _places(parameters[i])]
+            names = [self.names[i] for i in positions]
+            size = registered(*pairs[0]).numel()
+            bounded.append(Bounded(names[0], (*names, *pairs), size))
+        self._sizes = [each.num_elements for each in bounded]
+        self._bounds = to_bounds(bounded, min_sparsity, max_sparsity)
+        self._check_end()
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters, each counted once."""
+        return sum(self._sizes)
+
+    def target_at(self, step: int) -> float:
+        """What is to hold at a due step: the schedule's sparsity, but never less than before."""
+        return max(self.target, self.schedule.sparsity_at(step))
+
+    def num_to_prune(self, entries: Sequence[ParameterReport]) -> int:
+        """How many elements the target is away from what is pruned; below 0 if beyond it."""
+        pruned = sum(entry.num_pruned for entry in entries)
+        return round(self.target * sum(entry.num_elements for entry in entries)) - pruned
+
+    def is_growing(self, entries: Sequence[ParameterReport]) -> bool:
+        """Whether the target does not suffice for all floors yet, but may later.
+
+        Then no parameter is to be pruned beyond its floor: so the target suffices as soon as
+        it is no smaller than the floors together.
+        """
+        end = self.schedule.ends_at
+        if self._bounds is None or (end is not None and self.target >= end):
+            return False
+        pairs = zip(self._bounds.lowest, entries, strict=True)
+        needed = sum(max(low, entry.num_pruned) for low, entry in pairs)
+        return needed > round(self.target * self.num_elements)
+
+    def bounds_now(self, is_growing: bool) -> dict[str, dict[Pair, Fraction]]:
+        """The bounds of the next pruning, as ``global_unstructured`` takes them."""
+        if self._bounds is None:
+            return {}
+        lowest, highest = self._bounds.lowest, self._bounds.highest
+        if is_growing:
+            return {CEILING: self._by_pair(lowest)}
+        return {FLOOR: self._by_pair(lowest), CEILING: self._by_pair(highest)}
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain Python values: what this group is, and how far it has come."""
+        return {
+            "schedule": repr(self.schedule),
+            "parameters": list(self.names),
+            "sparsity": self.target,
+        }
+
+    def _by_pair(self, counts: Sequence[int]) -> dict[Pair, Fraction]:
+        by_pair = zip(self._first_pairs, counts, self._sizes, strict=True)
+        return {tuple(pair): Fraction(count, size) for pair, count, size in by_pair if size}
+
+    def _check_end(self) -> None:
+        if self._bounds is None or self.schedule.ends_at is None:
+            return
+        count = round(self.schedule.ends_at * self.num_elements)
+        try:
+            room_for(count, self._bounds, self._sizes, self._sizes)
+        except ValueError as error:
+            raise ValueError(
+                f"the bounds cannot hold at the end of {self.schedule}: {error}"
+            ) from None
+
+
+def make_groups(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[Group]:
+    """Groups from (module, name) pairs, which are one, or from dicts, which are one each.
+
+    Args:
+        parameters: as for ``ScheduledPruner``.
+        defaults: the other arguments of :class:`Group`, for dicts that leave them out.
+
+    Raises:
+        TypeError, ValueError, AttributeError: something is malformed; says what.
+    """
+    entries = list(parameters)
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        entries = [{"parameters": entries}]
+    groups = [_make_group(which, entry, defaults) for which, entry in enumerate(entries)]
+    owner: dict[int, int] = {}
+    for which, group in enumerate(groups):
+        for name, pair in zip(group.names, group.parameters, strict=True):
+            other = owner.setdefault(id(registered(*pair)), which)
+            if other != which:
+                raise ValueError(
+                    f"{name} is in parameters[{other}] and in parameters[{which}]; expected "
+                    "every parameter in one group, as each group has a budget of its own."
+                )
+    return groups
+
+
+def registered(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter behind a name, pruned or not."""
+    for key in (name, name + "_orig"):
+        parameter = module._parameters.get(key)
+        if parameter is not None:
+            return parameter
+    raise AttributeError(
+        f"{type(module).__name__} has no parameter {name!r}; expected one of "
+        f"{', '.join(module._parameters) or '(none)'}."
+    )
+
+
+def _make_group(which: int, entry: Any, defaults: Mapping[str, Any]) -> Group:
+    if not isinstance(entry, Mapping):
+        raise TypeError(
+            f"parameters[{which}] is a {type(entry).__name__} among dicts; expected either "
+            "(module, name) pairs or dicts that have them as 'parameters'."
+        )
+    if not set(entry) <= {"parameters", *defaults} or "parameters" not in entry:
+        raise ValueError(
+            f"parameters[{which}] has the keys {list(entry)}; expected 'parameters', and "
+            f"perhaps {', '.join(map(repr, defaults))}."
+        )
+    values = {**defaults, **entry, "parameters": list(entry["parameters"])}
+    if not isinstance(values["schedule"], Schedule):
+        raise TypeError(
+            f"the schedule of parameters[{which}] is {values['schedule']!r}; expected one of "
+            "distprune.schedule, such as Cubic(...)."
+        )
+    for pair in values["parameters"]:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"parameters[{which}] has {pair!r} in it; expected (module, name) pairs, as "
+                "select(model) makes them."
+            )
+    if not values["parameters"]:
+        raise ValueError(
+            f"parameters[{which}] has no parameters; expected at least one (module, name) pair."
+        )
+    return Group(**values)
+
+
+def _places(pair: Pair) -> list[Pair]:
+    """Every (module, name) of a parameter that ``select`` found tied; else the pair itself."""
+    return [tuple(place) for place in getattr(pair, "places", (pair,))]

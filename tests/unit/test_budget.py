@@ -1,0 +1,237 @@
+"""Selection with floors and ceilings, over virtual ranks, equals the definition."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distprune as prune
+import reference
+from distprune.bounds import Bounded, Bounds, to_bounds
+from distprune.budget import room_for, select_within
+from distprune.keys import Order, key_range
+from distprune.passes import write_keep
+from models import Net, fill
+from virtual_ranks import run_virtual_ranks
+from virtual_shards import KINDS, LAYOUTS, candidates
+from virtual_shards import fill as fill_tensor
+
+SPARSITY = st.sampled_from([0.0, 0.07, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
+
+
+def bounds_of(tensors, floors, ceilings):
+    bounded = [Bounded(f"t{i}", (f"t{i}",), t.numel()) for i, t in enumerate(tensors)]
+    given = [{f"t{i}": s for i, s in enumerate(limits)} for limits in (floors, ceilings)]
+    bounds = to_bounds(bounded, *given)
+    if bounds is None:
+        return Bounds((0,) * len(tensors), tuple(t.numel() for t in tensors))
+    return bounds
+
+
+def check(tensors, masks, k, floors, ceilings, layouts, size):
+    """Every rank's part of every mask, or that the budget is refused; the held parameters."""
+    expected = reference.prune_bounded(tensors, k, floors, ceilings, masks)
+    common = key_range(torch.float32, Order.MAGNITUDE)
+    num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
+    numels = [t.numel() for t in tensors]
+    try:
+        room = room_for(k, bounds_of(tensors, floors, ceilings), numels, num_live)
+    except ValueError:
+        assert expected is None
+        return None
+    assert expected is not None
+    counts = [live - int(keep.sum()) for live, keep in zip(num_live, expected, strict=True)]
+
+    def on_rank(communicator):
+        both = [
+            candidates(
+                tensor, None if masks is None else masks[i], layouts[i], common, size,
+                communicator.index,
+            )
+            for i, tensor in enumerate(tensors)
+        ]  # fmt: skip
+        names = [f"t{i}" for i in range(len(tensors))]
+        shares, selection = select_within(
+            [part for part, _ in both], names, num_live, k, common, communicator, room
+        )
+        for i, ((part, cut), share) in enumerate(zip(both, shares, strict=True)):
+            out = torch.ones(cut(tensors[i]).shape) if masks is None else cut(masks[i]).float()
+            write_keep(part, share.position, share.cut, out, fresh=False)
+            assert torch.equal(out, cut(expected[i]).float()), (i, shares)
+            if share.held_at == "min_sparsity":
+                assert counts[i] == room.lowest[i]
+            elif share.held_at == "max_sparsity":
+                assert counts[i] == room.highest[i]
+        free = [i for i, share in enumerate(shares) if share.held_at is None]
+        if selection is not None:
+            ties = sum(
+                int((tensors[i].abs() == common.score_of(selection.cut.threshold)).sum())
+                for i in free
+            )
+            assert masks is not None or selection.num_ties == ties
+        return [share.held_at for share in shares], communicator.num_collectives
+
+    results = run_virtual_ranks(on_rank, size)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_bounds_on_any_data_and_layout(data):
+    size = data.draw(st.integers(1, 4), "ranks")
+    shapes = data.draw(
+        st.lists(
+            st.lists(st.integers(1, 7), min_size=1, max_size=2).map(tuple), min_size=1, max_size=6
+        ),
+        "shapes",
+    )
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
+    kind = data.draw(st.sampled_from(KINDS), "kind")
+    # Tensors of different scale: so that bounds are met, and chains of them.
+    tensors = [
+        fill_tensor(kind, shape, generator) * data.draw(st.sampled_from([0.25, 1.0, 4.0]))
+        for shape in shapes
+    ]
+    masks = None
+    if data.draw(st.booleans(), "pruned already"):
+        masks = [torch.rand(shape, generator=generator) > 0.4 for shape in shapes]
+    pairs = [sorted((data.draw(SPARSITY), data.draw(SPARSITY))) for _ in shapes]
+    floors, ceilings = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for i, t in enumerate(tensors):  # a floor above the ceiling is refused earlier
+        if math.ceil(Fraction(str(floors[i])) * t.numel()) > Fraction(str(ceilings[i])) * t.numel():
+            floors[i] = 0.0
+    pruned = [0 if masks is None else int((~mask).sum()) for mask in masks or tensors]
+    bounds = bounds_of(tensors, floors, ceilings)
+    least = sum(max(0, low - p) for low, p in zip(bounds.lowest, pruned, strict=True))
+    most = sum(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True))
+    k = data.draw(st.integers(max(0, least - 1), most + 1), "k")
+    layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
+    check(tensors, masks, k, floors, ceilings, layouts, size)
+
+
+def scaled(num, low, high):
+    """Normal values whose scale rises from one tensor to the next."""
+    generator = torch.Generator().manual_seed(3)
+    steps = torch.linspace(math.log(low), math.log(high), num)
+    return [torch.randn(30, generator=generator) * float(s.exp()) for s in steps]
+
+
+def test_many_parameters_at_both_bounds_take_few_collectives():
+    tensors = scaled(40, 0.01, 100)
+    held, num_collectives = check(tensors, None, 600, [0.2] * 40, [0.8] * 40, ["rows"] * 40, 3)
+    assert held.count("max_sparsity") > 10 and held.count("min_sparsity") > 10
+    assert None in held
+    assert num_collectives < 60
+
+
+def test_all_parameters_held():
+    tensors = scaled(4, 0.1, 10)
+    held, _ = check(tensors, None, 60, [0.5] * 4, [0.5] * 4, ["rows"] * 4, 2)
+    assert held.count(None) <= 1
+    assert check(tensors, None, 61, [0.5] * 4, [0.5] * 4, ["rows"] * 4, 2) is None
+    assert check(tensors, None, 0, [0.0] * 4, [0.5] * 4, ["rows"] * 4, 2) is not None
+    assert check(tensors, None, 120, [0.0] * 4, [1.0] * 4, ["rows"] * 4, 2)[0] == [None] * 4
+
+
+def test_more_elements_than_are_collected_outright():
+    generator = torch.Generator().manual_seed(5)
+    tensors = [
+        torch.randn(300, 200, generator=generator) * 0.1,
+        torch.randn(70_000, generator=generator),
+        (torch.randn(40_000, generator=generator) * 4).round(),
+    ]
+    floors, ceilings = [0.0, 0.1, 0.3], [0.6, 0.5, 0.9]
+    held, _ = check(tensors, None, 60_000, floors, ceilings, ["rows", "replicated", "rows"], 2)
+    assert held[0] == "max_sparsity"
+
+
+@pytest.mark.parametrize(
+    ("n", "low", "high", "counts"),
+    [
+        (100, 0.07, 0.29, (7, 29)),  # 0.07 * 100 > 7 and 0.29 * 100 < 29 in binary
+        (10, 0.1, 0.1, (1, 1)),
+        (3, 0.5, 0.7, (2, 2)),
+        (3, Fraction(1, 3), Fraction(2, 3), (1, 2)),
+        (2**40 + 1, 0.5, 1, (2**39 + 1, 2**40 + 1)),
+        (5, None, 0, (0, 0)),
+    ],
+)
+def test_bounds_are_decimals(n, low, high, counts):
+    bounds = to_bounds([Bounded("w", ("w",), n)], low, high)
+    assert (bounds.lowest, bounds.highest) == ((counts[0],), (counts[1],))
+
+
+@pytest.mark.parametrize("low, high", [(None, None), (0.0, 1.0), (0, None), ({}, {"w": 1.0})])
+def test_bounds_that_bound_nothing(low, high):
+    assert to_bounds([Bounded("w", ("w",), 7)], low, high) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "error", "text"),
+    [
+        (0.6, 0.5, ValueError, "l1.weight: min_sparsity asks for at least 36"),
+        (math.nan, None, ValueError, "min_sparsity=nan"),
+        (None, 1.5, ValueError, "max_sparsity=1.5"),
+        ("0.5", None, TypeError, "min_sparsity='0.5'"),
+        (None, {"l1.weight": True}, TypeError, r"max_sparsity\[l1.weight\]=True"),
+        ({"l1.wieght": 0.5}, None, ValueError, "'l1.wieght', which is none of the parameters"),
+        (0.5, None, ValueError, r"needs 63 more pruned elements, and 20 are to be pruned \(20 of"),
+        (None, 0.1, ValueError, "leaves 12 elements that may be pruned, and 20 are to be"),
+    ],
+)
+def test_refused(low, high, error, text):
+    model = fill(Net(), "normal", "float32")
+    targets = prune.select(model)
+    with pytest.raises(error, match=text):
+        prune.global_unstructured(
+            targets, prune.L1Unstructured, amount=20, min_sparsity=low, max_sparsity=high
+        )
+    assert not prune.is_pruned(model)
+
+
+def test_keys_of_a_mapping():
+    """By pair or by name, in any mix; but one value for each parameter."""
+    model = fill(Net(), "normal", "float32")
+    targets = prune.select(model)
+    report = prune.global_unstructured(
+        targets, prune.L1Unstructured, amount=40,
+        min_sparsity={"l1.weight": 0.6}, max_sparsity={(model.l2, "weight"): 0.02},
+    )  # fmt: skip
+    assert report.num_pruned == 40
+    assert [entry.num_pruned for entry in report.parameters] == [36, 1, 3]
+    assert [entry.held_at for entry in report.parameters] == ["min_sparsity", "max_sparsity", None]
+    both = {"l1.weight": 0.6, (model.l1, "weight"): 0.7}
+    with pytest.raises(ValueError, match=r"several values for l1\.weight"):
+        prune.global_unstructured(targets, prune.L1Unstructured, amount=0, min_sparsity=both)
+
+
+class Half(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        return default_mask * (t > 0)
+
+
+@pytest.mark.parametrize("method", [prune.Identity, Half])
+def test_methods_that_do_not_rank(method):
+    model = fill(Net(), "normal", "float32")
+    with pytest.raises(NotImplementedError, match=f"{method.__name__} does not rank"):
+        prune.global_unstructured(prune.select(model), method, max_sparsity=0.9)
+    assert not prune.is_pruned(model)
+    prune.global_unstructured(prune.select(model), method, max_sparsity=1.0)
+
+
+@pytest.mark.parametrize("amount", [0, 60])
+def test_nan_is_refused_with_bounds_too(amount):
+    model = fill(Net(), "normal", "float32")
+    with torch.no_grad():
+        model.l2.weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"l2.weight \(1 of 50\) are NaN"):
+        prune.global_unstructured(
+            prune.select(model), prune.L1Unstructured, amount=amount, max_sparsity=0.5
+        )
+    assert not prune.is_pruned(model)
