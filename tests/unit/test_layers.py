@@ -37,7 +37,7 @@ LEVELS = [
     ["schedule.pruner"],
     ["schedule"],
     ["recipe"],
-    ["integrations", "integrations.accelerate"],
+    ["integrations", "integrations.accelerate", "integrations.transformers"],
     [""],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
