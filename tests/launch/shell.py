@@ -9,11 +9,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(script: str, *arguments: object, **environment: object) -> subprocess.Popen:
-    """Start a script given by its path in the checkout; its output is kept."""
+    """Start a script, .sh or .py, given by its path in the checkout; its output is kept."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+    settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, **environment}
     return subprocess.Popen(
-        ["sh", str(ROOT / script), *map(str, arguments)],
-        env={**clean, "PYTHON": sys.executable, **{k: str(v) for k, v in environment.items()}},
+        [
+            "sh" if script.endswith(".sh") else sys.executable,
+            str(ROOT / script),
+            *map(str, arguments),
+        ],
+        env={**clean, **{name: str(value) for name, value in settings.items()}},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

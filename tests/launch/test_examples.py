@@ -1,5 +1,7 @@
 """Every example runs, as its first lines say."""
 
+import re
+
 import pytest
 from shell import ROOT, run
 
@@ -26,3 +28,32 @@ def test_prune_accelerate():
     assert "2 processes, ddp" in output, output
     assert [row[-1] for row in totals(output)] == ["70.00%", "80.00%"]
     assert "done: loss" in output
+
+
+@pytest.mark.slow
+def test_prune_one_device():
+    status, output = run("examples/prune_one_device.py")
+    assert status == 0, output
+    # Half of one of two equal layers, then 80 % of the rest.
+    assert totals(output) == [["262,144", "65,536", "157,286", "85.00%"]]
+    assert "222,822 weights are zero" in output
+
+
+@pytest.mark.slow
+def test_prune_trainer(tmp_path):
+    status, output = run("examples/prune_trainer.py", tmp_path)
+    assert status == 0, output
+    assert "57,344 of 81,920 weights are zero in the file" in output  # 70 %
+    assert "weight_mask" not in (tmp_path / "pruned/model.safetensors").read_bytes()[:9999].decode(
+        errors="replace"
+    )
+
+
+@pytest.mark.slow
+def test_lottery_ticket():
+    """Sharded; alone, it finds tickets of the same sizes."""
+    _, output = run("launch/torchrun.sh", ROOT / "examples" / "lottery_ticket.py")
+    found = re.findall(r"ticket: ([\d,]+) weights left, loss (\d)", output)
+    assert [count for count, _ in found] == ["131,072", "65,536", "32,768"], output
+    # An eighth of the weights still learns: a byte at random costs 5.5.
+    assert all(int(loss) < 4 for _, loss in found), output
