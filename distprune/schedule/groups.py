@@ -72,23 +72,22 @@ class Group:
         """What is to hold at a due step: the schedule's sparsity, but never less than before."""
         return max(self.target, self.schedule.sparsity_at(step))
 
-    def num_to_prune(self, entries: Sequence[ParameterReport]) -> int:
-        """How many elements the target is away from what is pruned; below 0 if beyond it."""
-        pruned = sum(entry.num_pruned for entry in entries)
-        return round(self.target * sum(entry.num_elements for entry in entries)) - pruned
+    def num_to_prune(self, target: float, entries: Sequence[ParameterReport]) -> int:
+        """How many elements a target is away from what is pruned; below 0 if beyond it."""
+        return self._count(target) - sum(entry.num_pruned for entry in entries)
 
-    def is_growing(self, entries: Sequence[ParameterReport]) -> bool:
-        """Whether the target does not suffice for all floors yet, but may later.
+    def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
+        """Whether a target does not suffice for all floors yet, but may later.
 
         Then no parameter is to be pruned beyond its floor: so the target suffices as soon as
         it is no smaller than the floors together.
         """
         end = self.schedule.ends_at
-        if self._bounds is None or (end is not None and self.target >= end):
+        if self._bounds is None or (end is not None and target >= end):
             return False
         pairs = zip(self._bounds.lowest, entries, strict=True)
         needed = sum(max(low, entry.num_pruned) for low, entry in pairs)
-        return needed > round(self.target * self.num_elements)
+        return needed > self._count(target)
 
     def bounds_now(self, is_growing: bool) -> dict[str, dict[Pair, Fraction]]:
         """The bounds of the next pruning, as ``global_unstructured`` takes them."""
@@ -107,6 +106,10 @@ class Group:
             "sparsity": self.target,
         }
 
+    def _count(self, sparsity: float) -> int:
+        """Halves to even, like any amount."""
+        return round(sparsity * self.num_elements)
+
     def _by_pair(self, counts: Sequence[int]) -> dict[Pair, Fraction]:
         by_pair = zip(self._first_pairs, counts, self._sizes, strict=True)
         return {tuple(pair): Fraction(count, size) for pair, count, size in by_pair if size}
@@ -114,9 +117,8 @@ class Group:
     def _check_end(self) -> None:
         if self._bounds is None or self.schedule.ends_at is None:
             return
-        count = round(self.schedule.ends_at * self.num_elements)
         try:
-            room_for(count, self._bounds, self._sizes, self._sizes)
+            room_for(self._count(self.schedule.ends_at), self._bounds, self._sizes, self._sizes)
         except ValueError as error:
             raise ValueError(
                 f"the bounds cannot hold at the end of {self.schedule}: {error}"

@@ -197,11 +197,11 @@ class ScheduledPruner:
         ]
         entries = count_pruned(group.parameters, communicator, facts=facts, error=error)
         assert target is not None
-        group.target = target
-        count = group.num_to_prune(entries)
+        count = group.num_to_prune(target, entries)
         if count <= 0:
+            group.target = target
             return None
-        is_growing = group.is_growing(entries)
+        is_growing = group.is_growing(target, entries)
         report = prune_over(
             communicator,
             group.parameters,
@@ -210,6 +210,7 @@ class ScheduledPruner:
             amount=count,
             **group.bounds_now(is_growing),
         )
+        group.target = target
         if not is_growing:
             return report
         # What held them as a ceiling is the floor that they grow up to.
@@ -225,6 +226,11 @@ class ScheduledPruner:
 
 
 def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    if not set(present) <= set(saved):
+        raise ValueError(
+            f"the state has the keys {list(saved)}; expected {list(present)}, as state_dict() of a "
+            "ScheduledPruner has them."
+        )
     if len(saved["groups"]) != len(present["groups"]):
         raise ValueError(
             f"the state has {len(saved['groups'])} parameter groups and this pruner "
