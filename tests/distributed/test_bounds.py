@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from harness import run_ranks
 
 import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.keys import hash_keys
-from harness import run_ranks
 from models import Net, fill, target
 
 WRAPPINGS = [

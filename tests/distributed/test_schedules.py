@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import run_ranks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import distprune as prune
@@ -13,7 +14,6 @@ import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune import schedule
-from harness import run_ranks
 from models import Net, fill
 from traffic import Traffic
 
