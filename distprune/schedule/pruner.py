@@ -138,6 +138,11 @@ class ScheduledPruner:
         return _merged(done) if done else None
 
     @property
+    def parameters(self) -> list[tuple[nn.Module, str]]:
+        """The (module, name) pairs of all groups."""
+        return [pair for group in self._groups for pair in group.parameters]
+
+    @property
     def sparsity(self) -> float:
         """The target in force, of the total of all groups: 0.0 until a pruning was due."""
         if len(self._groups) == 1:

@@ -11,7 +11,7 @@ import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.keys import hash_keys
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, target
 from traffic import Traffic
 

@@ -23,7 +23,7 @@ import wraps
 from checks import assembled, assert_nothing_wrong
 from distprune import checkpoint, schedule
 from distprune.naming import named_modules
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill, fqns, target
 
 SAVERS = ["fsdp1-2", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]

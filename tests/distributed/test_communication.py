@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill, seeded
 from traffic import Traffic
 

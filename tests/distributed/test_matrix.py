@@ -10,7 +10,7 @@ import pytest
 
 import make_support_matrix
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from pair import OPTIMIZERS, Pair, train
 
 MADE = {

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import distprune as prune
 import reference
 from checks import assert_nothing_wrong
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, fqns, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight", "l1.bias", "l3.bias"]

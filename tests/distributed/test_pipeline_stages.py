@@ -20,7 +20,7 @@ import reference
 import wraps
 from checks import assert_nothing_wrong
 from distprune import schedule
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import fill, target
 
 NUM_LAYERS = 12  # "layers.10" has to come after "layers.2"

@@ -13,7 +13,7 @@ import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune import schedule
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, target
 from traffic import Traffic
 
