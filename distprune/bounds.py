@@ -67,7 +67,7 @@ def to_bounds(
             raise ValueError(
                 f"{each.label}: min_sparsity asks for at least {low:,} pruned elements of "
                 f"{each.num_elements:,} and max_sparsity for at most {high:,}; expected a floor "
-                "that is not above the ceiling."
+                "that is not above the ceiling. Widen the bounds, or exempt so small a parameter."
             )
     if not any(lowest) and list(highest) == sizes:
         return None

@@ -154,14 +154,11 @@ def select_within(
         free = [i for i in free if i not in held]
         left = k - sum(count for _, count in held.values())
     cuts = _cuts_of_held(parts, names, num_live, keys, communicator, held)
-    shares = []
-    for i in range(len(parts)):
-        if i in held:
-            shares.append(Share(0, cuts[i], held[i][0]))
-        else:
-            assert selection is not None
-            shares.append(Share(free.index(i), selection.cut))
-    return shares, selection if free and left else None
+    shares = {i: Share(0, cut, held[i][0]) for i, cut in cuts.items()}
+    for position, i in enumerate(free):
+        assert selection is not None
+        shares[i] = Share(position, selection.cut)
+    return [shares[i] for i in range(len(parts))], selection if free and left else None
 
 
 def _out_of_room(

@@ -9,12 +9,13 @@ shards them anew, like any other tensor. Save with::
 and go on from there, on any other sharding or on one process, with::
 
     checkpoint.load(path, model, optimizer, pruner)   # model: fresh, dense or pruned
+
+A part of the package that is imported by itself: ``from distprune import checkpoint``.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -26,8 +27,8 @@ from distprune.global_pruning import global_unstructured
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.methods import Identity
 from distprune.naming import NamedParameter, named_modules
-from distprune.sharding import is_dtensor
-from distprune.wrappers import managed_parameters
+from distprune.sharding import ShardReader, is_dtensor
+from distprune.wrappers import is_flattened, managed_parameters
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
@@ -155,7 +156,7 @@ def load(
     _rename(state, {saved: name for name, saved in as_saved.items()})
     state[_MODEL].update(kept)
     _set_state_dict(model, optimizers, pruner, state)
-    if unmasked == "ones":
+    if unmasked == "ones":  # this rank's parts: a state dict may hold copies
         masks = _pruned_here(model)
         for name in dense:
             masks[name].fill_(1)
@@ -232,16 +233,17 @@ def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> No
 
 
 def _check_boxes(model: nn.Module) -> None:
-    managed = managed_parameters(model)
+    reader = ShardReader()
     wrong = []
-    for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            # Registered may be the gathered copy; FSDP1's records have no DTensor.
-            record = managed.get((id(module), name))
-            parameter = getattr(record, "sharded", parameter)
-            if is_dtensor(parameter) and _is_misplaced(name, parameter):
+    for prefix, module in named_modules(model):
+        for key, parameter in module._parameters.items():
+            if is_flattened(module, key):
+                continue  # FSDP1 saves even chunks of rows
+            managed = reader.managed(module, key.removesuffix(_ORIGINAL))
+            parameter = getattr(managed, "sharded", parameter)  # FSDP2's, whatever is registered
+            if is_dtensor(parameter) and _is_misplaced(key, parameter):
                 wrong.append(
-                    f"{_join(path, name)} (shape {tuple(parameter.shape)}, {parameter.placements} "
+                    f"{_join(prefix, key)} (shape {tuple(parameter.shape)}, {parameter.placements} "
                     f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
                 )
     if wrong:
@@ -267,10 +269,10 @@ def _is_misplaced(name: str, parameter: DTensor) -> bool:
 
 
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
-    """The masks on this rank by the names of their parameters."""
+    """This rank's parts of the masks, by the names of their parameters."""
     return {
-        _join(path, hook._tensor_name): module._buffers[hook._tensor_name + _MASK]
-        for path, module in named_modules(model)
+        _join(prefix, hook._tensor_name): module._buffers[hook._tensor_name + _MASK]
+        for prefix, module in named_modules(model)
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, PruningHook) and hook._tensor_name + _MASK in module._buffers
     }
@@ -278,20 +280,21 @@ def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
 
 def _to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     """What is pruned in a state dict and dense in a model; tied parameters once, as one."""
-    keys, wanted = set(keys), defaultdict(list)
-    for key in sorted(keys):
+    keys, reader = set(keys), ShardReader()
+    names: dict[str, list[str]] = {}  # by module
+    for key in keys:
         name = _paired(key, _MASK, _ORIGINAL, keys)
         if name is not None:
-            path, _, leaf = name.rpartition(".")
-            wanted[path].append(leaf)
-    managed = managed_parameters(model)
+            path, _, own = name.rpartition(".")
+            names.setdefault(path, []).append(own)
+    managed_parameters(model)  # its FSDP1 modules are known from here on
     places: dict[Hashable, list[NamedParameter]] = {}
-    for path, module in named_modules(model):
-        for name in wanted[path]:
-            record = managed.get((id(module), name))
-            key = record.key if record is not None else module._parameters.get(name)
-            if key is not None and find_hook(module, name) is None:
-                places.setdefault(key, []).append(NamedParameter(module, name, _join(path, name)))
+    for prefix, module in named_modules(model):
+        for name in sorted(names.get(prefix, ())):
+            if find_hook(module, name) is None:
+                key, _ = reader.identity(module, name)
+                place = NamedParameter(module, name, _join(prefix, name))
+                places.setdefault(key, []).append(place)
     return [same[0].with_places(same) for same in places.values()]
 
 

@@ -1,6 +1,6 @@
-"""Add pruning to a plain training loop under FSDP2: the lines marked (prune) are all it takes.
+"""Gradual pruning in a plain training loop under FSDP2: the lines marked (prune) are all it takes.
 
-torchrun --standalone --nproc-per-node 2 examples/prune_fsdp2.py
+launch/torchrun.sh examples/prune_fsdp2.py
 """
 
 import os
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune  # (prune)
+from distprune import schedule  # (prune)
 
 
 def main() -> None:
@@ -29,23 +30,24 @@ def main() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    pruner = schedule.ScheduledPruner(  # (prune)
+        prune.select(model, types=nn.Linear),
+        schedule.Cubic(begin=10, end=40, frequency=10, final_sparsity=0.8),
+    )
 
     torch.manual_seed(dist.get_rank())  # every rank draws batches of its own
-    targets = prune.select(model, types=nn.Linear)  # (prune)
     for step in range(60):
-        if step == 30:
-            report = prune.global_unstructured(targets, prune.L1Unstructured, amount=0.8)  # (prune)
-            if dist.get_rank() == 0:
-                print(report)
         batch = windows[torch.randint(len(windows), (256,))]
         loss = nn.functional.cross_entropy(model(batch[:, :8]), batch[:, 8])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 9 and dist.get_rank() == 0:
-            print(f"step {step + 1}: loss {loss.item():.3f}")
-    for module, name in targets:
-        prune.remove(module, name)  # (prune)
+        report = pruner.step()  # (prune) None where nothing is due
+        if report is not None and dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.3f}\n{report}\n")
+    pruner.remove()  # (prune) an ordinary model again, with the zeros in its weights
+    if dist.get_rank() == 0:
+        print(f"done: loss {loss.item():.3f}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -7,24 +7,26 @@ magnitude and, for comparison, at random, with fine-tuning after each step. Then
 process repeats every pruning and each rank compares its masks bit for bit; the pruned
 model is saved and loaded again by plain transformers. The exit status is 1 when a single
 mask element differs, or when the saved model has other zeros than reported.
+
+With `--schedule cubic` the model is pruned gradually while it is trained instead, and a run
+that was killed goes on from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
 
 import time
 
-import torch
-
+from tiny_llama.checkpoints import remove_checkpoints
 from tiny_llama.data import load_corpus
 from tiny_llama.figures import draw_layers, draw_loss
+from tiny_llama.gradual import prune_while_training
 from tiny_llama.mask_check import compare_with_single_process
-from tiny_llama.model import build_model, consolidated_state, wrap_model
 from tiny_llama.processes import join, leave
-from tiny_llama.pruning import prune_in_steps, remove_masks, train_on
+from tiny_llama.pruning import prune_in_rounds, remove_masks
 from tiny_llama.results import Results, loss_table, mask_table, write_results
 from tiny_llama.saving import count_kept_zeros, find_faults, save_model
 from tiny_llama.settings import parse_settings
-from tiny_llama.training import LEARNING_RATE, Trainer, make_optimizer
+from tiny_llama.training import Trainer
 
 
 def main() -> None:
@@ -35,21 +37,12 @@ def main() -> None:
     job = join()
     job.say(f"{job.num_ranks} ranks on {job.device.type}, {settings.wrap}; losses in nats per byte")
 
-    # Train one dense model.
     trainer = Trainer.for_wrap(settings.wrap, load_corpus(), job)
-    torch.manual_seed(settings.seed)  # the same first weights on every rank
-    model = wrap_model(build_model(), settings.wrap, job.device, job.num_ranks)
-    optimizer = make_optimizer(model, LEARNING_RATE)
-    trainer.train(model, optimizer, steps=settings.steps, seed=settings.seed, label="training")
-    loss_dense = trainer.held_out_loss(model)
-    job.say(f"dense: held-out loss {loss_dense:.3f}")
-    trained = consolidated_state(model)
-
-    # Prune copies of it, by magnitude and at random; the dense model trains on for comparison.
-    pruned_model, by_magnitude = prune_in_steps(trained, "magnitude", settings, trainer, scratch)
-    _, at_random = prune_in_steps(trained, "random", settings, trainer, scratch)
-    losses_trained_on = train_on(trained, settings, trainer)
-    job.say(f"the last pruning by magnitude\n\n{by_magnitude[-1].report}\n")
+    prune_model = prune_in_rounds if settings.schedule == "rounds" else prune_while_training
+    outcome = prune_model(settings, trainer, scratch)
+    pruned_model, steps = outcome.model, outcome.steps
+    last_report = [step for step in steps if step.method == "magnitude"][-1].report
+    job.say(f"the last pruning by magnitude\n\n{last_report}\n")
 
     # Make the zeros permanent, and save for people who do not have distprune.
     num_kept_zeros = count_kept_zeros(pruned_model)
@@ -59,14 +52,14 @@ def main() -> None:
 
     # Check the masks against a single process, and the saved file against the report.
     job.say("a single process repeats every pruning")
-    steps = by_magnitude + at_random
     comparisons = compare_with_single_process(steps, settings, job, scratch)
     faults = []
     if job.rank == 0:
-        faults = find_faults(output / "model", by_magnitude[-1].report, loss_saved, num_kept_zeros)
+        faults = find_faults(output / "model", last_report, loss_saved, num_kept_zeros)
 
     seconds = time.monotonic() - job.started
-    results = Results(loss_dense, losses_trained_on, steps, comparisons, faults, seconds)
+    losses = outcome.loss_dense, outcome.losses_trained_on
+    results = Results(*losses, steps, comparisons, faults, seconds)
     if job.rank == 0:
         draw_loss(results, output / "loss_over_sparsity.png")
         draw_layers(results, output / "sparsity_per_layer.png")
@@ -75,6 +68,8 @@ def main() -> None:
     job.say(f"saved model: {'; '.join(faults) or 'as reported'}; results in {output}")
     if results.failed:
         job.say(f"FAILED: {results.num_differing} mask elements differ; faults: {faults}")
+    elif settings.schedule != "rounds":
+        remove_checkpoints(settings, job)
     leave(job, failed=results.failed)
 
 

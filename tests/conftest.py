@@ -8,7 +8,11 @@ import pytest
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)  # the workers of the harness copy this sys.path
+    sys.path.insert(0, ROOT)  # the processes of the ranks copy this sys.path
+
+from distprune.testing import preload  # noqa: E402
+
+preload("pytest", "torch.nn.utils.prune")
 
 MATRIX = pytest.StashKey[list]()
 

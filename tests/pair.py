@@ -31,6 +31,7 @@ OPTIMIZERS = {
 }
 NUM_STEPS = 10
 TOLERANCE = 1e-5
+WITH_NO_SYNC = (DistributedDataParallel, FullyShardedDataParallel)
 
 
 class Recomputing(Net):
@@ -65,9 +66,9 @@ class Pair:
         self.modules = dict(named_modules(self.model))
         self.part, self.num_parts = wraps.data_rank(wrapping)
         # torch cannot stack the norms of parameters on different meshes.
-        # FSDP1 without use_orig_params: parameters and gradients lie in the flat parameter only.
-        self.is_flat = wraps.kind_of(wrapping) == "fsdp1_flat"
         self.can_clip = "tp" not in wraps.kind_of(wrapping)
+        # Else outside of forward the effective weight is as FSDP1 leaves a dense one: freed.
+        self.is_live = wraps.kind_of(wrapping) != "fsdp1_flat"
         self.keeps: dict[str, Tensor] = {}
         self.wrong: list[str] = []
         self.largest_difference = 0.0  # of a weight or a bias, over all steps
@@ -95,22 +96,13 @@ class Pair:
             prune.remove(*self.target(name))
         self.keeps = {}
 
-    def parameters(self) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-        """(name, values of the shard, dense parameter, indices of the shard) of each parameter."""
+    def parameters(self) -> list[tuple[str, Tensor, Tensor]]:
+        """(name, dense, indices of the shard) of each parameter."""
         rows = []
         for name, indices in self.indices.items():
-            dense = self.dense.get_parameter(name + "_orig" if name in self.keeps else name)
-            rows.append((name, wraps.shard(self.model, name, self.indices), dense, indices))
+            suffix = "_orig" if name in self.keeps else ""
+            rows.append((name, self.dense.get_parameter(name + suffix), indices))
         return rows
-
-    def gradient(self, name: str) -> Tensor | None:
-        """Of a shard; None where FSDP1 has it in a flat parameter, or for an empty shard."""
-        module, parameter = self.target(name)
-        sharded = module._parameters.get(parameter + "_orig" if name in self.keeps else parameter)
-        gradient = None if sharded is None else sharded.grad
-        if isinstance(gradient, DTensor):
-            gradient = gradient.redistribute(placements=sharded.placements)
-        return None if gradient is None else wraps.local(gradient)
 
     def my_rows(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.num_parts)[self.part]
@@ -122,10 +114,8 @@ class Pair:
                 self.close(out, expected, f"{when}: outputs")
 
     def compare_gradients(self, when: str) -> None:
-        for name, held, dense, indices in self.parameters():
-            gradient = self.gradient(name)
-            if gradient is None and (held.numel() == 0 or self.is_flat):
-                continue
+        for name, dense, indices in self.parameters():
+            gradient = wraps.gradient(self.model, name, self.indices)
             self.close(gradient, wraps.my_part(dense.grad, indices), f"{when}: gradient of {name}")
             if name in self.keeps and gradient[~wraps.my_part(self.keeps[name], indices)].any():
                 self.wrong.append(f"{when}: pruned elements of {name} have a gradient")
@@ -138,16 +128,15 @@ class Pair:
             self.num_mask_differences += differences
             if differences:
                 self.wrong.append(f"{when}: {differences} elements of the mask of {name}")
-        for name, held, dense, indices in self.parameters():
+        for name, dense, indices in self.parameters():
+            held = wraps.shard(self.model, name, self.indices)
             expected = wraps.my_part(dense.detach(), indices)
             if held.numel():
                 largest = float((held - expected).abs().max())
                 self.largest_difference = max(self.largest_difference, largest)
             self.close(held, expected, f"{when}: {name}")
             module, parameter = self.target(name)
-            # A plain layer has the product of the last forward, as under torch.
-            is_live = parameter not in vars(module) and not self.is_flat
-            if name in self.keeps and is_live:
+            if name in self.keeps and self.is_live and parameter not in vars(module):
                 effective = wraps.local(getattr(module, parameter))
                 if not torch.equal(effective, held * wraps.my_part(self.keeps[name], indices)):
                     self.wrong.append(f"{when}: {name} is not orig * mask as they are now")
@@ -158,22 +147,11 @@ class Pair:
         elif not torch.allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE):
             self.wrong.append(f"{when}: off by {(actual - expected).abs().max():.3g}")
 
-    def clip(self, max_norm: float, when: str) -> None:
-        if isinstance(self.model, FullyShardedDataParallel):
-            norm = self.model.clip_grad_norm_(max_norm)
-        else:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        expected = nn.utils.clip_grad_norm_(self.dense.parameters(), max_norm)
-        self.close(norm, expected, f"{when}: norm of the gradients")
-        self.compare_gradients(f"{when}, clipped")
-
     def without_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
         """Reduce gradients in the last backward of a step only, where the wrapper can."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
-        wrappers = (DistributedDataParallel, FullyShardedDataParallel)
-        if isinstance(self.model, wrappers) and not is_last:
+        if isinstance(self.model, WITH_NO_SYNC) and not is_last:
             return self.model.no_sync()
         return contextlib.nullcontext()
 
@@ -216,12 +194,21 @@ def train(pair: Pair, optimizer: str, plan: dict[str, Any]) -> Pair:
         backward(pair, x, y, when, plan.get("micro_batches", 1))
         pair.compare_gradients(when)
         if "clip" in plan and pair.can_clip:
-            pair.clip(plan["clip"], when)
+            norms = [clip(each, plan["clip"]) for each in (pair.model, pair.dense)]
+            norm = norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0]
+            pair.close(norm, norms[1], f"{when}: norm of the gradients")
+            pair.compare_gradients(f"{when}, clipped")
         for each in optimizers:
             each.step()
             each.zero_grad()
         pair.compare_values(f"{when}, updated")
     return pair
+
+
+def clip(model: nn.Module, largest: float) -> Tensor:
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(largest)
+    return nn.utils.clip_grad_norm_(model.parameters(), largest)
 
 
 def backward(pair: Pair, x: Tensor, y: Tensor, when: str, num: int) -> None:

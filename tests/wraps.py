@@ -129,16 +129,41 @@ def shard(
         indices: as local_indices gives them.
         as_dtensor: as a DTensor, if the parameter is one.
     """
-    module, _, parameter = name.rpartition(".")
-    module = unwrapped(model).get_submodule(module)
-    if not hasattr(module, "_flat_param") or module._use_orig_params:
+    path, _, parameter = name.rpartition(".")
+    module = unwrapped(model).get_submodule(path)
+    if kept_by_name(module):
         pruned = hasattr(module, parameter + "_orig")
         held = getattr(module, parameter + "_orig" if pruned else parameter).detach()
         return held if as_dtensor else local(held)
-    siblings = [other for other in indices if other.rpartition(".")[0] == name.rpartition(".")[0]]
-    sizes = [len(indices[other]) for other in siblings]
     flat = module._handle.flat_param
-    flat = getattr(flat, "_local_shard", flat).detach()
+    return _piece_of_flat(getattr(flat, "_local_shard", flat).detach(), name, indices)
+
+
+def gradient(model: nn.Module, name: str, indices: dict[str, Tensor]) -> Tensor:
+    """This rank's part of a gradient, laid out like its parameter."""
+    path, _, parameter = name.rpartition(".")
+    module = unwrapped(model).get_submodule(path)
+    if not kept_by_name(module):
+        return _piece_of_flat(module._handle.flat_param.grad, name, indices)
+    pruned = hasattr(module, parameter + "_orig")
+    parameter = getattr(module, parameter + "_orig" if pruned else parameter)
+    if isinstance(parameter, DTensor):
+        return local(parameter.grad.redistribute(placements=parameter.placements))
+    if not parameter.numel():  # FSDP1 makes no gradient of what it has not
+        return torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def kept_by_name(module: nn.Module) -> bool:
+    """Whether parameters can be found on a module: not under FSDP1 without use_orig_params."""
+    return not isinstance(module, FullyShardedDataParallel) or module._use_orig_params
+
+
+def _piece_of_flat(flat: Tensor, name: str, indices: dict[str, Tensor]) -> Tensor:
+    """FSDP1 has the parameters of a layer one behind the other."""
+    layer = name.rpartition(".")[0]
+    siblings = [other for other in indices if other.rpartition(".")[0] == layer]
+    sizes = [len(indices[other]) for other in siblings]
     return flat[: sum(sizes)].split(sizes)[siblings.index(name)]
 
 

@@ -57,23 +57,28 @@ class Transaction:
             else:
                 owner._forward_pre_hooks[present[0]] = hook
 
-    def detach(self, module: nn.Module, name: str, final: Tensor, managed: Any | None) -> None:
+    def detach(
+        self, module: nn.Module, name: str, final: Tensor | None, managed: Any | None
+    ) -> None:
         """Make the pruning of ``module.<name>`` final; all that is left of it is the hook.
 
         Args:
-            final: the masked values, local, with pruned elements at +0.
+            final: the masked values, local, with pruned elements at +0; None leaves the
+                unmasked ones.
             managed: the wrapper's record of the parameter (wrappers.Managed), if it has one.
         """
         if managed is not None:
             owners = _owners(module, name, managed)
             self._remember(owners, name, managed)
-            managed.write(final)
+            if final is not None:
+                managed.write(final)
             _unmask_shards(owners, name, managed)
             others = [(owner, name) for owner in owners[1:]]
         else:
             parameter = module._parameters[name + "_orig"]
             others = _tied_places(module, name)
-            _local(parameter).copy_(final)
+            if final is not None:
+                _local(parameter).copy_(final)
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None)
                 _restore_parameter(owner, owned_name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.masking import live_property
+from distprune.wrappers import is_flattened, managed_parameters
 
 
 class PruningHook:
@@ -26,6 +28,8 @@ class PruningHook:
     _module_ref: weakref.ref[nn.Module] | None = None
     # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
+    # Of the parameter that was looked at last: another one tells of a wrapper.
+    _seen: int = 0
     # The DDP wrapper that was told about the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
 
@@ -62,12 +66,41 @@ class PruningHook:
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
+        original = module._parameters.get(self._tensor_name + "_orig")
+        if id(original) != self._seen:
+            self._seen = id(original)
+            self._check_wrapping(module, original)
         _tell_ddp(self)
+
+    def _check_wrapping(self, module: nn.Module, original: Tensor | None) -> None:
+        """Tell those who pruned first and wrapped second what is left to do."""
+        name = self._tensor_name
+        label = f"{type(module).__name__}.{name}"
+        mask = module._buffers[name + "_mask"]
+        is_parallel = hasattr(original, "placements")
+        if is_parallel and not hasattr(mask, "placements"):
+            raise RuntimeError(
+                f"{label} was parallelised after it had been pruned, and its mask is whole; "
+                "expected a mask that is sharded like the parameter. Call "
+                "distprune.shard_masks(model) after parallelize_module."
+            )
+        if (
+            (is_parallel and mask.placements != original.placements)
+            or (id(module), name + "_orig") in managed_parameters()
+            or is_flattened(module, name)
+        ):
+            warnings.warn(
+                f"{label} was wrapped after it had been pruned: its mask is whole on every rank, "
+                "and FSDP cannot free the masked weights. Call distprune.shard_masks(model) after "
+                "wrapping.",
+                stacklevel=2,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_module_ref", None)
         state.pop("_ddp_ref", None)
+        state.pop("_seen", None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:

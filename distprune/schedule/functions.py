@@ -51,18 +51,18 @@ class OneShot(Schedule):
     sparsity: float
 
     def __post_init__(self) -> None:
-        _check_step("step", self.step)
-        _check_sparsity("sparsity", self.sparsity)
+        _check_steps(self, step=0)
+        _check_sparsities(self, "sparsity")
 
     def is_due(self, step: int) -> bool:
         return step == self.step
 
     def sparsity_at(self, step: int) -> float:
-        return float(self.sparsity) if step >= self.step else 0.0
+        return self.sparsity if step >= self.step else 0.0
 
     @property
     def ends_at(self) -> float:
-        return float(self.sparsity)
+        return self.sparsity
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,8 @@ class _Ramp(Schedule):
     initial_sparsity: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_range(self.begin, self.end, self.frequency)
-        _check_sparsity("final_sparsity", self.final_sparsity)
-        _check_sparsity("initial_sparsity", self.initial_sparsity)
+        _check_range(self)
+        _check_sparsities(self, "final_sparsity", "initial_sparsity")
         if self.initial_sparsity > self.final_sparsity:
             raise ValueError(
                 f"initial_sparsity={self.initial_sparsity} is above "
@@ -94,16 +93,16 @@ class _Ramp(Schedule):
             return 0.0
         # Exact at both ends, whatever the formula rounds to.
         if step >= self.end:
-            return float(self.final_sparsity)
+            return self.final_sparsity
         due = _last_due(step, self.begin, self.end, self.frequency)
         if due == self.begin:
-            return float(self.initial_sparsity)
+            return self.initial_sparsity
         between = self._between((due - self.begin) / (self.end - self.begin))
-        return float(min(max(between, self.initial_sparsity), self.final_sparsity))
+        return min(max(between, self.initial_sparsity), self.final_sparsity)
 
     @property
     def ends_at(self) -> float:
-        return float(self.final_sparsity)
+        return self.final_sparsity
 
     @abstractmethod
     def _between(self, progress: float) -> float:
@@ -158,7 +157,7 @@ class Function(Schedule):
     Args:
         fn: called with a due step (an int); returns the sparsity, of the total, in
             [0, 1]. It has to return the same on every rank. Where it decreases nothing is
-            pruned, and what is pruned stays so.
+            pruned, and what is pruned stays so. A saved state knows it by its name alone.
         frequency: steps from one due step to the next.
         begin: first due step.
         end: last due step, whether or not a multiple of ``frequency`` away; None: there is none.
@@ -178,7 +177,7 @@ class Function(Schedule):
             raise TypeError(
                 f"fn={self.fn!r} is a {type(self.fn).__name__}; expected a function of the step."
             )
-        _check_range(self.begin, self.end, self.frequency)
+        _check_range(self)
 
     def is_due(self, step: int) -> bool:
         return _is_due(step, self.begin, self.end, self.frequency)
@@ -188,8 +187,7 @@ class Function(Schedule):
             return 0.0
         due = _last_due(step, self.begin, self.end, self.frequency)
         sparsity = self.fn(due)
-        _check_sparsity(f"fn({due})", sparsity)
-        return float(sparsity)
+        return _checked_sparsity(f"fn({due})", sparsity)
 
     @property
     def ends_at(self) -> None:
@@ -202,23 +200,34 @@ class Function(Schedule):
         return f"Function(fn={name}, {rest})"
 
 
-def _check_step(name: str, value: int, lowest: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected an int.")
-    if value < lowest:
-        raise ValueError(f"{name}={value} is below {lowest}; expected an int >= {lowest}.")
+def _check_steps(schedule: Schedule, **lowest: int) -> None:
+    """Check fields that are numbers of steps; numpy's become int, so that a repr is one for all."""
+    for name, least in lowest.items():
+        value = getattr(schedule, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; expected an int.")
+        if value < least:
+            raise ValueError(f"{name}={value} is below {least}; expected an int >= {least}.")
+        object.__setattr__(schedule, name, int(value))
 
 
-def _check_range(begin: int, end: int | None, frequency: int) -> None:
-    _check_step("begin", begin)
-    _check_step("frequency", frequency, lowest=1)
-    if end is not None:
-        _check_step("end", end)
-        if end < begin:
-            raise ValueError(f"end={end} comes before begin={begin}; expected begin <= end.")
+def _check_range(schedule: _Ramp | Function) -> None:
+    _check_steps(schedule, begin=0, frequency=1)
+    if schedule.end is not None:
+        _check_steps(schedule, end=0)
+        if schedule.end < schedule.begin:
+            raise ValueError(
+                f"end={schedule.end} comes before begin={schedule.begin}; expected begin <= end."
+            )
 
 
-def _check_sparsity(name: str, value: float) -> None:
+def _check_sparsities(schedule: Schedule, *names: str) -> None:
+    for name in names:
+        checked = _checked_sparsity(name, getattr(schedule, name))
+        object.__setattr__(schedule, name, checked)
+
+
+def _checked_sparsity(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name}={value!r} is a {type(value).__name__}; expected a float in [0, 1]."
@@ -227,6 +236,7 @@ def _check_sparsity(name: str, value: float) -> None:
         raise ValueError(
             f"{name}={value!r} is not in [0, 1]; expected a sparsity, a share of all elements."
         )
+    return float(value)
 
 
 def _is_due(step: int, begin: int, end: int | None, frequency: int) -> bool:

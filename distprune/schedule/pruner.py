@@ -61,6 +61,9 @@ class ScheduledPruner:
             no parameter is pruned beyond its floor; so the floors hold as soon as the target
             suffices for them. That it does in the end, and that the ceilings leave enough, is
             checked here (but for a :class:`Function`, whose end is not known).
+        pipeline_parallel: the ranks have different parameters, with full names, as for
+            ``global_unstructured``. Bounds go by full name, and are checked at the first
+            pruning.
 
     Attributes:
         num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
@@ -80,8 +83,10 @@ class ScheduledPruner:
         group: ProcessGroup | None = None,
         min_sparsity: SparsityBound | None = None,
         max_sparsity: SparsityBound | None = None,
+        pipeline_parallel: bool = False,
     ) -> None:
         defaults = {
+            "pipeline_parallel": pipeline_parallel,
             "schedule": schedule,
             "pruning_method": pruning_method,
             "min_sparsity": min_sparsity,
@@ -99,6 +104,7 @@ class ScheduledPruner:
             )
         self._importance_scores = importance_scores
         self._process_group = group
+        self._is_pipeline_parallel = pipeline_parallel
         self.num_steps = 0
         self._last_reports: tuple[PruningReport | None, ...] = (None,) * len(self._groups)
 
@@ -130,6 +136,11 @@ class ScheduledPruner:
         self._last_reports = reports
         done = [report for report in reports if report is not None]
         return _merged(done) if done else None
+
+    @property
+    def parameters(self) -> list[tuple[nn.Module, str]]:
+        """The (module, name) pairs of all groups."""
+        return [pair for group in self._groups for pair in group.parameters]
 
     @property
     def sparsity(self) -> float:
@@ -190,21 +201,30 @@ class ScheduledPruner:
             ("target sparsity", repr(target)),
             ("importance_scores", type(self._importance_scores).__name__),
         ]
-        entries = count_pruned(group.parameters, communicator, facts=facts, error=error)
+        entries = count_pruned(
+            group.parameters,
+            communicator,
+            facts=facts,
+            error=error,
+            pipeline_parallel=self._is_pipeline_parallel,
+        )
+        group.join_stages(entries)
         assert target is not None
-        group.target = target
-        count = group.num_to_prune(entries)
+        count = group.num_to_prune(target, entries)
         if count <= 0:
+            group.target = target
             return None
-        is_growing = group.is_growing(entries)
+        is_growing = group.is_growing(target, entries)
         report = prune_over(
             communicator,
             group.parameters,
             group.pruning_method,
             self._scores(communicator),
             amount=count,
+            pipeline_parallel=self._is_pipeline_parallel,
             **group.bounds_now(is_growing),
         )
+        group.target = target
         if not is_growing:
             return report
         # What held them as a ceiling is the floor that they grow up to.
@@ -220,6 +240,11 @@ class ScheduledPruner:
 
 
 def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    if not set(present) <= set(saved):
+        raise ValueError(
+            f"the state has the keys {list(saved)}; expected {list(present)}, as state_dict() of a "
+            "ScheduledPruner has them."
+        )
     if len(saved["groups"]) != len(present["groups"]):
         raise ValueError(
             f"the state has {len(saved['groups'])} parameter groups and this pruner "

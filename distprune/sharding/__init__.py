@@ -8,6 +8,7 @@ registered, which look like replicas.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from distprune.collectives import Communicator, over_groups, over_mesh
 from distprune.masking.live_property import shard_mask_key
+from distprune.naming import unwrap
 from distprune.shard import FlatShard, LocalShard
-from distprune.wrappers import managed_parameters
+from distprune.wrappers import is_flattened, managed_parameters
 
 _FLOAT8 = tuple(
     getattr(torch, name)
@@ -46,7 +48,7 @@ class ShardReader:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
         """
         places = [(id(module), registered) for registered in (name, name + "_orig")]
-        if not any(place in self._managed for place in places) and _is_flattened(module, name):
+        if not any(place in self._managed for place in places) and is_flattened(module, name):
             self._managed = managed_parameters(everywhere=True)
             if not any(place in self._managed for place in places):
                 raise NotImplementedError(
@@ -65,19 +67,29 @@ class ShardReader:
             NotImplementedError: a layout, dtype or wrapper that is not supported.
         """
         managed = self.managed(module, name)
-        mask = module._buffers.get(name + "_mask")
         if managed is not None:
             managed.check_fields()
             if managed.unsupported:
                 raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        # A parameter that was pruned first and wrapped second still has a whole mask.
-        has_whole_mask = mask is not None and not (
-            is_dtensor(mask) or shard_mask_key(name) in module.__dict__
-        )
-        shard = self._read(module, name, label, managed, None if has_whole_mask else mask)
-        if has_whole_mask:
-            shard = replace(shard, mask=shard.slice_of(mask))
-        return shard
+        mask = module._buffers.get(name + "_mask")
+        if mask is None or not self.has_whole_mask(module, name):
+            return self._read(module, name, label, managed, mask)
+        shard = self._read(module, name, label, managed, None)
+        return replace(shard, mask=shard.slice_of(mask.to_local() if is_dtensor(mask) else mask))
+
+    def has_whole_mask(self, module: nn.Module, name: str) -> bool:
+        """Whether a mask is whole on this rank.
+
+        It is on plain modules, and on those that were pruned first and wrapped second.
+        """
+        mask = module._buffers.get(name + "_mask")
+        if mask is None or shard_mask_key(name) in module.__dict__:
+            return False
+        if not is_dtensor(mask):
+            return True
+        # parallelize_module makes replicated DTensors of the buffers that it finds.
+        parameter = module._parameters[name + "_orig"]
+        return is_dtensor(parameter) and mask.placements != parameter.placements
 
     def _read(
         self, module: nn.Module, name: str, label: str, managed: Any | None, mask: Tensor | None
@@ -95,6 +107,20 @@ class ShardReader:
         from distprune.sharding import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
+
+    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
+        """What is the same for all names of a parameter, and how many elements it has, whole.
+
+        Raises:
+            AttributeError: no such attribute.
+            TypeError: not a parameter.
+        """
+        module = unwrap(module)
+        managed = self.managed(module, name)
+        if managed is not None:
+            return managed.key, managed.shape.numel()
+        parameter = _registered(module, name, f"{type(module).__name__}.{name}")
+        return id(parameter), parameter.numel()
 
     def communicator(self, module: nn.Module, name: str) -> Communicator:
         """The ranks that hold a sharded parameter together."""
@@ -139,15 +165,6 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
         f"shape {tuple(shard.shape)}."
     )
-
-
-def _is_flattened(module: nn.Module, name: str) -> bool:
-    """Whether FSDP1 has taken the parameter."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from distprune.wrappers import fsdp1
-
-    return any(fsdp1.is_managed(module, each) for each in (name, name + "_orig"))
 
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:

@@ -93,3 +93,12 @@ def managed_parameters(
     if everywhere:
         fsdp1.find_modules()
     return {**fsdp2.managed_parameters(), **fsdp1.managed_parameters(root)}
+
+
+def is_flattened(module: nn.Module, name: str) -> bool:
+    """Whether FSDP1 has taken a parameter, pruned or not."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from distprune.wrappers import fsdp1
+
+    return any(fsdp1.is_managed(module, each) for each in (name, name + "_orig"))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import distprune as prune
 
-from .model import consolidated_state, wrapped_copy
+from .model import build_model, consolidated_state, wrap_model, wrapped_copy
 from .settings import Settings
-from .training import FINETUNE_LEARNING_RATE, Trainer, make_optimizer
+from .training import FINETUNE_LEARNING_RATE, LEARNING_RATE, Trainer, make_optimizer
 
 METHODS = {"magnitude": prune.L1Unstructured, "random": prune.RandomUnstructured}
 
@@ -39,6 +39,33 @@ class PruningStep:
     @property
     def key(self) -> str:
         return f"{self.method}_{self.percent}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a job's trainings and prunings came to."""
+
+    model: nn.Module  # pruned by magnitude, wrapped, with its masks
+    loss_dense: float  # held-out nats/byte before any pruning
+    losses_trained_on: list[float]  # of the dense model when the pruned ones were fine-tuned
+    steps: list[PruningStep]  # of all methods, in order
+
+
+def prune_in_rounds(settings: Settings, trainer: Trainer, folder: Path) -> Outcome:
+    """Train one dense model, then prune copies of it to each sparsity, by each method."""
+    job = trainer.job
+    torch.manual_seed(settings.seed)  # the same first weights on every rank
+    model = wrap_model(build_model(), settings.wrap, job.device, job.num_ranks)
+    optimizer = make_optimizer(model, LEARNING_RATE)
+    trainer.train(model, optimizer, steps=settings.steps, seed=settings.seed, label="training")
+    loss_dense = trainer.held_out_loss(model)
+    job.say(f"dense: held-out loss {loss_dense:.3f}")
+    trained = consolidated_state(model)
+    # The dense model trains on, for comparison.
+    pruned_model, by_magnitude = prune_in_steps(trained, "magnitude", settings, trainer, folder)
+    _, at_random = prune_in_steps(trained, "random", settings, trainer, folder)
+    losses_trained_on = train_on(trained, settings, trainer)
+    return Outcome(pruned_model, loss_dense, losses_trained_on, by_magnitude + at_random)
 
 
 def prune_in_steps(

@@ -106,11 +106,10 @@ def _document(results: Results, corpus: Corpus, settings: Settings, job: Job) ->
 
 {loss_table(results)}
 
-Both methods prune the same trained model in steps, with {settings.finetune_steps} steps of
-fine-tuning on the same batches after each; "after pruning" is measured before the fine-tuning of
-that row. The last column is the dense model after as many steps as the pruned ones had by then:
-the training is short, so more of it lowers any loss. Lower is better; a uniform guess over 256
-bytes has {math.log(256):.3f}.
+{_how(settings)}
+The last column is the dense model after as many steps as the pruned ones had by then: the training
+is short, so more of it lowers any loss. Lower is better; a uniform guess over 256 bytes has
+{math.log(256):.3f}.
 
 ![Held-out loss over sparsity](loss_over_sparsity.png)
 ![Sparsity of each parameter](sparsity_per_layer.png)
@@ -139,6 +138,20 @@ Replicas count once per rank.
 {_command(job)}
 ```
 """
+
+
+def _how(settings: Settings) -> str:
+    if settings.schedule == "rounds":
+        return (
+            f"Both methods prune the same trained model in steps, with {settings.finetune_steps} "
+            'steps of\nfine-tuning on the same batches after each; "after pruning" is measured '
+            "before the fine-tuning of\nthat row."
+        )
+    return (
+        f"Both methods prune while a model is trained, by a {settings.schedule} schedule over "
+        f"{settings.steps} steps, with\n{settings.finetune_steps} more steps after its end; "
+        '"after fine-tuning" is measured before the next pruning, or at the end.'
+    )
 
 
 def _machine(job: Job) -> dict[str, str]:

@@ -19,6 +19,8 @@ class Settings:
     sparsities: tuple[float, ...]
     seed: int
     exclude: tuple[str, ...]
+    schedule: str
+    checkpoint_every: int
 
 
 def parse_settings() -> Settings:
@@ -40,17 +42,37 @@ def parse_settings() -> Settings:
         help="folder for tables, pictures and the model",
     )
     parser.add_argument(
-        "--steps", type=int, default=350, help="training steps before the first pruning"
+        "--schedule",
+        choices=("rounds", "linear", "cubic"),
+        default="rounds",
+        help="rounds: train, then prune in rounds with fine-tuning between; linear and cubic: "
+        "prune gradually while training, and continue after the last checkpoint in --output if "
+        "an earlier run was killed",
     )
     parser.add_argument(
-        "--finetune-steps", type=int, default=40, help="training steps after each pruning"
+        "--steps",
+        type=int,
+        default=350,
+        help="training steps before the first pruning; of a schedule, steps until its end",
+    )
+    parser.add_argument(
+        "--finetune-steps",
+        type=int,
+        default=40,
+        help="training steps after each pruning; of a schedule, steps after its end",
     )
     parser.add_argument(
         "--sparsities",
         type=float,
         nargs="+",
-        default=[0.5, 0.7, 0.9],
-        help="share of all prunable weights that is zero after each pruning, rising",
+        help="share of all prunable weights that is zero after each pruning, rising (default 0.5 "
+        "0.7 0.9); of a schedule, the one at its end (default 0.9)",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=int,
+        default=50,
+        help="steps between checkpoints; with a schedule only",
     )
     parser.add_argument(
         "--seed",
@@ -71,6 +93,18 @@ def parse_settings() -> Settings:
             "expected --steps >= 1 and --finetune-steps >= 0, "
             f"got {parsed.steps} and {parsed.finetune_steps}"
         )
+    if parsed.schedule != "rounds" and (parsed.steps < 4 or parsed.checkpoint_every < 1):
+        parser.error(
+            "expected --steps >= 4 and --checkpoint-every >= 1 with a schedule, "
+            f"got {parsed.steps} and {parsed.checkpoint_every}"
+        )
+    if parsed.sparsities is None:
+        parsed.sparsities = [0.5, 0.7, 0.9] if parsed.schedule == "rounds" else [0.9]
+    if parsed.schedule != "rounds" and len(parsed.sparsities) != 1:
+        parser.error(
+            "expected one of --sparsities, that at the end of the schedule, "
+            f"got {parsed.sparsities}"
+        )
     rising = [0.0, *parsed.sparsities, 1.0]
     if any(low >= high for low, high in pairwise(rising)):
         parser.error(f"expected --sparsities between 0 and 1 and rising, got {parsed.sparsities}")
@@ -82,4 +116,6 @@ def parse_settings() -> Settings:
         tuple(parsed.sparsities),
         parsed.seed,
         tuple(parsed.exclude),
+        parsed.schedule,
+        parsed.checkpoint_every,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,16 +51,23 @@ class Trainer:
         steps: int,
         seed: int,
         label: str,
+        first: int = 0,
+        after_step: Callable[[int], None] | None = None,
     ) -> None:
         """Train in place, on batches that only the seed decides.
 
         The rate warms up over a tenth of the steps, then falls to its tenth along a cosine.
+
+        Args:
+            steps: of the whole training.
+            first: the step to begin with, counted from 0, if the others are done already.
+            after_step: called after each step with its number, counted from 0.
         """
         model.train()
         parts = batches(
             self.corpus.train, steps, seed, shard=self.shard, num_shards=self.num_shards
         )
-        for step, tokens in enumerate(parts, start=1):
+        for step, tokens in enumerate(parts[first:], start=first + 1):
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * _relative_rate(step, steps)
             loss = language_loss(model, tokens.to(self.job.device))
@@ -69,6 +77,8 @@ class Trainer:
             if step % 50 == 0 or step == steps:
                 text = f"{label}: step {step}/{steps}, training loss"
                 self.job.say(f"{text} {_mean_over_ranks(loss.detach()):.3f}")
+            if after_step is not None:
+                after_step(step - 1)
 
     def held_out_loss(self, model: nn.Module) -> float:
         """Mean nats per byte over the held-out windows of all ranks; the same on every rank."""

@@ -10,7 +10,7 @@ from torch import nn
 import distprune as prune
 import wraps
 from checks import assert_nothing_wrong
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill, seeded, target
 from pair import Pair, train
 

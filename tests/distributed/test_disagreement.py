@@ -11,7 +11,7 @@ import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]

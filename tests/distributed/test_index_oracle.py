@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import EVEN, UNEVEN, Net, ShapesNet, fqns, seeded
 
 REPLICAS = {"plain-3": 3, "ddp-4": 4, "hsdp-2x1": 2, "hsdp-3x1": 3, "hsdp-2x2": 2}

@@ -9,7 +9,7 @@ import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, wrong_masks
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import DATA, DTYPES, EVEN, Net, ShapesNet, fill, fqns, target
 
 # Amounts of successive calls on one model; "all" is the number of elements that are left.

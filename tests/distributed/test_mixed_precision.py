@@ -9,7 +9,7 @@ import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, wrong_masks
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, fqns, target
 from pair import OPTIMIZERS
 

@@ -19,7 +19,8 @@ import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong
-from harness import run_ranks
+from distprune import schedule
+from distprune.testing import run_ranks
 from models import fill, target
 
 NUM_LAYERS = 12  # "layers.10" has to come after "layers.2"
@@ -160,6 +161,41 @@ def test_random_masks_and_bounds_over_stages():
     assert sum(int((mask == 0).sum()) for mask in expected.values()) == 225
     assert int((expected["head.weight"] == 0).sum()) >= 15
     for masks in run_ranks(random_masks, 3, "plain"):
+        for name, mask in masks.items():
+            assert torch.equal(mask, expected[name])
+
+
+def scheduled(kind: str, resume_at: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """A ramp with floors and ceilings over all stages, with another pruner from a step on."""
+    model, _, _ = make_stage(kind, "few")
+
+    def pruner() -> schedule.ScheduledPruner:
+        return schedule.ScheduledPruner(
+            prune.select(model),
+            schedule.Linear(begin=0, end=4, frequency=2, final_sparsity=0.6),
+            min_sparsity={"layers.3.weight": 0.9},
+            max_sparsity=0.95,
+            pipeline_parallel=True,
+        )
+
+    mine, counts = pruner(), []
+    for step in range(5):
+        if step == resume_at:
+            state, mine = mine.state_dict(), pruner()
+            mine.load_state_dict(state)
+        report = mine.step()
+        counts.append(report.num_pruned if report else 0)
+    masks = {pair.fqn: pair[0].weight_mask for pair in prune.select(model)}
+    mine.remove()
+    return masks, counts
+
+
+def test_schedules_over_stages():
+    ((expected, counts),) = run_ranks(scheduled, 1, "whole", 9)
+    assert counts == [0, 0, 135, 0, 270]
+    assert int((expected["layers.3.weight"] == 0).sum()) == 33
+    for masks, seen in run_ranks(scheduled, 3, "plain", 3):
+        assert seen == counts
         for name, mask in masks.items():
             assert torch.equal(mask, expected[name])
 

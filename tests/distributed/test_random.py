@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distprune as prune
 import wraps
 from checks import assembled
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, ShapesNet, fill, fqns, target
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import distprune as prune
 import wraps
 from checks import changes, snapshot
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, fill, target
 
 

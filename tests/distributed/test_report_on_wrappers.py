@@ -8,7 +8,7 @@ import torch
 import distprune as prune
 import reference
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import Net, ShapesNet, fill, fqns, target
 
 AMOUNTS = (0.3, 20)

@@ -5,7 +5,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import distprune as prune
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import ShapesNet, fill
 
 WRAPPINGS = ["plain-2", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-2x2"]

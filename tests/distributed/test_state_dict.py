@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import distprune as prune
 import reference
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import UNEVEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]

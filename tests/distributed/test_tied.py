@@ -7,7 +7,7 @@ from torch import nn
 import distprune as prune
 import reference
 import wraps
-from harness import run_ranks
+from distprune.testing import run_ranks
 from models import fill
 
 WRAPPINGS = ["plain-1", "plain-2", "ddp-2", "fsdp2_root-2", "fsdp2_root-3"]

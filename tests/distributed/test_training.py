@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import wraps
 from checks import assert_nothing_wrong
-from harness import run_ranks
+from distprune.testing import run_ranks
 from pair import OPTIMIZERS, Pair, train
 
 WRAPPINGS = [

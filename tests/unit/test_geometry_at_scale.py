@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distprune.sharding import dtensor
-from harness import run_fake_ranks
+from fake_ranks import run_fake_ranks
 
 
 def global_indices(shard):

@@ -131,6 +131,8 @@ def test_schedules_are_values():
     assert eval(repr(cubic), vars(schedule)) == cubic
     with pytest.raises(AttributeError):
         cubic.begin = 3
+    with_numpy = schedule.Cubic(np.int64(0), np.int32(10), 2, np.float64(0.8), 0)
+    assert repr(with_numpy) == repr(cubic) and with_numpy == cubic
     function = schedule.Function(some_function, 3)
     assert repr(function) == "Function(fn=some_function, frequency=3, begin=0, end=None)"
     assert function == schedule.Function(some_function, 3)
@@ -195,12 +197,25 @@ def test_a_decreasing_function_takes_nothing_back():
 
 def test_a_step_that_fails_does_not_count():
     model = fill(Net(), "normal", "float32")
-    answers = iter([math.nan, 0.5])
+    answers = iter([math.nan, 0.5, 0.5])
     pruner = schedule.ScheduledPruner(weights(model), schedule.Function(lambda step: next(answers)))
     with pytest.raises(ValueError, match=r"fn\(0\)=nan"):
         pruner.step()
     assert pruner.num_steps == 0 and pruner.sparsity == 0.0 and not prune.is_pruned(model)
     assert pruner.step().num_pruned == round(0.5 * total(model))
+    assert pruner.step() is None and pruner.num_steps == 2
+
+    def no_scores():
+        raise LookupError("no gradients yet")
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.OneShot(0, 0.5), importance_scores=no_scores
+    )
+    state = pruner.state_dict()
+    with pytest.raises(LookupError, match="no gradients yet"):
+        pruner.step()
+    assert pruner.state_dict() == state and not prune.is_pruned(model)
 
 
 def test_scores_are_asked_for_when_something_is_pruned():
@@ -359,6 +374,7 @@ def test_resume_gives_the_same_masks(stop):
     pruner = schedule.ScheduledPruner(weights(resumed), ramp)
     pruner.load_state_dict(state)
     assert pruner.num_steps == stop
+    assert pruner.sparsity == state["groups"][0]["sparsity"] and pruner.state_dict() == state
     drive(resumed, pruner, 11 - stop)
     assert pruner.state_dict()["num_steps"] == 11
     for key, value in straight.state_dict().items():
@@ -384,6 +400,8 @@ def test_the_state_is_plain_and_says_what_differs():
     fewer = prune.select(model, exclude="l2")
     with pytest.raises(ValueError, match=r"only in the state: l2.weight; only in this.*\(none\)"):
         schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"keys \['steps'\]; expected \['num_steps', 'groups'\]"):
+        other.load_state_dict({"steps": 3})
     two = [{"parameters": fewer}, {"parameters": prune.select(model, include="l2")}]
     with pytest.raises(ValueError, match="1 parameter groups and this pruner 2"):
         schedule.ScheduledPruner(two, schedule.OneShot(0, 1 / 3)).load_state_dict(state)

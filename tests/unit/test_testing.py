@@ -1,7 +1,10 @@
-"""The harness itself: results, failures, hangs and reuse."""
+"""The pool of ranks: results, failures, hangs, reuse, and other people's test files."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -10,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness import RankError, run_fake_ranks, run_ranks
+import distprune
+from distprune.testing import RankError, preload, run_ranks
+from fake_ranks import run_fake_ranks
 
 
 def sum_of_ranks(offset: int = 0) -> int:
@@ -19,11 +24,34 @@ def sum_of_ranks(offset: int = 0) -> int:
     return int(total)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_results_come_back_in_rank_order(world_size):
     assert run_ranks(dist.get_rank, world_size) == list(range(world_size))
     expected = sum(range(world_size)) + 10 * world_size
     assert run_ranks(sum_of_ranks, world_size, offset=10) == [expected] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "timeout"), [(0, 1.0), (-1, 1.0), (1, 0.0)])
+def test_wrong_numbers_are_refused(world_size, timeout):
+    with pytest.raises(ValueError, match=f"world_size={world_size}, timeout={timeout}"):
+        run_ranks(dist.get_rank, world_size, timeout=timeout)
+
+
+def nested():
+    def inside():
+        return None
+
+    return inside
+
+
+@pytest.mark.parametrize("fn", [lambda: None, nested()], ids=["lambda", "nested"])
+def test_functions_that_cannot_travel_are_refused(fn):
+    with pytest.raises(TypeError, match="Expected a function at the top level"):
+        run_ranks(fn, 2)
+    with pytest.raises(TypeError, match="Expected a function at the top level"):
+        run_ranks(sum_of_ranks, 2, fn)
+    with pytest.raises(TypeError, match="fn='text' is not callable"):
+        run_ranks("text", 2)
 
 
 def process_id() -> int:
@@ -35,6 +63,8 @@ def test_workers_are_reused_and_are_not_this_process():
     assert first == second
     assert os.getpid() not in first
     assert len(set(first)) == 2
+    with pytest.raises(RuntimeError, match="comes after the first run_ranks"):
+        preload("json")
 
 
 def tensors() -> tuple[torch.Tensor, numpy.ndarray]:
@@ -168,3 +198,98 @@ def test_no_threads_of_earlier_groups_are_left():
     for _ in range(5):
         run_ranks(use_groups_and_caches, 2)
     assert run_ranks(num_threads, 2) == before
+
+
+def run_python(folder, *arguments, **files) -> subprocess.CompletedProcess:
+    """In a folder of a user, who has distprune on the path and nothing else of ours."""
+    for name, text in files.items():
+        folder.joinpath(name + ".py").write_text(text)
+    root = str(Path(distprune.__file__).resolve().parents[1])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_functions_of_main_are_refused(tmp_path):
+    script = """
+from distprune.testing import run_ranks
+
+def fn():
+    return 1
+
+class Argument:
+    pass
+
+if __name__ == "__main__":
+    for call in ((fn,), (print, Argument())):
+        try:
+            run_ranks(call[0], 1, *call[1:])
+        except TypeError as error:
+            print(error)
+"""
+    done = run_python(tmp_path, "script.py", script=script)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("fn or one of its arguments is defined in __main__")
+    assert second.startswith("print or one of its arguments is defined in __main__")
+
+
+USER_TESTS = """
+import time
+import pytest
+import torch
+import torch.distributed as dist
+import distprune
+from distprune.testing import RankError, run_ranks
+{extra}
+class Sum:
+    def __init__(self, start): self.start = start
+
+def total(sum):
+    value = torch.tensor(dist.get_rank() + sum.start)
+    dist.all_reduce(value)
+    return int(value)
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_passes(world_size):
+    assert run_ranks(total, world_size, Sum(10)) == [10 * world_size + sum(range(world_size))] * world_size
+
+def broken(which):
+    if dist.get_rank() == which:
+        assert which == 17, "what the rank had to say"
+
+def test_fails():
+    run_ranks(broken, 2, 1)
+
+def hangs():
+    time.sleep(600 * dist.get_rank())
+
+def test_hangs():
+    run_ranks(hangs, 2, timeout=2)
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+def test_in_somebody_elses_project(tmp_path):
+    """Two workers of xdist; test files under names that only pytest can import."""
+    folder = tmp_path / "my checks" / "inner"
+    folder.mkdir(parents=True)
+    folder.joinpath("__init__.py").touch()
+    folder.joinpath("helper.py").write_text("VALUE = 7")
+    for letter in "ab":
+        text = USER_TESTS.replace("{extra}", "from .helper import VALUE")
+        folder.joinpath(f"test_{letter}.py").write_text(text)
+    options = ["-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    done = run_python(tmp_path, "-m", "pytest", *options, "--import-mode=importlib", "my checks")
+    text = done.stdout
+    assert done.returncode == 1, text + done.stderr
+    assert "4 failed, 4 passed" in text, text
+    assert text.count("rank 1 of 2: Traceback") == 2, text
+    assert text.count("AssertionError: what the rank had to say") >= 2
+    assert text.count("rank 1 of 2: no answer, killed") >= 2
+    assert text.count(" in hangs") >= 2

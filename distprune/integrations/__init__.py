@@ -1,0 +1,1 @@
+"""What distprune offers to other libraries' users; one module per library, none imported here."""

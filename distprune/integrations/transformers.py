@@ -1,0 +1,258 @@
+"""Prune while Hugging Face's Trainer trains: one callback.
+
+    callback = PruningCallback(
+        schedule.Cubic(begin=100, end=1000, frequency=100, final_sparsity=0.8), exclude="lm_head"
+    )
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+    trainer.train()  # resume_from_checkpoint=True goes on where an earlier run stopped
+    trainer.save_model("pruned")  # an ordinary model, with the zeros in its weights
+
+[Note: resuming] The Trainer's checkpoints hold ``weight_orig`` and ``weight_mask`` of what is
+pruned. A resuming Trainer loads them before it starts any callback, into a model that is not
+pruned yet, and only warns of keys that do not fit. So the callback hooks into the model's
+``load_state_dict`` when the Trainer is made, and gives the model the masks that a state dict
+has. Where the schedule stands is in ``trainer_state.json``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from distprune.collectives import world
+from distprune.global_pruning import global_unstructured
+from distprune.local_pruning import is_pruned
+from distprune.methods import L1Unstructured
+from distprune.pipeline import count_pruned
+from distprune.recipe import Recipe, load_recipe
+from distprune.report import PruningReport
+from distprune.schedule.functions import Schedule
+from distprune.schedule.pruner import ScheduledPruner
+from distprune.selecting import select
+
+logger = logging.getLogger(__name__)
+
+
+class PruningCallback(TrainerCallback, ExportableState):
+    """Prunes after the optimizer's steps, as a schedule or a recipe says.
+
+    Give it to ``Trainer(..., callbacks=[callback])``, on every process; ``add_callback`` is too
+    late for a run that resumes. The schedule's steps are the Trainer's: step ``n`` is that
+    after which ``global_step`` is ``n + 1``. The sparsity in force is logged as "sparsity" in
+    ``trainer.state.log_history``, and what was pruned by this module's logger (INFO).
+
+    Args:
+        plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
+            makes a ``ScheduledPruner`` of the model that the Trainer has prepared.
+        include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
+        permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
+            ordinary model. Checkpoints of the training keep their masks. If False, call
+            :meth:`make_permanent` before saving for others: ``from_pretrained`` does not know
+            ``weight_orig`` and would leave such weights at random.
+
+    Attributes:
+        pruner: the ScheduledPruner; None before training.
+        last_report: of the last pruning on this process, the same on all; None before it.
+
+    Raises:
+        TypeError: a plan of another type, or selection beside a plan that has its own.
+    """
+
+    def __init__(
+        self,
+        plan: Schedule | Recipe | str | Path | Callable[[nn.Module], ScheduledPruner],
+        *,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
+        types: type | tuple[type, ...] | None = None,
+        names: str | Sequence[str] = ("weight",),
+        permanent: bool = True,
+    ) -> None:
+        if isinstance(plan, str | Path):
+            plan = load_recipe(plan)
+        if not isinstance(plan, Schedule | Recipe) and not callable(plan):
+            raise TypeError(
+                f"plan is a {type(plan).__name__}; expected a schedule such as "
+                "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
+                "that returns a ScheduledPruner."
+            )
+        selection = {"include": include, "exclude": exclude, "types": types, "names": names}
+        default = {"include": None, "exclude": (), "types": None, "names": ("weight",)}
+        if not isinstance(plan, Schedule) and selection != default:
+            raise TypeError(
+                "include, exclude, types and names go with a schedule; expected the selection in "
+                "the recipe, or in the function."
+            )
+        self._plan = plan
+        self._selection = selection
+        self._permanent = permanent
+        self.pruner: ScheduledPruner | None = None
+        self.last_report: PruningReport | None = None
+
+    def make_permanent(self) -> None:
+        """Make the zeros permanent: ordinary parameters, which any program can load.
+
+        Call it on every process. It ends the pruning; a further ``train()`` starts it anew.
+        """
+        if self.pruner is not None:
+            self.pruner.remove()
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into ``trainer_state.json``."""
+        pruning = None if self.pruner is None else self.pruner.state_dict()
+        return {"args": {}, "attributes": {"pruning": pruning}}
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse what cannot work, and see to it that masks can be loaded."""
+        _check_arguments(args)
+        if model is not None:
+            model.register_load_state_dict_pre_hook(_add_masks)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make the pruner, and let it go on where a checkpoint was saved."""
+        assert model is not None
+        pruner = self._make_pruner(model)
+        parameters = pruner.parameters
+        count_pruned(parameters, world())  # refuses what cannot be pruned before hours of training
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if isinstance(saved, list):
+            raise NotImplementedError(
+                f"the Trainer has {len(saved)} callbacks of type {type(self).__name__}; expected "
+                "one. A recipe with groups gives parts of a model budgets of their own."
+            )
+        pruning = (saved or {}).get("attributes", {}).get("pruning")
+        if pruning is not None and state.global_step > 0:
+            pruner.load_state_dict(pruning)
+            if pruner.sparsity > 0 and not any(is_pruned(module) for module, _ in parameters):
+                raise RuntimeError(
+                    f"the checkpoint of step {state.global_step} is pruned to "
+                    f"{pruner.sparsity:.2%}, and its masks were not loaded; expected the callback "
+                    "in Trainer(..., callbacks=[...]), before the checkpoint is read."
+                )
+        pruner.num_steps = state.global_step
+        self.pruner = pruner
+        self._warn_of_an_early_end(state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prune what is due."""
+        assert self.pruner is not None
+        report = self.pruner.step()
+        if report is None:
+            return
+        self.last_report = report
+        control.should_log = True
+        if state.is_world_process_zero:
+            logger.info("step %d: pruned to %.4f\n%s", state.global_step, report.sparsity, report)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the sparsity to what is logged."""
+        if self.pruner is None or logs is None or "loss" not in logs:
+            return
+        logs["sparsity"] = self.pruner.sparsity
+        if state.log_history:
+            state.log_history[-1]["sparsity"] = self.pruner.sparsity
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the zeros permanent, if asked to."""
+        if self._permanent:
+            self.make_permanent()
+
+    def _make_pruner(self, model: nn.Module) -> ScheduledPruner:
+        if isinstance(self._plan, Recipe):
+            return self._plan.pruner(model)
+        if isinstance(self._plan, Schedule):
+            return ScheduledPruner(select(model, **self._selection), self._plan)
+        pruner = self._plan(model)
+        if not isinstance(pruner, ScheduledPruner):
+            raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
+        return pruner
+
+    def _warn_of_an_early_end(self, state: TrainerState) -> None:
+        schedules = []
+        if isinstance(self._plan, Schedule):
+            schedules = [self._plan]
+        elif isinstance(self._plan, Recipe):
+            schedules = [group.schedule for group in self._plan.groups]
+        for schedule in schedules:
+            end, reached = schedule.ends_at, schedule.sparsity_at(state.max_steps - 1)
+            if end is not None and reached < end:
+                logger.warning(
+                    "training ends after %d steps at sparsity %g, before the schedule does at %g: "
+                    "%s",
+                    state.max_steps, reached, end, schedule,
+                )  # fmt: skip
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raises for settings under which pruning would fail later, or silently do something else."""
+    if args.deepspeed:
+        raise NotImplementedError(
+            "DeepSpeed is not supported by distprune; expected one process, DDP or FSDP2."
+        )
+    if args.n_gpu > 1:
+        raise NotImplementedError(
+            f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "
+            "step, which distprune does not support; start it with torchrun, or show it one GPU "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+    if args.fsdp and args.save_strategy != "no":
+        raise NotImplementedError(
+            "the Trainer cannot resume a pruned model under FSDP: it loads a checkpoint in one go "
+            'with wrapping the model. Set save_strategy="no", or save and resume in a loop of your '
+            "own (see the README)."
+        )
+    if args.load_best_model_at_end:
+        raise NotImplementedError(
+            "load_best_model_at_end=True would bring back the checkpoint with the lowest loss, "
+            "which is likely one that is hardly pruned; set it to False."
+        )
+    if args.restore_callback_states_from_checkpoint:
+        raise NotImplementedError(
+            "restore_callback_states_from_checkpoint=True makes new callbacks, without their "
+            "schedule; set it to False. PruningCallback restores its state by itself."
+        )
+
+
+def _add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> None:
+    """Before a state dict is loaded: give the model the masks that it has; see [Note: resuming]."""
+    suffix = "_mask"
+    found = {key.removesuffix(suffix) for key in state_dict if key.endswith(suffix)}
+    found = {key for key in found if f"{key}_orig" in state_dict}
+    if not found:
+        return
+    pairs = select(model, "*", names=sorted({key.rpartition(".")[2] for key in found}))
+    missing = [p for p in pairs if p.fqn in found and p[1] + suffix not in p[0]._buffers]
+    if missing:
+        # Masks of ones, under all names of a tied parameter.
+        global_unstructured(missing, L1Unstructured, amount=0)

@@ -1,0 +1,262 @@
+"""Recipes: what to prune, how much and when, as a file that is checked before anything runs.
+
+    recipe = load_recipe("configs/recipes/cubic_80.yaml")
+    pruner = recipe.pruner(model)  # a ScheduledPruner; the model wrapped or not
+
+A recipe in full; all but ``version``, and one of ``sparsity`` and ``schedule``, may be left out::
+
+    version: 1
+    method: magnitude          # or random
+    seed: 0                    # of random
+    scope: global              # one ranking over all selected parameters
+    schedule:                  # or, at once: sparsity: 0.8
+      kind: cubic              # linear; one_shot, which has step and sparsity
+      begin: 0
+      end: 1000
+      frequency: 100
+      initial_sparsity: 0.0
+      final_sparsity: 0.8
+    select:                    # as for distprune.select
+      include: ["*"]
+      exclude: [lm_head]
+      names: [weight]
+    limits:                    # of every single parameter
+      min_sparsity: 0.0
+      max_sparsity: 0.95
+
+``groups``, a list, gives parts of the model budgets of their own. Each group has a ``select`` and
+whatever of ``sparsity`` or ``schedule``, ``method`` and ``limits`` differs from the top level.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from distprune.call import Decision, PruningCall
+from distprune.methods import L1Unstructured, RandomUnstructured
+from distprune.pruning_method import BasePruningMethod
+from distprune.ranking import random_decision
+from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
+from distprune.schedule.pruner import ScheduledPruner
+from distprune.selecting import select
+from distprune.strict import Problems, Table, one_of, read_yaml, share, texts, whole_number
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_GROUP_KEYS = ("method", "sparsity", "schedule", "select", "limits")
+_KEYS = ("version", "seed", "scope", *_GROUP_KEYS, "groups")
+_RAMP_KEYS = ("kind", "begin", "end", "frequency", "initial_sparsity", "final_sparsity")
+_SCHEDULE_KEYS = {
+    "one_shot": ("kind", "step", "sparsity"), "linear": _RAMP_KEYS, "cubic": _RAMP_KEYS
+}  # fmt: skip
+_STAND_IN = OneShot(0, 0.0)  # for a schedule that is wrong, until that is reported
+
+
+class RecipeError(ValueError):
+    """A recipe is wrong; the text names every key that is, and ``problems`` lists them."""
+
+    def __init__(self, where: str, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n  - ".join([f"{where} has {count}:", *problems]))
+
+
+@dataclass(frozen=True)
+class RecipeGroup:
+    """Parameters that share a budget.
+
+    Attributes:
+        schedule: the sparsity of all of them together, over the steps.
+        method: "magnitude" or "random".
+        include, exclude, names: as for ``select``.
+        min_sparsity, max_sparsity: of every single parameter.
+    """
+
+    schedule: Schedule
+    method: str = "magnitude"
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("weight",)
+    min_sparsity: float = 0.0
+    max_sparsity: float = 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe. ``repr`` shows it with every default filled in.
+
+    Attributes:
+        groups: one, unless the recipe has ``groups``.
+        seed: of the method "random": the same elements on every run and any sharding; None:
+            from torch's generator.
+        scope: "global": one ranking over all parameters of a group.
+        version: of the format.
+    """
+
+    groups: tuple[RecipeGroup, ...]
+    seed: int | None = None
+    scope: str = "global"
+    version: int = 1
+
+    def pruner(self, model: nn.Module, *, group: ProcessGroup | None = None) -> ScheduledPruner:
+        """A pruner for a model that is wrapped already, if it is to be. Changes nothing yet.
+
+        Args:
+            model: plain or wrapped in anything that distprune supports.
+            group: the ranks that take part; every rank by default.
+
+        Raises:
+            ValueError: a pattern matches nothing, or a parameter is in two groups.
+        """
+        entries = [
+            {
+                "parameters": select(model, each.include, each.exclude, names=each.names),
+                "schedule": each.schedule,
+                "pruning_method": _random(self.seed) if each.method == "random" else L1Unstructured,
+                "min_sparsity": each.min_sparsity,
+                "max_sparsity": each.max_sparsity,
+            }
+            for each in self.groups
+        ]
+        return ScheduledPruner(entries, group=group)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe from a YAML file; needs PyYAML (``pip install 'distprune[recipes]'``).
+
+    Raises:
+        RecipeError: with every problem, its line, what was found and what was expected.
+        FileNotFoundError: there is no such file.
+        ImportError: PyYAML is missing.
+    """
+    value, problems = read_yaml(Path(path))
+    return _parse(value, problems, str(path))
+
+
+def parse_recipe(mapping: Mapping[str, Any]) -> Recipe:
+    """A recipe from plain values, as YAML or JSON would have them.
+
+    Raises:
+        RecipeError: with every problem, what was found and what was expected.
+    """
+    return _parse(mapping, Problems(), "the recipe")
+
+
+def _parse(value: Any, problems: Problems, where: str) -> Recipe:
+    top = Table(value, (), _KEYS, problems)
+    version = top.take("version", one_of(1))
+    scope = top.take("scope", one_of("global"), "global")
+    seed = top.take("seed", whole_number(0), None)
+    shared = _read_group(top, {"method": "magnitude", "schedule": None})
+    if "groups" in top:
+        if "select" in top:
+            top.problem("goes into each of the groups, if there are any.", "select")
+        tables = top.tables("groups", _GROUP_KEYS)
+        found = [_read_group(table, shared) for table in tables]
+    else:
+        tables, found = [top], [shared]
+    for table, fields in zip(tables, found, strict=True):
+        if table is not top and table.is_mapping and "select" not in table:
+            table.problem("has no 'select', which every group needs.")
+        if table.is_mapping and fields["schedule"] is None:
+            table.problem("has no 'sparsity' and no 'schedule'; expected one of them.")
+    is_random = any(fields["method"] == "random" for fields in found)
+    if seed is not None and not is_random and not problems:
+        top.problem("has no effect without method 'random'; leave it out.", "seed")
+    if problems:
+        raise RecipeError(where, problems.texts())
+    return Recipe(tuple(RecipeGroup(**fields) for fields in found), seed, scope, version)
+
+
+def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a RecipeGroup; a group without limits or a budget has those of the top."""
+    fields = dict(defaults)
+    fields["method"] = table.take("method", one_of("magnitude", "random"), defaults["method"])
+    if "sparsity" in table and "schedule" in table:
+        table.problem("is given beside 'sparsity'; expected one of the two.", "schedule")
+    if "sparsity" in table:
+        fields["schedule"] = OneShot(0, table.take("sparsity", share, 0.0))
+    if "schedule" in table:
+        fields["schedule"] = _read_schedule(table)
+    if "select" in table:
+        chosen = table.table("select", ("include", "exclude", "names"))
+        fields["include"] = chosen.take("include", _patterns, None)
+        fields["exclude"] = chosen.take("exclude", _patterns, ())
+        fields["names"] = chosen.take("names", texts, ("weight",))
+    if "limits" in table:
+        limits = table.table("limits", ("min_sparsity", "max_sparsity"))
+        low = limits.take("min_sparsity", share, 0.0)
+        high = limits.take("max_sparsity", share, 1.0)
+        if low > high:
+            limits.problem(f"min_sparsity {low} is above max_sparsity {high}.")
+        fields |= {"min_sparsity": low, "max_sparsity": high}
+    return fields
+
+
+def _read_schedule(parent: Table) -> Schedule:
+    every_key = tuple(dict.fromkeys(key for keys in _SCHEDULE_KEYS.values() for key in keys))
+    kind = parent.peek("schedule", "kind")
+    table = parent.table("schedule", _SCHEDULE_KEYS.get(kind, every_key))
+    table.take("kind", one_of(*_SCHEDULE_KEYS))
+    if kind not in _SCHEDULE_KEYS:
+        return _STAND_IN
+    count = len(table.problems)
+    if kind == "one_shot":
+        values = {
+            "step": table.take("step", whole_number(0), 0),
+            "sparsity": table.take("sparsity", share),
+        }
+    else:
+        values = {
+            "begin": table.take("begin", whole_number(0), 0),
+            "end": table.take("end", whole_number(0)),
+            "frequency": table.take("frequency", whole_number(1)),
+            "initial_sparsity": table.take("initial_sparsity", share, 0.0),
+            "final_sparsity": table.take("final_sparsity", share),
+        }
+    if len(table.problems) > count:
+        return _STAND_IN
+    make = {"one_shot": OneShot, "linear": Linear, "cubic": Cubic}[kind]
+    try:
+        return make(**values)
+    except ValueError as error:  # values that do not go together
+        table.problem(str(error))
+        return _STAND_IN
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = texts(value)
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"a regular expression after 're:' ({error})") from error
+    return patterns
+
+
+def _random(seed: int | None) -> type[BasePruningMethod]:
+    """RandomUnstructured, which starts from the seed at every step.
+
+    An element's score is then the same at every step: those pruned earlier are the lowest, and
+    a resumed run goes on as if it had not stopped.
+    """
+    if seed is None:
+        return RandomUnstructured
+
+    class SeededRandom(RandomUnstructured):
+        def decide(self, call: PruningCall) -> Decision:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return random_decision(call, self.amount)
+
+    # Compared over the ranks, as everything about a method is.
+    SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"
+    return SeededRandom

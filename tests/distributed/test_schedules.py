@@ -1,0 +1,264 @@
+"""A schedule over several ranks: exact counts at every step, agreement, and resuming."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
+from distprune import schedule
+from distprune.testing import run_ranks
+from models import Net, fill, target
+from traffic import Traffic
+
+WRAPPINGS = [
+    "plain-1", "plain-3", "ddp-2", "fsdp2-1", "fsdp2-3", "fsdp2_root-4", "hsdp-2x2", "tp-2",
+    "fsdp2_tp-2x2",
+]  # fmt: skip
+NAMES = ["l1.weight", "l2.weight", "l3.weight"]
+RAMP = schedule.Cubic(1, 8, 3, 0.7, initial_sparsity=0.1)
+NUM_STEPS = 10
+CEILING = 0.8
+
+
+def targets_of(model) -> list:
+    return prune.select(wraps.unwrapped(model))
+
+
+def values_at(step: int, name: str) -> torch.Tensor:
+    """What a weight is after an optimizer step: other values at each, of another scale."""
+    dense = fill(Net(), "few" if step % 2 else "normal", "float32", step)
+    return dense.get_parameter(name).detach() * (1 + NAMES.index(name))
+
+
+@torch.no_grad()
+def optimizer_step(model, indices, step: int) -> None:
+    for name, (module, parameter) in zip(NAMES, targets_of(model), strict=True):
+        pruned = parameter + "_mask" in module._buffers
+        held = wraps.local(getattr(module, parameter + "_orig" if pruned else parameter))
+        held.copy_(wraps.my_part(values_at(step, name), indices[name]))
+
+
+def expected_masks() -> list[dict[str, torch.Tensor]]:
+    """The masks after each step, by the oracle."""
+    keeps = [torch.ones(Net().get_parameter(name).shape, dtype=torch.bool) for name in NAMES]
+    history = []
+    for step in range(NUM_STEPS):
+        wanted = round(RAMP.sparsity_at(step) * 125) - sum(int((~keep).sum()) for keep in keeps)
+        scores = [values_at(step, name) for name in NAMES]
+        keeps = reference.prune_bounded(scores, wanted, [0] * 3, [CEILING] * 3, keeps)
+        history.append(dict(zip(NAMES, keeps, strict=True)))
+    return history
+
+
+def make(wrapping: str):
+    indices = wraps.local_indices(Net(), wrapping)
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    pruner = schedule.ScheduledPruner(targets_of(model), RAMP, max_sparsity=CEILING)
+    return model, indices, pruner
+
+
+def differences(wrapping: str, folder: str, stop: int) -> list[str]:
+    """Every step of a run; and of one that was saved after ``stop`` steps, and resumed."""
+    expected, wrong = expected_masks(), []
+    model, indices, pruner = make(wrapping)
+    for step in range(NUM_STEPS):
+        optimizer_step(model, indices, step)
+        with Traffic() as traffic:
+            report = pruner.step()
+        if (report is not None) != RAMP.is_due(step):
+            wrong.append(f"step {step}: the report is {report}")
+        if not RAMP.is_due(step) and traffic.calls:
+            wrong.append(f"step {step}: {traffic.calls} where nothing is due")
+        if report is not None:
+            calls = len(traffic.calls), sum(num_bytes for _, num_bytes in traffic.calls)
+            if (report.num_collectives, report.bytes_sent) != calls and dist.get_world_size() > 1:
+                wrong.append(f"step {step}: {report}; {calls} were sent")
+            wrong += wrong_masks(model, expected[step], indices, f"step {step}")
+        if step + 1 == stop:
+            state = {"model": get_model_state_dict(model), "pruner": pruner}
+            dcp.save(state, checkpoint_id=folder)
+    if pruner.num_steps != NUM_STEPS or pruner.sparsity != 0.7:
+        wrong.append(f"{pruner.num_steps} steps, sparsity {pruner.sparsity}")
+    saved = pruner.state_dict()
+
+    model, indices, pruner = make(wrapping)
+    if stop > RAMP.begin:  # the masks have to have somewhere to go
+        for module, name in targets_of(model):
+            prune.identity(module, name)
+    state = {"model": get_model_state_dict(model), "pruner": pruner}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    if pruner.num_steps != stop:
+        wrong.append(f"resumed at step {pruner.num_steps}, not {stop}")
+    for step in range(stop, NUM_STEPS):
+        optimizer_step(model, indices, step)
+        if pruner.step() is not None:
+            wrong += wrong_masks(model, expected[step], indices, f"step {step}, resumed")
+    wrong += wrong_masks(model, expected[-1], indices, "resumed, at the end")
+    if pruner.state_dict() != saved:
+        wrong.append(f"the state is {pruner.state_dict()}, and straight {saved}")
+    pruner.remove()
+    if prune.is_pruned(model):
+        wrong.append("still pruned")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_every_step_and_a_resumed_run(wrapping, tmp_path):
+    """Saved in the middle of the ramp, between two due steps, or before the first of them."""
+    turn, size = WRAPPINGS.index(wrapping), wraps.world_size(wrapping)
+    stop = (5, 1, 6)[turn % 3]
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, str(tmp_path), stop))
+
+
+def fails(step: int) -> float:
+    raise ZeroDivisionError("no such sparsity")
+
+
+def another_step(targets):
+    pruner = half(targets)
+    pruner.num_steps = 7
+    return pruner
+
+
+def another_state(targets):
+    pruner = half(targets)
+    state = pruner.state_dict()
+    state["groups"][0]["sparsity"] = 0.9
+    pruner.load_state_dict(state)
+    return pruner
+
+
+def with_scores(scores):
+    def make(targets):
+        return schedule.ScheduledPruner(
+            targets, schedule.Function(lambda step: 0.5), importance_scores=scores
+        )
+
+    return make
+
+
+def following(fn, **arguments):
+    return lambda targets: schedule.ScheduledPruner(targets, schedule.Function(fn), **arguments)
+
+
+half = following(lambda step: 0.5)
+# What the odd rank has, what the others have, and what the error says on every rank.
+CASES = {
+    "step": (another_step, half, "step of the schedule: [07]"),
+    "schedule": (
+        lambda targets: schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5)), half,
+        r"schedule: (OneShot|Function)\(",
+    ),
+    "target": (following(lambda step: 0.4), half, r"target sparsity: 0\.[45]"),
+    "target that prunes nothing": (following(lambda step: 0.1), half, r"target sparsity: 0\.[15]"),
+    "state": (another_state, half, r"target sparsity: 0\.[59]"),
+    "error": (following(fails), half, "ZeroDivisionError: no such sparsity"),
+    "NaN": (following(lambda step: float("nan")), half, r"fn\(0\)=nan"),
+    "parameters": (lambda targets: half(targets[:2]), half, "number of parameters"),
+    "groups": (
+        lambda targets: schedule.ScheduledPruner(
+            [{"parameters": targets[:2]}, {"parameters": targets[2:]}],
+            schedule.Function(lambda step: 0.5),
+        ),
+        half, "parameter group: 0 of [12]",
+    ),
+    "scores that fail": (with_scores(lambda: {}["no"]), with_scores(lambda: {}), "KeyError|no"),
+    "a function for scores": (with_scores(lambda: {}), with_scores({}), "importance_scores"),
+    "scores of no kind": (with_scores(lambda: 3), with_scores(lambda: {}), "importance_scores"),
+    "method": (
+        following(lambda step: 0.5, pruning_method=prune.RandomUnstructured), half,
+        "RandomUnstructured",
+    ),
+    "bounds": (following(lambda step: 0.5, max_sparsity=0.9), half, "bounds"),
+}  # fmt: skip
+
+
+def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str], bool]]:
+    """(type, text, changes, whether the pruner is as before) that this rank sees, by case."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = targets_of(model)
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.2)
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    found = {}
+    for case, (odd, usual, _) in CASES.items():
+        pruner = odd(targets) if is_odd else usual(targets)
+        before, state = snapshot(model), pruner.state_dict()
+        try:
+            pruner.step()
+            error = ("nothing", "")
+        except Exception as raised:
+            error = (type(raised).__name__, str(raised))
+        found[case] = (*error, changes(before, snapshot(model)), pruner.state_dict() == state)
+    return found
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "hsdp-2x2", "tp-2"])
+def test_ranks_that_disagree_all_raise(wrapping):
+    per_rank = run_ranks(outcomes, wraps.world_size(wrapping), wrapping, timeout=40)
+    for case, (_, _, text) in CASES.items():
+        assert len({found[case][0] for found in per_rank}) == 1, (case, per_rank)
+        for found in per_rank:
+            assert re.search(text, found[case][1]), (case, found[case])
+            assert found[case][2:] == ([], True), case
+
+
+def of_one_group_of_ranks() -> list[int]:
+    """Two halves of the world that prune models of their own, each by its own schedule."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = fill(Net(), "normal", "float32", seed=rank // 2)
+    pruner = schedule.ScheduledPruner(
+        targets_of(model),
+        schedule.Linear(0, 2 + rank // 2, 1, 0.5),
+        group=halves[rank // 2],
+    )
+    reports = [pruner.step() for _ in range(5)]
+    return [report.num_pruned if report else 0 for report in reports]
+
+
+def test_a_group_of_ranks_follows_a_schedule_of_its_own():
+    first, second = [0, 31, 62, 0, 0], [0, 21, 42, 62, 0]
+    assert run_ranks(of_one_group_of_ranks, 4) == [first, first, second, second]
+
+
+def tied_counts(wrapping: str) -> list[tuple]:
+    """Of l1 (60 elements, tied, 48 as a floor), l2 (50) and l3 (15), given in three ways."""
+    found = []
+    for given in ("select", "both names", "after an evaluation"):
+        model = Net()
+        model.tied = torch.nn.Linear(6, 10)
+        model.tied.weight = model.l1.weight
+        model = wraps.wrap(fill(model, "normal", "float32"), wrapping)
+        inner = wraps.unwrapped(model)
+        pairs = prune.select(model)
+        if given == "both names":
+            pairs = [(inner.tied, "weight"), *target_pairs(inner), (inner.l1, "weight")]
+        if given == "after an evaluation":  # FSDP2 leaves gathered tensors behind
+            with torch.no_grad():
+                model(torch.ones(2, 6))
+        pruner = schedule.ScheduledPruner(
+            pairs, schedule.OneShot(0, 0.5), min_sparsity={(inner.l1, "weight"): 0.8}
+        )
+        report = pruner.step()
+        found.append((report.num_elements, report.parameters[0].num_pruned, report.num_pruned))
+        pruner.remove()
+        found[-1] += (prune.is_pruned(model), inner.tied.weight is inner.l1.weight)
+    return found
+
+
+def target_pairs(model) -> list:
+    return [target(model, name) for name in ("l2.weight", "l3.weight")]
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2_root-3"])
+def test_tied_parameters_count_once(wrapping):
+    size = wraps.world_size(wrapping)
+    assert run_ranks(tied_counts, size, wrapping) == [[(125, 48, 62, False, True)] * 3] * size

@@ -1,0 +1,175 @@
+"""check_wrapping tells every silent fallback of accelerate from what was asked for."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import distprune as prune
+from distprune.integrations.accelerate import check_wrapping
+from distprune.testing import run_ranks
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "accelerate"
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+@contextlib.contextmanager
+def as_launched(**environment):
+    """A process that a launcher has just started; accelerate keeps its state in classes."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    before = dict(os.environ)
+    os.environ.update({k: str(v) for k, v in {**launcher, **environment}.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def plugin(version: int) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+
+
+def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> nn.Module:
+    model = model or small_model()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+
+
+def message_of(*args, **kwargs) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        check_wrapping(*args, **kwargs)
+    return str(caught.value)
+
+
+def real_fsdp2_on_the_cpu() -> Accelerator:
+    """Accelerate's own FSDP2 path on gloo, where it says that it has none."""
+    accelerator = Accelerator(cpu=True)
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin(2)
+    for state in (AcceleratorState, PartialState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+        state._shared_state["device"] = torch.device("cpu")
+    return accelerator
+
+
+def every_case() -> None:
+    with as_launched():
+        accelerator = Accelerator(cpu=True)
+        assert check_wrapping(accelerator, prepared(accelerator)) == "ddp"
+        text = message_of(accelerator, small_model())
+        assert "a plain Sequential on each of 2 processes" in text
+        text = message_of(accelerator, prepared(accelerator), num_processes=4)
+        assert "asked for 4 processes and runs with 2" in text
+
+    with as_launched():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(2))
+        text = message_of(accelerator, prepared(accelerator))
+        assert "asked for FSDP and runs as MULTI_CPU: the model is wrapped in DDP" in text
+        assert "fully_shard under torchrun" in text
+
+    # accelerate launch --use_fsdp --fsdp_version 2, on a machine without an accelerator
+    with as_launched(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"):
+        accelerator = Accelerator()
+        text = message_of(accelerator, prepared(accelerator))
+        assert "asked for 2 processes with FSDP2 and runs as NO with one process" in text
+        assert "ACCELERATE_USE_CPU=true" in text
+    with as_launched(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_USE_CPU="true"):
+        accelerator = Accelerator()
+        text = message_of(accelerator, prepared(accelerator))
+        assert "asked for FSDP2 and runs as MULTI_CPU: the model is wrapped in DDP" in text
+
+    with as_launched(FSDP_VERSION="2"):
+        accelerator = real_fsdp2_on_the_cpu()
+        model = prepared(accelerator)
+        assert check_wrapping(accelerator, model) == "fsdp2"
+        assert "Expected what accelerator.prepare" in message_of(accelerator, small_model())
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin(1)
+        text = message_of(accelerator, model)
+        assert "asked for FSDP1" in text and "wrapped in FSDP2" in text
+        # Pruned after prepare, it stays what it is.
+        report = prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin(2)
+        assert report.num_pruned == round(0.5 * 45)
+        assert check_wrapping(accelerator, model) == "fsdp2"
+
+    with as_launched(PARALLELISM_CONFIG_TP_SIZE="2"):
+        accelerator = Accelerator(cpu=True)
+        text = message_of(accelerator, prepared(accelerator))
+        assert "tensor parallelism over 2 ranks, and the model is wrapped in DDP" in text
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = parallelize_module(small_model(), mesh, {"0": ColwiseParallel()})
+        assert check_wrapping(accelerator, model) == "tp"
+
+
+def test_two_ranks():
+    run_ranks(every_case, 2)
+
+
+def one_process() -> None:
+    with as_launched():
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        accelerator = Accelerator(cpu=True)  # what accelerate launch --cpu --num_processes 2 is
+        assert check_wrapping(accelerator, prepared(accelerator)) == "plain"
+        text = message_of(accelerator, prepared(accelerator), num_processes=2)
+        assert "asked for 2 processes and runs as NO with one process" in text
+        with pytest.raises(TypeError, match="accelerator is a Sequential"):
+            check_wrapping(small_model(), accelerator)
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+        with pytest.raises(NotImplementedError, match="DEEPSPEED"):
+            check_wrapping(accelerator, small_model())
+
+
+def test_one_process():
+    run_ranks(one_process, 1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "fsdp2_tp"])
+def test_configs_are_what_they_are_called(name):
+    """As `accelerate launch` reads them, short of starting it."""
+    file, script = str(CONFIGS / f"{name}.yaml"), "script.py"
+    parser = launch_command_parser()
+    arguments = parser.parse_args(["--config_file", file, "--num_processes", "8", script])
+    arguments, _, _ = _validate_launch_command(arguments)
+    assert (arguments.use_fsdp, arguments.multi_gpu) == (name != "ddp", name == "ddp")
+    arguments.main_process_port = 0
+    environment = prepare_multi_gpu_env(arguments)
+    assert arguments.nproc_per_node == "8"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    if name == "ddp":
+        assert "ACCELERATE_USE_FSDP" not in environment
+        return
+    fsdp = {key: value for key, value in environment.items() if key.startswith("FSDP_")}
+    if name == "fsdp1":
+        assert (fsdp["FSDP_SYNC_MODULE_STATES"], fsdp["FSDP_USE_ORIG_PARAMS"]) == ("true", "true")
+        # The plugin looks for a GPU to broadcast from, even if no model is there yet.
+        fsdp["FSDP_SYNC_MODULE_STATES"] = fsdp["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    with patch_environment(**fsdp):
+        made = FullyShardedDataParallelPlugin()
+    assert made.fsdp_version == (1 if name == "fsdp1" else 2)
+    assert name == "fsdp1" or made.reshard_after_forward
+    assert environment.get("PARALLELISM_CONFIG_TP_SIZE", "1") == ("2" if "tp" in name else "1")
+
+
+def test_there_is_a_test_for_every_config():
+    assert {path.stem for path in CONFIGS.glob("*")} == {"ddp", "fsdp1", "fsdp2", "fsdp2_tp"}

@@ -1,0 +1,196 @@
+"""PruningCallback in a real Trainer: it prunes, logs, saves, and resumes bit for bit."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import distprune as prune
+from distprune.integrations.transformers import PruningCallback
+from distprune.recipe import parse_recipe
+from distprune.schedule import Cubic, OneShot, ScheduledPruner
+from distprune.testing import run_ranks
+
+SCHEDULE = Cubic(begin=1, end=7, frequency=2, final_sparsity=0.8)
+
+
+def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=8,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+
+
+def examples() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(32, (40, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def make_trainer(folder, callbacks, model=None, **options) -> Trainer:
+    settings = {
+        "max_steps": 10,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "save_steps": 4,
+        "logging_steps": 5,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return Trainer(model or tiny_llama(), arguments, train_dataset=examples(), callbacks=callbacks)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def equal_states(one, other) -> bool:
+    one, other = one.state_dict(), other.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_interrupted_and_resumed_equals_undisturbed(tmp_path, tied):
+    def new_callback():
+        exclude = [] if tied else ["lm_head"]
+        return PruningCallback(SCHEDULE, exclude=exclude, permanent=False)
+
+    undisturbed = make_trainer(tmp_path / "a", [new_callback()], tiny_llama(tied))
+    undisturbed.train()
+
+    first = make_trainer(tmp_path / "b", [new_callback(), StopAt(4)], tiny_llama(tied))
+    first.train()
+    saved = load_file(tmp_path / "b/checkpoint-4/model.safetensors")
+    assert "model.layers.0.mlp.up_proj.weight_mask" in saved
+    assert "model.layers.0.mlp.up_proj.weight_orig" in saved
+    assert not equal_states(first.model, undisturbed.model)
+
+    callback = new_callback()
+    resumed = make_trainer(tmp_path / "b", [callback], tiny_llama(tied))
+    resumed.train(resume_from_checkpoint=True)
+    assert equal_states(resumed.model, undisturbed.model)
+    assert callback.pruner.num_steps == 10
+    assert callback.last_report.sparsity == pytest.approx(0.8, abs=1e-3)
+    targets = callback.pruner.parameters
+    masks = [getattr(module, f"{name}_mask") for module, name in targets]
+    count = sum(mask.numel() for mask in masks)
+    assert sum(int((mask == 0).sum()) for mask in masks) == round(0.8 * count)
+
+
+def test_the_saved_model_is_plain_and_its_history_has_the_sparsity(tmp_path):
+    trainer = make_trainer(tmp_path, [PruningCallback(SCHEDULE, exclude="lm_head")])
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "final")
+    assert equal_states(loaded, trainer.model)
+    weights = [getattr(m, n) for m, n in prune.select(loaded, exclude="lm_head")]
+    count = sum(weight.numel() for weight in weights)
+    assert sum(int((weight == 0).sum()) for weight in weights) == round(0.8 * count)
+
+    history = [entry for entry in trainer.state.log_history if "sparsity" in entry]
+    assert [entry["step"] for entry in history] == [4, 5, 6, 8, 10]
+    assert history[0]["sparsity"] == SCHEDULE.sparsity_at(3) and history[-1]["sparsity"] == 0.8
+    saved = json.loads((tmp_path / "checkpoint-4/trainer_state.json").read_text())
+    state = saved["stateful_callbacks"]["PruningCallback"]["attributes"]["pruning"]
+    assert state["num_steps"] == 4
+
+
+def test_recipes_and_functions(tmp_path):
+    recipe = parse_recipe({"version": 1, "sparsity": 0.5, "select": {"exclude": "lm_head"}})
+    file = tmp_path / "recipe.yaml"
+    file.write_text("version: 1\nsparsity: 0.5\nselect: {exclude: lm_head}\n")
+
+    def make(model):
+        return ScheduledPruner(prune.select(model, exclude="lm_head"), OneShot(0, 0.5))
+
+    models = []
+    for plan in (recipe, file, make, OneShot(0, 0.5)):
+        options = {"exclude": "lm_head"} if isinstance(plan, OneShot) else {}
+        callback = PruningCallback(plan, permanent=False, **options)
+        trainer = make_trainer(tmp_path, [callback], max_steps=1, save_strategy="no")
+        trainer.train()
+        models.append(trainer.model)
+    assert "model.embed_tokens.weight_mask" in models[0].state_dict()
+    assert all(equal_states(model, models[0]) for model in models[1:])
+    callback.make_permanent()
+    assert models[-1].state_dict().keys() == tiny_llama().state_dict().keys()
+
+
+def test_what_cannot_work_is_refused_at_the_start(tmp_path, caplog):
+    with pytest.raises(TypeError, match="plan is a float"):
+        PruningCallback(0.5)
+    with pytest.raises(TypeError, match="go with a schedule"):
+        PruningCallback(parse_recipe({"version": 1, "sparsity": 0.5}), exclude="lm_head")
+    callback = PruningCallback(SCHEDULE)
+    for options, text in (
+        ({"load_best_model_at_end": True, "save_strategy": "best"}, "load_best_model"),
+        ({"restore_callback_states_from_checkpoint": True}, "restore_callback_states"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            make_trainer(tmp_path, [callback], **options)
+    for option, value, text in (
+        ("deepspeed", "ds.json", "DeepSpeed"),
+        ("_n_gpu", 2, "DataParallel"),
+        ("fsdp", True, "under FSDP"),
+    ):
+        arguments = make_trainer(tmp_path, []).args
+        object.__setattr__(arguments, option, value)
+        with pytest.raises(NotImplementedError, match=text):
+            callback.on_init_end(arguments, None, None)
+    with pytest.raises(NotImplementedError, match="2 callbacks"):
+        make_trainer(tmp_path, [callback, PruningCallback(SCHEDULE)]).train()
+    with pytest.raises(TypeError, match="plan returned a list"):
+        make_trainer(tmp_path, [PruningCallback(prune.select)]).train()
+    with pytest.raises(ValueError, match="'nothing' match no parameter"):
+        make_trainer(tmp_path, [PruningCallback(SCHEDULE, exclude="nothing")]).train()
+
+    # A dense model under the callback of a pruned checkpoint.
+    make_trainer(tmp_path, [PruningCallback(SCHEDULE)], max_steps=4).train()
+    assert "training ends after 4 steps at sparsity 0.56" in caplog.text
+    late = make_trainer(tmp_path, [])
+    late.add_callback(PruningCallback(SCHEDULE))
+    with pytest.raises(RuntimeError, match=r"step 4 is pruned to 56.*its masks were not loaded"):
+        late.train(resume_from_checkpoint=True)
+
+
+def train_on_this_rank(folder: str) -> tuple[dict, dict]:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({key: str(value) for key, value in launcher.items()})
+    states = []
+    for name, stop in (("a", 99), ("b", 4), ("b", 99)):
+        callback = PruningCallback(SCHEDULE, exclude="lm_head", permanent=False)
+        trainer = make_trainer(f"{folder}/{name}", [callback, StopAt(stop)])
+        assert trainer.args.world_size == size
+        trainer.train(resume_from_checkpoint=len(states) == 2)
+        states.append(trainer.model.state_dict())
+    return states[0], states[2]
+
+
+def test_two_ranks_under_ddp(tmp_path):
+    (undisturbed, resumed), (other, _) = run_ranks(train_on_this_rank, 2, str(tmp_path))
+    assert "model.layers.0.mlp.up_proj.weight_mask" in undisturbed
+    for key, value in undisturbed.items():
+        assert torch.equal(value, resumed[key]), key
+        assert torch.equal(value, other[key]), key

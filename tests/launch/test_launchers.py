@@ -1,0 +1,62 @@
+"""The launchers start what they say, on one machine and on several, or stop and say why not."""
+
+import json
+import socket
+
+import pytest
+from shell import ROOT, run, start
+
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+import distprune
+
+dist.init_process_group("gloo")
+total = torch.tensor(dist.get_rank())
+dist.all_reduce(total)
+names = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+found = [int(os.environ[name]) for name in names] + [dist.get_world_size(), int(total)]
+with open(f"{sys.argv[1]}/rank{dist.get_rank()}.json", "w") as file:
+    json.dump(found, file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_machines(tmp_path):
+    """Two agents that meet at a rendezvous, as on two machines; here both are this one."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    settings = {"NNODES": 2, "NPROC": 1, "RDZV_ENDPOINT": f"localhost:{free_port()}"}
+    agents = [start("launch/torchrun.sh", script, tmp_path, **settings) for _ in range(2)]
+    try:
+        outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    files = sorted(tmp_path.glob("*.json"))
+    found = [json.loads(file.read_text()) for file in files]
+    assert sorted(found) == [[0, 0, 1, 2, 1], [1, 0, 1, 2, 1]], outputs
+
+
+def test_torchrun_on_several_machines_needs_a_place_to_meet():
+    status, output = run("launch/torchrun.sh", "script.py", NNODES=2)
+    assert status == 2
+    assert "NNODES=2, but RDZV_ENDPOINT is not set" in output
+
+
+@pytest.mark.slow
+def test_accelerate_without_the_fsdp_that_was_asked_for():
+    example = ROOT / "examples" / "prune_accelerate.py"
+    status, output = run("launch/accelerate.sh", example, CPU=1, CONFIG="fsdp2")
+    assert status != 0
+    assert "RuntimeError: accelerate was asked for FSDP2 and runs as MULTI_CPU" in output
+    assert "done" not in output

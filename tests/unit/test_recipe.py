@@ -1,0 +1,235 @@
+"""Recipes: every mistake is named, with its line; what is right becomes a pruner."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.recipe import RecipeError, RecipeGroup, load_recipe, parse_recipe
+from distprune.schedule import Cubic, Linear, OneShot
+from distprune.testing import run_ranks
+
+RECIPES = Path(__file__).resolve().parents[2] / "configs" / "recipes"
+CUBIC = {"kind": "cubic", "end": 30, "frequency": 10, "final_sparsity": 0.8}
+
+
+class Tiny(nn.Module):
+    """With the names of a Llama's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(7, 6)
+        self.block = nn.ModuleDict(
+            {
+                "self_attn": nn.ModuleDict({"q_proj": nn.Linear(6, 10)}),
+                "mlp": nn.ModuleDict({"up_proj": nn.Linear(6, 20)}),
+            }
+        )
+        self.lm_head = nn.Linear(6, 7)
+
+
+def problems_of(recipe) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe) if isinstance(recipe, Path) else parse_recipe(recipe)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    return list(caught.value.problems)
+
+
+def test_every_problem_of_a_file_is_named_with_its_line(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        """\
+version: 2
+methd: magnitude
+sparsity: 1e-1
+schedule:
+  kind: cubicc
+  stop: 3
+select:
+  exlude: [lm_head]
+  include: ["re:("]
+limits: {min_sparsity: 0.9, max_sparsity: 0.2}
+seed: 3
+seed: 4
+"""
+    )
+    keys = "'version', 'seed', 'scope', 'method', 'sparsity', 'schedule', 'select', 'limits'"
+    schedule_keys = "'kind', 'step', 'sparsity', 'begin', 'end', 'frequency', 'initial_sparsity'"
+    assert problems_of(file) == [
+        "line 1, version: expected 1, found 2 (int).",
+        f"line 2, methd: unknown key. Did you mean 'method'? Expected {keys} or 'groups'.",
+        "line 3, sparsity: expected a number from 0 to 1; write it as 0.1, found '1e-1' (str).",
+        "line 4, schedule: is given beside 'sparsity'; expected one of the two.",
+        "line 5, schedule.kind: expected 'one_shot', 'linear' or 'cubic' (did you mean 'cubic'?), "
+        "found 'cubicc' (str).",
+        f"line 6, schedule.stop: unknown key. Did you mean 'step'? Expected {schedule_keys} "
+        "or 'final_sparsity'.",
+        "line 8, select.exlude: unknown key. Did you mean 'exclude'? Expected 'include', "
+        "'exclude' or 'names'.",
+        "line 9, select.include: expected a regular expression after 're:' (missing ), "
+        "unterminated subpattern at position 0), found ['re:('] (list).",
+        "line 10, limits: min_sparsity 0.9 is above max_sparsity 0.2.",
+        "line 11, seed: given again in line 12; expected every key once.",
+    ]
+    file.write_text("version: [1")
+    with pytest.raises(ValueError, match=r"recipe.yaml is no valid YAML.*(.|\n)*line 1"):
+        load_recipe(file)
+    file.write_text("")
+    assert problems_of(file)[0].startswith("the document: expected a mapping with 'version'")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problems"),
+    [
+        ({}, ["has no 'version'", "no 'sparsity' and no 'schedule'"]),
+        ([], ["the document: expected a mapping"]),
+        ({"version": True, "sparsity": 0.5}, ["version: expected 1, found True (bool)"]),
+        ({"version": 1, "sparsity": True}, ["sparsity: expected a number from 0 to 1, found True"]),
+        ({"version": 1, "sparsity": float("nan")}, ["sparsity: expected a number from 0 to 1"]),
+        ({"version": 1, "sparsity": 0.5, "scope": "layer"}, ["scope: expected 'global', found"]),
+        ({"version": 1, "sparsity": 0.5, "seed": 1}, ["seed: has no effect without method"]),
+        ({"version": 1, "sparsity": 0.5, "select": None}, ["select: expected a mapping"]),
+        (
+            {"version": 1, "sparsity": 0.5, "select": {"include": [], "names": [1]}},
+            ["select.include: expected a string or a list", "select.names: expected strings"],
+        ),
+        (
+            {"version": 1, "schedule": {**CUBIC, "begin": 40}},
+            ["schedule: end=30 comes before begin=40"],
+        ),
+        (
+            {"version": 1, "schedule": {"kind": "one_shot", "end": 3, "step": -1}},
+            ["schedule.end: unknown key", "schedule.step: expected a whole", "has no 'sparsity'"],
+        ),
+        (
+            {"version": 1, "select": {}, "groups": [{"sparsity": 0.5}, 3, {"select": {}}]},
+            [
+                "select: goes into each of the groups",
+                "groups[1]: expected a mapping",
+                "groups[0]: has no 'select'",
+                "groups[2]: has no 'sparsity' and no 'schedule'",
+            ],
+        ),
+        ({"version": 1, "groups": {}}, ["groups: expected a list of mappings, found {}"]),
+    ],
+)
+def test_problems_of_plain_values(recipe, problems):
+    found = problems_of(recipe)
+    assert len(found) == len(problems), found
+    for expected in problems:
+        assert any(expected in each for each in found), (expected, found)
+
+
+def test_defaults_and_values():
+    recipe = parse_recipe({"version": 1, "sparsity": 1})
+    assert recipe.groups == (RecipeGroup(OneShot(0, 1.0)),)
+    recipe = parse_recipe(
+        {
+            "version": 1,
+            "method": "random",
+            "seed": 5,
+            "schedule": CUBIC,
+            "limits": {"max_sparsity": 0.9},
+            "groups": [
+                {"select": {"include": "a.*", "names": ["weight", "bias"]}},
+                {"select": {"exclude": ["a.*"]}, "method": "magnitude", "sparsity": 0.25},
+            ],
+        }
+    )
+    assert recipe.seed == 5
+    assert recipe.groups == (
+        RecipeGroup(
+            Cubic(0, 30, 10, 0.8), "random", ("a.*",), (), ("weight", "bias"), max_sparsity=0.9
+        ),
+        RecipeGroup(OneShot(0, 0.25), "magnitude", None, ("a.*",), max_sparsity=0.9),
+    )
+    assert "OneShot(step=0, sparsity=0.25)" in repr(recipe)
+
+
+def test_shipped_recipes_fit_a_llama():
+    found = {path.stem: load_recipe(path) for path in RECIPES.glob("*.yaml")}
+    assert set(found) == {"attention_and_mlp", "cubic_80", "magnitude_50", "random_50"}
+    assert found["cubic_80"].groups[0].schedule == Cubic(0, 1000, 50, 0.8)
+    assert found["cubic_80"].groups[0].max_sparsity == 0.95
+    mlp, attention = found["attention_and_mlp"].groups
+    assert mlp.schedule == Linear(100, 900, 100, 0.8)
+    assert attention.schedule == Linear(100, 900, 100, 0.5)
+    for recipe in found.values():
+        assert recipe.pruner(Tiny()).num_steps == 0
+
+
+def masks_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: b.clone() for n, b in model.named_buffers() if n.endswith("_mask")}
+
+
+def test_a_pruner_does_what_the_recipe_says():
+    model, twin = Tiny(), Tiny()
+    recipe = {"version": 1, "schedule": CUBIC, "select": {"exclude": ["lm_head", "embed*"]}}
+    pruner = parse_recipe(recipe).pruner(model)
+    reports = [pruner.step() for _ in range(31)]
+    assert sum(report is not None for report in reports) == 3
+    targets = prune.select(twin, exclude=["lm_head", "embed*"])
+    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.8)
+    masks, expected = masks_of(model), masks_of(twin)
+    assert masks.keys() == expected.keys() and len(masks) == 2
+    assert all(torch.equal(masks[name], expected[name]) for name in masks)
+
+    model = Tiny()
+    recipe["limits"] = {"min_sparsity": 0.75, "max_sparsity": 0.85}
+    pruner = parse_recipe(recipe).pruner(model)
+    *_, report = [report for report in (pruner.step() for _ in range(31)) if report is not None]
+    assert report.num_pruned == round(0.8 * 180)
+    assert all(0.75 <= each.sparsity <= 0.85 for each in report.parameters)
+
+    recipe["select"] = {"exclude": "no_such_layer"}
+    with pytest.raises(ValueError, match="'no_such_layer' match no parameter"):
+        parse_recipe(recipe).pruner(model)
+
+
+def prune_at_random(seed: int | None) -> dict[str, torch.Tensor]:
+    model = Tiny()
+    values = {"version": 1, "method": "random", "schedule": CUBIC} | (
+        {} if seed is None else {"seed": seed}
+    )
+    pruner = parse_recipe(values).pruner(model)
+    for step in range(31):
+        torch.manual_seed(step)
+        pruner.step()
+        assert torch.initial_seed() == step
+    return masks_of(model)
+
+
+def test_a_seed_decides_on_any_number_of_ranks_and_leaves_the_generator_alone():
+    alone, other = prune_at_random(5), prune_at_random(6)
+    for masks in run_ranks(prune_at_random, 2, 5):
+        assert all(torch.equal(masks[name], alone[name]) for name in alone)
+    assert any(not torch.equal(other[name], alone[name]) for name in alone)
+    count = sum(mask.numel() for mask in alone.values())
+    assert sum(int((mask == 0).sum()) for mask in alone.values()) == round(0.8 * count)
+    torch.manual_seed(30)
+    drawn = torch.rand(())
+    prune_at_random(5)
+    assert torch.rand(()) == drawn
+
+
+def test_mappings_need_no_yaml_and_files_say_what_they_need(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("version: 1\nsparsity: 0.5\n")
+    script = f"""
+import sys
+sys.modules["yaml"] = None
+from distprune.recipe import load_recipe, parse_recipe
+parse_recipe(dict(version=1, sparsity=0.5))
+try:
+    load_recipe({str(file)!r})
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "pip install 'distprune[recipes]'" in done.stdout, done.stderr
+    assert load_recipe(str(file)) == parse_recipe({"version": 1, "sparsity": 0.5})
