@@ -37,6 +37,7 @@ from distprune.naming import NamedParameter
 from distprune.pruning_method import BasePruningMethod, PruningContainer
 from distprune.report import ParameterReport, PruningReport
 from distprune.selecting import select
+from distprune.wrapping import masks_aside, shard_masks
 
 __version__ = "0.1.0"
 
@@ -58,9 +59,11 @@ __all__ = [
     "is_pruned",
     "l1_unstructured",
     "ln_structured",
+    "masks_aside",
     "random_structured",
     "random_unstructured",
     "remove",
     "schedule",
     "select",
+    "shard_masks",
 ]

@@ -37,7 +37,7 @@ class PruningCall:
 
     @property
     def is_local(self) -> bool:
-        """Whether every parameter is whole on this rank."""
+        """Whether every parameter is whole on this rank, and on every other."""
         return not any(shard.is_sharded for shard in self.shards)
 
     def score_or_value(self, which: int) -> Tensor:

@@ -28,8 +28,7 @@ _BLOCK = 1 << 20  # elements whose float64 terms are held at a time
 
 
 def channel_norms(
-    values: Tensor,
-    dim: int,
+    rows: Tensor,
     n: float,
     coordinates: Tensor,
     num_channels: int,
@@ -41,10 +40,9 @@ def channel_norms(
     """The L_n norm of every channel along a dimension, over all ranks.
 
     Args:
-        values: this rank's part, N-d, floating point.
-        dim: the channels' dimension.
+        rows: this rank's part, [rows, ...], floating point.
         n: order of the norm: any number, 0 (non-zero elements) and +-inf included.
-        coordinates: int64 [values.shape[dim]], the channel of each local slice.
+        coordinates: int64 [rows], the channel of each row; several may share one.
         num_channels: over all ranks.
         channel_size: elements of one whole channel.
         communicator: the ranks that hold the parts.
@@ -55,28 +53,25 @@ def channel_norms(
 
     Cost: two reads; three all-reduces of 8 bytes per channel. See [Note: exact norms].
     """
-    rows = values.detach().movedim(dim, 0)
-    rows = rows if counted else rows[:0]
+    rows = rows.detach() if counted else rows[:0]
     coordinates = coordinates[: rows.shape[0]]
 
     def reduce_blocks(
         start: float,
         dtype: torch.dtype,
         block_result: Callable[[Tensor, Tensor], Tensor],
-        combine: Callable[[Tensor, Tensor], Tensor],
+        combine: str,
     ) -> Tensor:
         """Per-channel reduction of this rank's blocks of rows, float64 [rows, elements]."""
         result = torch.full((num_channels,), start, dtype=dtype)
         for first, block in _row_blocks(rows):
             where = coordinates[first : first + block.shape[0]]
             reduced = block_result(block.flatten(1).abs().double(), where).cpu()
-            result[where] = combine(result[where], reduced)
+            result.scatter_reduce_(0, where, reduced, combine)
         return result
 
     if n == 0:
-        nonzero = reduce_blocks(
-            0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), torch.add
-        )
+        nonzero = reduce_blocks(0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), "sum")
         return communicator.sum(nonzero).double()
     if math.isinf(n):
         # Non-negative doubles are in the order of their bits; so is NaN, above them.
@@ -85,12 +80,12 @@ def channel_norms(
             0.0 if largest else math.inf,
             torch.float64,
             (lambda x, _: x.amax(1)) if largest else (lambda x, _: x.amin(1)),
-            torch.maximum if largest else torch.minimum,
+            "amax" if largest else "amin",
         ).view(torch.int64)
         extremes = communicator.max(extremes) if largest else communicator.min(extremes)
         return extremes.view(torch.float64)
 
-    tops = reduce_blocks(0.0, torch.float64, lambda x, _: _terms(x, n).amax(1), torch.maximum)
+    tops = reduce_blocks(0.0, torch.float64, lambda x, _: _terms(x, n).amax(1), "amax")
     tops = communicator.max(tops.view(torch.int64)).view(torch.float64)
     finite = tops.isfinite()
     _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
@@ -103,7 +98,7 @@ def channel_norms(
         scaled = _terms(x, n) * grid[where].to(x.device).unsqueeze(1)
         return scaled.nan_to_num(0.0, 0.0, 0.0).round().long().sum(1)
 
-    sums = communicator.sum(reduce_blocks(0, torch.int64, grid_sums, torch.add))
+    sums = communicator.sum(reduce_blocks(0, torch.int64, grid_sums, "sum"))
     powers = sums.double() * _power_of_two(-shifts)
     norms = powers.sqrt() if n == 2 else powers if n == 1 else powers.pow(1.0 / n)
     return torch.where(finite, norms, tops)
@@ -123,11 +118,11 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
         raise NotImplementedError(
             f"{shard.name}: scores of dtype {values.dtype}; expected floating point."
         )
+    rows, coordinates = shard.channels(values, axis)
     norms = channel_norms(
-        values,
-        axis,
+        rows,
         2.0 if n is None else float(n),
-        shard.coordinates[axis],
+        coordinates,
         shard.shape[axis],
         shard.numel // max(shard.shape[axis], 1),
         call.communicator,
@@ -206,10 +201,9 @@ def _cut_channels(
         mask.fill_(1)
     flat = shard.flat(mask)
     before = count_live(flat, shard.counted)
-    dropped = ~keep[shard.coordinates[axis]].to(mask.device)
+    rows, coordinates = shard.channels(mask, axis)
     # Channels that were dead already keep what they have.
-    dropped &= alive[shard.coordinates[axis]].to(mask.device)
-    mask.movedim(axis, 0)[dropped] = 0
+    rows[(alive & ~keep)[coordinates].to(mask.device)] = 0
     return Decision([mask], [before - count_live(flat, shard.counted)])
 
 
@@ -219,8 +213,8 @@ def _alive_channels(call: PruningCall, axis: int) -> Tensor:
     counts = torch.zeros(shard.shape[axis], dtype=torch.int64)
     if shard.mask is None:
         return torch.ones(shard.shape[axis], dtype=torch.bool)
-    per_channel = torch.count_nonzero(shard.mask.movedim(axis, 0).flatten(1), dim=1)
-    counts[shard.coordinates[axis]] = per_channel.cpu()
+    rows, coordinates = shard.channels(shard.mask, axis)
+    counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
     return call.communicator.sum(counts) > 0
 
 

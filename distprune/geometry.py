@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,18 +53,21 @@ class IndexMap:
             flat view first.
         strides: row-major stride of the same dimensions in the global tensor.
         start: first global index when the local elements are a contiguous run.
+        offset: position of the first local element in the flat view that the
+            coordinates describe: more than 0 if the local elements are a run of that view.
     """
 
     coordinates: tuple[Tensor, ...]
     strides: tuple[int, ...]
     start: int | None
+    offset: int = 0
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Global indices, int64 [m], of local positions, int64 [m]."""
         if self.start is not None:
             return positions + self.start
         indices = torch.zeros_like(positions)
-        rest = positions
+        rest = positions + self.offset
         for coordinate, stride in zip(
             reversed(self.coordinates), reversed(self.strides), strict=True
         ):
@@ -100,6 +103,26 @@ def index_map(
         tuple(strides[dim] for dim in memory_order),
         start,
     )
+
+
+def run_index_map(shape: Sequence[int], stride: Sequence[int], first: int) -> IndexMap | None:
+    """The :class:`IndexMap` of a run of a whole tensor's elements in the order of its memory.
+
+    Args:
+        shape: the global shape.
+        stride: of the whole tensor.
+        first: where in its memory the run begins.
+
+    Returns:
+        None if the whole tensor has gaps or overlaps.
+    """
+    order = memory_order(torch.empty_strided(tuple(shape), tuple(stride), device="meta"))
+    if order is None:
+        return None
+    whole = index_map(shape, dim_coordinates(shape, ()), order)
+    if whole.start is not None:
+        return replace(whole, start=whole.start + first)
+    return replace(whole, offset=first)
 
 
 def memory_order(tensor: Tensor) -> list[int] | None:

@@ -26,6 +26,7 @@ def global_unstructured(
     group: ProcessGroup | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
     **kwargs: Any,
 ) -> PruningReport:
     """Prune many parameters together: one ranking over all of them, and over all ranks.
@@ -60,6 +61,13 @@ def global_unstructured(
             their ceiling. For methods that rank: L1Unstructured, RandomUnstructured (which then
             draws the same numbers with and without a process group), and ``DISTRIBUTED =
             "scores"``.
+        pipeline_parallel: the ranks hold different parts of one model, and each passes the
+            parameters that it has (an empty list if none), with full names as ``select`` gives
+            them. One ranking goes over the union of all lists; its ties go by name ("layers.2"
+            before "layers.10") and not by position, in a single process that holds everything,
+            too. Parameters of one name are replicas and count once; replicas that differ are an
+            error, and if they are meant to (experts, say), give them different names:
+            ``NamedParameter(module, name, fqn)``.
         kwargs: passed to the method, ``amount`` above all: a fraction of what is
             unpruned, or a count.
 
@@ -88,6 +96,7 @@ def global_unstructured(
         importance_scores,
         min_sparsity=min_sparsity,
         max_sparsity=max_sparsity,
+        pipeline_parallel=pipeline_parallel,
         **kwargs,
     )
 
@@ -100,6 +109,7 @@ def prune_over(
     *,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
     **kwargs: Any,
 ) -> PruningReport:
     """:func:`global_unstructured` over ranks that the caller talks to already."""
@@ -115,6 +125,7 @@ def prune_over(
         amount=kwargs.get("amount"),
         min_sparsity=min_sparsity,
         max_sparsity=max_sparsity,
+        pipeline_parallel=pipeline_parallel,
     )
 
 

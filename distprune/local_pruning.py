@@ -17,6 +17,7 @@ from distprune.methods import (
     RandomStructured,
     RandomUnstructured,
 )
+from distprune.naming import unwrap
 from distprune.pruning_method import BasePruningMethod
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -155,15 +156,16 @@ def remove(module: ModuleT, name: str) -> ModuleT:
     Raises:
         ValueError: the parameter is not pruned.
     """
-    present = find_hook(module, name)
+    owner = unwrap(module)
+    present = find_hook(owner, name)
     if present is None:
         raise ValueError(
             f"Parameter '{name}' of module {module} has to be pruned before pruning can be removed"
         )
     hook = present[1]
     assert isinstance(hook, BasePruningMethod)
-    hook.remove(module)
-    unregister(module, name)
+    hook.remove(owner)
+    unregister(owner, name)
     return module
 
 

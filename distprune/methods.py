@@ -270,8 +270,7 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     axis = dim % t.ndim
     if channels.is_norm_order(n) and t.is_floating_point():
         norms = channels.channel_norms(
-            t,
-            axis,
+            t.movedim(axis, 0),
             2.0 if n is None else float(n),
             torch.arange(t.shape[axis]),
             t.shape[axis],

@@ -8,27 +8,24 @@ every rank; see collectives.[Note: all or none].
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune.bounds import SparsityBound
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import IndexMap
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook
 from distprune.passes import count_live
+from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
-from distprune.shard import LocalShard
-from distprune.sharding import ShardReader, local_part
+from distprune.target import Scores, Target
 
 _CHECKSUM_CHUNK = 1 << 18
-
-Scores = Mapping[tuple[nn.Module, str], Tensor]
 
 
 class DecidesMasks(Protocol):
@@ -45,18 +42,6 @@ class DecidesMasks(Protocol):
 MakeHook = Callable[[nn.Module, str], PruningHook]
 
 
-@dataclass(frozen=True)
-class Target:
-    """One parameter to prune, under every (module, name) that the caller gave for it."""
-
-    label: str
-    places: tuple[tuple[nn.Module, str], ...]
-    is_tied: bool  # all places are to be removed together
-    managed: Any | None
-    shard: LocalShard
-    scores: Tensor | None
-
-
 def prune_together(
     parameters: Iterable[tuple[nn.Module, str]],
     method: DecidesMasks,
@@ -69,11 +54,12 @@ def prune_together(
     amount: float | int | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
 ) -> PruningReport:
     """Decide all masks of a call over all its ranks, then put them on the modules.
 
     Args:
-        parameters: (module, name) pairs, the same on every rank.
+        parameters: (module, name) pairs, the same on every rank unless ``pipeline_parallel``.
         method: decides; None on a rank where it could not be made (then ``error``).
         make_hook: makes what is registered on a module.
         communicator: the ranks that take part.
@@ -82,6 +68,7 @@ def prune_together(
         error: what went wrong on this rank before the call.
         amount: for the report.
         min_sparsity, max_sparsity: bounds of single parameters, as given by the caller.
+        pipeline_parallel: ranks have lists of their own, which are joined by name.
 
     Raises:
         NotImplementedError: there are bounds, and the method knows none.
@@ -90,8 +77,15 @@ def prune_together(
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
     with torch.inference_mode(False):
-        targets, bounds = _read_and_agree(
-            parameters, scores, communicator, facts, error, min_sparsity, max_sparsity
+        targets, bounds = read_together(
+            parameters,
+            scores,
+            communicator,
+            facts,
+            error,
+            min_sparsity,
+            max_sparsity,
+            pipeline_parallel=pipeline_parallel,
         )
         with torch.no_grad():
             num_live = _count_and_compare(targets, method.READS_VALUES, communicator)
@@ -137,11 +131,12 @@ def count_pruned(
     *,
     facts: Sequence[tuple[str, str]] = (),
     error: Exception | None = None,
+    pipeline_parallel: bool = False,
 ) -> tuple[ParameterReport, ...]:
     """How much of every parameter is pruned, over all ranks; changes nothing.
 
     Args:
-        parameters, communicator, facts, error: as in :func:`prune_together`.
+        parameters, communicator, facts, error, pipeline_parallel: as in :func:`prune_together`.
 
     Returns:
         A report per parameter, the same on every rank; tied ones are one.
@@ -152,194 +147,14 @@ def count_pruned(
     Cost: one read of the masks; an all-reduce of 24 bytes per parameter, and a small one.
     """
     with torch.inference_mode(False), torch.no_grad():
-        targets, _ = _read_and_agree(parameters, None, communicator, facts, error)
+        targets, _ = read_together(
+            parameters, None, communicator, facts, error, pipeline_parallel=pipeline_parallel
+        )
         num_live = _count_and_compare(targets, False, communicator)
     return tuple(
         ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
         for target, live in zip(targets, num_live, strict=True)
     )
-
-
-def _read_and_agree(
-    parameters: Iterable[tuple[nn.Module, str]],
-    scores: Scores | None,
-    communicator: Communicator,
-    facts: Sequence[tuple[str, str]],
-    error: Exception | None,
-    min_sparsity: SparsityBound | None = None,
-    max_sparsity: SparsityBound | None = None,
-) -> tuple[list[Target], Bounds | None]:
-    """Read every parameter; raises on every rank if one could not, or read other ones."""
-
-    def read() -> tuple[list[Target], Bounds | None]:
-        targets = _read(parameters, scores or {}, communicator)
-        bounded = [Bounded(t.label, (t.label, *t.places), t.shard.numel) for t in targets]
-        return targets, to_bounds(bounded, min_sparsity, max_sparsity)
-
-    found: tuple[list[Target], Bounds | None] | None = None
-    if error is None:
-        found, error = attempt(read)
-    targets, bounds = found or ([], None)
-    limits = [("bounds on the sparsity of parameters", "none" if bounds is None else "given")]
-    if bounds is not None:
-        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True):
-            limits.append((f"bounds of {target.label}", f"{low} to {high} pruned elements"))
-    communicator.agree([*facts, *_describe(targets), *limits], error)
-    return _count_copies_on_other_meshes(targets, communicator), bounds
-
-
-def _read(
-    parameters: Iterable[tuple[nn.Module, str]], scores: Scores, communicator: Communicator
-) -> list[Target]:
-    """Read every parameter; those given under several names are one target, counted once."""
-    reader = ShardReader(communicator.index, communicator.size)
-    pairs = list(parameters)  # a generator is read once, here
-    if not pairs:
-        raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    shards: dict[int, tuple[str, LocalShard]] = {}
-    tied: set[int] = set()
-    for position, pair in enumerate(pairs):
-        module, name = _checked_pair(pair, position)
-        label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
-        shard = reader.read(module, name, label)
-        key = id(shard.parameter)
-        known = places.setdefault(key, [])
-        for place in getattr(pair, "places", ((module, name),)):
-            if not any(place[0] is m and place[1] == n for m, n in known):
-                known.append(place)
-        if len(getattr(pair, "places", ())) > 1:
-            tied.add(key)
-        if key not in shards:
-            _check_mesh(shard, communicator)
-            shards[key] = (label, shard)
-    for key, (label, shard) in shards.items():
-        for module, name in places[key][1:]:
-            _check_tied(label, shard, reader.read(module, name, label))
-    return [
-        Target(
-            label,
-            tuple(places[key]),
-            key in tied,
-            reader.managed(*places[key][0]),
-            shard,
-            _scores_of(places[key], scores, label, shard),
-        )
-        for key, (label, shard) in shards.items()
-    ]
-
-
-def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
-    try:
-        module, name = pair
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"parameters[{position}] is {type(pair).__name__}; expected a (module, name) pair. "
-            "select(model) makes a list of them."
-        ) from None
-    if not isinstance(module, nn.Module) or not isinstance(name, str):
-        raise TypeError(
-            f"parameters[{position}] is a pair of {type(module).__name__} and "
-            f"{type(name).__name__}; expected (module, name), as select(model) makes them."
-        )
-    return module, name
-
-
-def _check_mesh(shard: LocalShard, communicator: Communicator) -> None:
-    if shard.mesh is None:
-        return
-    outside = sorted(set(shard.mesh.mesh.flatten().tolist()) - set(communicator.ranks))
-    if outside:
-        raise ValueError(
-            f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
-            f"the call (ranks {list(communicator.ranks)}); expected a group that holds its mesh."
-        )
-
-
-def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
-    same = (other.mask is None) == (first.mask is None) and (
-        other.mask is first.mask or torch.equal(other.mask, first.mask)
-    )
-    if not same:
-        raise ValueError(
-            f"{label} is tied, and pruned differently under its names; expected equal masks on "
-            "tied parameters. Remove the pruning of all of them first, or prune one of them."
-        )
-
-
-def _scores_of(
-    places: Sequence[tuple[nn.Module, str]], scores: Scores, label: str, shard: LocalShard
-) -> Tensor | None:
-    given = next((scores[place] for place in places if place in scores), None)
-    if given is None:
-        return None
-    if not isinstance(given, Tensor):
-        raise TypeError(
-            f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."
-        )
-    flat_and_whole = given.ndim == 1 and given.numel() == shard.numel
-    if flat_and_whole and given.shape != shard.shape:
-        given = given.view(shard.shape)
-    return local_part(label, "importance_scores", given, shard)
-
-
-def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
-    """Everything about the parameters that must be the same on every rank."""
-    facts = [("number of parameters", str(len(targets)))]
-    for target in targets:
-        shard = target.shard
-        layout = "whole"
-        if shard.mesh is not None:
-            # Not which ranks: the same parameter may be on several meshes of one shape.
-            layout = f"{shard.placements} on a mesh of shape {tuple(shard.mesh.shape)}"
-        scores = "none" if target.scores is None else str(target.scores.dtype)
-        facts.append(
-            (
-                target.label,
-                f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {layout}, "
-                f"{'un' if shard.mask is None else ''}pruned, importance scores: {scores}",
-            )
-        )
-    return facts
-
-
-def _count_copies_on_other_meshes(
-    targets: list[Target], communicator: Communicator
-) -> list[Target]:
-    """Let every shard know of the copies that lie outside its own mesh.
-
-    Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
-    over the data-parallel ranks only, once for every tensor-parallel rank. Each of
-    these meshes holds the whole parameter. One all-reduce of 8 bytes per rank and
-    kind of mesh, if there are such parameters.
-    """
-    smaller = [t.shard for t in targets if _is_on_part(t.shard, communicator)]
-    # Ranks meet kinds of meshes in the same order, as their lists are the same.
-    kinds = list(dict.fromkeys(tuple(shard.mesh.mesh.flatten().tolist()) for shard in smaller))
-    if not kinds:
-        return targets
-    is_first = torch.zeros(len(kinds), communicator.size, dtype=torch.int64)
-    for row, ranks in enumerate(kinds):
-        is_first[row, communicator.index] = communicator.rank == ranks[0]
-    is_first = communicator.sum(is_first)
-    found = []
-    for target in targets:
-        shard = target.shard
-        if _is_on_part(shard, communicator):
-            ranks = tuple(shard.mesh.mesh.flatten().tolist())
-            firsts = is_first[kinds.index(ranks)].nonzero().squeeze(1).tolist()
-            which = firsts.index(communicator.ranks.index(ranks[0]))
-            shard = replace(
-                shard,
-                replica=which * shard.num_replicas + shard.replica,
-                num_replicas=len(firsts) * shard.num_replicas,
-            )
-        found.append(replace(target, shard=shard))
-    return found
-
-
-def _is_on_part(shard: LocalShard, communicator: Communicator) -> bool:
-    return shard.mesh is not None and shard.mesh.size() < communicator.size
 
 
 def _count_and_compare(
@@ -409,7 +224,7 @@ def _wrap(value: int) -> int:
 
 
 def _mask_dtype(target: Target) -> torch.dtype:
-    """As torch has it, but bool under FSDP2, where the mask is not part of the graph."""
+    """As torch has it, but bool under FSDP, where the mask is not part of the graph."""
     return torch.bool if target.managed is not None else target.shard.values.dtype
 
 

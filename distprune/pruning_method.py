@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from distprune import ranking
 from distprune.amount import checked_count
 from distprune.call import Decision, PruningCall
-from distprune.collectives import attempt, over_mesh
+from distprune.collectives import attempt
 from distprune.keys import Order
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
-from distprune.naming import NamedParameter
+from distprune.naming import NamedParameter, unwrap
 from distprune.pipeline import prune_together
 from distprune.sharding import ShardReader, is_sharded
 
@@ -135,6 +135,7 @@ class BasePruningMethod(PruningHook, ABC):
         Raises:
             Exception: as in torch; the module has not changed then.
         """
+        module = unwrap(module)
         if is_sharded(module, name):
             return cls._apply_sharded(module, name, args, kwargs, importance_scores)
         method = cls(*args, **kwargs)
@@ -175,17 +176,12 @@ class BasePruningMethod(PruningHook, ABC):
         method, error = attempt(lambda: cls(*args, **kwargs))
         if method is not None:
             method._tensor_name = name
-        reader = ShardReader()
-        managed = reader.managed(module, name)
-        parameters = module._parameters
-        parameter = parameters.get(name, parameters.get(name + "_orig"))
-        mesh = (managed.sharded if managed is not None else parameter).device_mesh
         scores = None if importance_scores is None else {(module, name): importance_scores}
         prune_together(
             [NamedParameter(module, name, f"{type(module).__name__}.{name}")],
             method,
             lambda owner, tensor_name: hook_with(owner, tensor_name, method),
-            over_mesh(mesh),
+            ShardReader().communicator(module, name),
             scores=scores,
             facts=describe_method(cls, args, kwargs),
             error=error,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from distprune.naming import NamedParameter, named_modules
+from distprune.wrappers import managed_parameters
 
 # Pruning a normalisation's few scales saves nothing and hurts: out by default.
 _NORMS = (
@@ -27,6 +29,8 @@ def select(
     exclude: str | Sequence[str] = (),
     types: type | tuple[type, ...] | None = None,
     names: str | Sequence[str] = ("weight",),
+    *,
+    prefix: str = "",
 ) -> list[NamedParameter]:
     """List the parameters of a model to prune.
 
@@ -41,6 +45,8 @@ def select(
         types: take only modules of these types.
         names: which parameters of a module. Normalisation layers are left out
             unless ``include`` or ``types`` asks for them.
+        prefix: where ``model`` is in a larger one ("layers.1"): put before all names. Pipeline
+            stages need it when their own names do not tell them apart.
 
     Returns:
         (module, name) pairs, each with its full name as ``.fqn``, in the order in
@@ -57,24 +63,27 @@ def select(
     include = None if include is None else _as_list("include", include)
     exclude = _as_list("exclude", exclude)
     names = _as_list("names", names)
+    managed = managed_parameters(model)
     used: set[str] = set()
     known: list[str] = []
-    groups: dict[int, _Names] = {}
-    for prefix, module in named_modules(model):
+    groups: dict[Hashable, _Names] = {}
+    for path, module in named_modules(model):
+        path = ".".join(filter(None, (prefix, path)))
         for name in names:
-            parameter = _parameter(module, name)
-            if parameter is None:
+            found = _find(module, name, managed)
+            if found is None:
                 continue
-            fqn = f"{prefix}.{name}" if prefix else name
+            key, ndim = found
+            fqn = f"{path}.{name}" if path else name
             known.append(fqn)
-            group = groups.setdefault(id(parameter), _Names())
+            group = groups.setdefault(key, _Names())
             group.places.append(NamedParameter(module, name, fqn))
-            included = _matches(include or (), prefix, fqn, used)
-            group.is_excluded |= _matches(exclude, prefix, fqn, used)
+            included = _matches(include or (), path, fqn, used)
+            group.is_excluded |= _matches(exclude, path, fqn, used)
             if types is not None and not isinstance(module, types):
                 continue
             if include is None and types is None:
-                included = not isinstance(module, _NORMS) and not _looks_like_norm(module)
+                included = not isinstance(module, _NORMS) and not _looks_like_norm(module, ndim)
             elif include is None:
                 included = True
             group.is_included |= included
@@ -115,12 +124,20 @@ def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
     return values
 
 
-def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter behind a name, whether it is pruned or not."""
-    parameter = module._parameters.get(name)
-    if parameter is None and name + "_mask" in module._buffers:
-        parameter = module._parameters.get(name + "_orig")
-    return parameter
+def _find(
+    module: nn.Module, name: str, managed: Mapping[tuple[int, str], Any]
+) -> tuple[Hashable, int] | None:
+    """What is the same for all names of a parameter, pruned or not, and its dimensions."""
+    for registered in (name, name + "_orig"):
+        if registered != name and name + "_mask" not in module._buffers:
+            continue
+        record = managed.get((id(module), registered))
+        if record is not None:
+            return record.key, len(record.shape)
+        parameter = module._parameters.get(registered)
+        if parameter is not None:
+            return id(parameter), parameter.ndim
+    return None
 
 
 def _matches(patterns: Iterable[str], module: str, parameter: str, used: set[str]) -> bool:
@@ -138,7 +155,6 @@ def _matches_one(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
-def _looks_like_norm(module: nn.Module) -> bool:
-    """Norms of other libraries (LlamaRMSNorm, ...) have one 1-d weight and say so in their name."""
-    weight = _parameter(module, "weight")
-    return "norm" in type(module).__name__.lower() and weight is not None and weight.ndim <= 1
+def _looks_like_norm(module: nn.Module, ndim: int) -> bool:
+    """Norms of other libraries (LlamaRMSNorm, ...) have 1-d parameters and say so in their name."""
+    return "norm" in type(module).__name__.lower() and ndim <= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +32,10 @@ class LocalShard:
         index: from positions in a flat view to global row-major indices.
         replica: which copy of these elements this rank holds ...
         num_replicas: ... out of how many that hold the same ones.
-        mesh, placements: how a DTensor is laid out; None for a plain tensor.
+        ranks: global ranks that hold the parameter together; None for a plain tensor.
+        layout: how it is spread over them, in words.
+        mesh, placements: how a DTensor is laid out; None for any other tensor.
+        key: the same for a tied parameter under all its names.
     """
 
     name: str
@@ -43,13 +48,16 @@ class LocalShard:
     index: IndexMap
     replica: int = 0
     num_replicas: int = 1
+    ranks: tuple[int, ...] | None = None
+    layout: str = "whole"
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
+    key: Hashable = None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the parameter is a DTensor, replicated axes included."""
-        return self.mesh is not None
+        """Whether several ranks hold the parameter together, replicated axes included."""
+        return self.ranks is not None
 
     @property
     def numel(self) -> int:
@@ -80,6 +88,18 @@ class LocalShard:
                 full = full.index_select(dim, rows.to(full.device))
         return full
 
+    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """A local tensor as rows that each belong to one channel, and the channels.
+
+        Args:
+            local: of the local shape.
+            axis: the channels' dimension in the whole parameter.
+
+        Returns:
+            A view [rows, ...] and int64 [rows]; several rows may share a channel.
+        """
+        return local.movedim(axis, 0), self.coordinates[axis]
+
     def new_mask(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised local mask, laid out in memory as the values are."""
         return torch.empty_like(self.values, dtype=dtype)
@@ -102,3 +122,25 @@ class LocalShard:
     def live_values(self) -> Tensor:
         """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
         return self.values if self.mask is None else self.values * self.mask
+
+
+@dataclass(frozen=True)
+class FlatShard(LocalShard):
+    """A run of a parameter's elements, in the order of its memory, as FSDP1 cuts it.
+
+    ``values`` and ``mask`` are 1-d, ``coordinates`` is empty, ``index`` says where each
+    element belongs.
+    """
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """This rank's run of a full tensor of the global shape, 1-d."""
+        size = self.values.numel()
+        if self.index.start is not None:
+            return full.reshape(-1)[self.index.start : self.index.start + size]
+        return full.reshape(-1)[self.index(torch.arange(size)).to(full.device)]
+
+    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Every element as a row of its own; see :meth:`LocalShard.channels`."""
+        stride = math.prod(self.shape[axis + 1 :])
+        indices = self.index(torch.arange(local.numel()))
+        return local.unsqueeze(1), indices // stride % self.shape[axis]

@@ -64,7 +64,8 @@ def snapshot(model: nn.Module) -> dict[str, object]:
         state[f"{path} hooks"] = [*module._forward_pre_hooks, *module._forward_hooks]
     for name, parameter in model.named_parameters():
         state[f"{name} object"] = id(parameter)
-        state[f"{name} values"] = local(parameter).contiguous().numpy().tobytes()
+        # A copy: FSDP1 cannot resize what numpy refers to.
+        state[f"{name} values"] = local(parameter).clone().contiguous().numpy().tobytes()
         state[f"{name} hooks"] = list(parameter._post_accumulate_grad_hooks or ())
     for name, buffer in model.named_buffers():
         state[f"{name} values"] = local(buffer).contiguous().numpy().tobytes()

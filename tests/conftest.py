@@ -1,12 +1,57 @@
-"""Make distprune importable from a checkout; the ranks' processes copy this sys.path."""
+"""Make distprune importable from a checkout; write what test_matrix.py measured."""
 
+import json
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
+    sys.path.insert(0, ROOT)  # the processes of the ranks copy this sys.path
 
 from distprune.testing import preload  # noqa: E402
 
 preload("pytest", "torch.nn.utils.prune")
+
+MATRIX = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-matrix", metavar="PATH", help="write what test_matrix.py measured")
+
+
+def pytest_configure(config):
+    config.stash[MATRIX] = []
+    config.pluginmanager.register(_Collector(config), "matrix collector")
+
+
+class _Collector:
+    """Takes the results from reports: those of pytest-xdist's workers come along too."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            self.config.stash[MATRIX] += [v for k, v in report.user_properties if k == "matrix"]
+
+    def pytest_sessionfinish(self, exitstatus):
+        path = self.config.getoption("--write-matrix")
+        if path is None or hasattr(self.config, "workerinput"):
+            return
+        if exitstatus != 0:
+            raise pytest.UsageError("not written: a test failed, and the matrix would have holes")
+        import torch
+
+        import pair
+
+        rows = ",\n".join(map(json.dumps, sorted(self.config.stash[MATRIX], key=_place)))
+        head = {"torch": torch.__version__, "backend": "gloo", "num_steps": pair.NUM_STEPS}
+        Path(path).write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
+
+
+def _place(result):
+    import wraps
+
+    return wraps.TRAINED.index(result["wrapping"]), result["optimizer"], result["optimizer_made"]

@@ -5,12 +5,14 @@ A wrapping is written "kind-mesh", e.g. "fsdp2-3" or "hsdp-2x2"; the mesh gives 
 
 import copy
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,10 +28,16 @@ FSDP2 = [f"fsdp2-{size}" for size in (1, 2, 3, 4)]
 FSDP2_ROOT = [f"fsdp2_root-{size}" for size in (1, 2, 3, 4)]
 FSDP2_DIM1 = [f"fsdp2_dim1-{size}" for size in (1, 2, 3, 4)]  # needs models.EVEN sizes
 HSDP = [f"hsdp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
+FSDP1 = ["fsdp1-2", "fsdp1-3", "fsdp1-4"]  # one flat parameter per layer
+FSDP1_ROOT = ["fsdp1_root-2", "fsdp1_root-3"]  # one flat parameter, layers cut anywhere
+FSDP1_FLAT = ["fsdp1_flat-2", "fsdp1_flat-4"]  # use_orig_params=False
+FSDP1_HYBRID = ["fsdp1_hybrid-2x2"]
 TP = [f"tp-{size}" for size in (1, 2, 3, 4)]
 FSDP2_TP = [f"fsdp2_tp-{mesh}" for mesh in ("1x2", "2x1", "1x3", "3x1", "2x2")]
-SHARDED = FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
+ANY_FSDP1 = FSDP1 + FSDP1_ROOT + FSDP1_FLAT + FSDP1_HYBRID
+SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
+TRAINED = ALL  # the support matrix: see distributed/test_matrix.py
 
 
 def kind_of(wrapping: str) -> str:
@@ -66,6 +74,8 @@ def wrap(model: nn.Module, wrapping: str, **fsdp_options) -> nn.Module:
         case "hsdp":
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
             return _fully_shard(model, mesh, **fsdp_options)
+        case "fsdp1" | "fsdp1_root" | "fsdp1_flat" | "fsdp1_hybrid":
+            return _fsdp1(model, kind, shape, **fsdp_options)
         case "tp":
             return _parallelize(model, init_device_mesh("cpu", shape))
         case "fsdp2_tp":
@@ -81,13 +91,27 @@ def _fully_shard(model: nn.Module, mesh, **options) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
+def _fsdp1(model: nn.Module, kind: str, shape: tuple[int, ...], **options) -> nn.Module:
+    options = {"use_orig_params": kind != "fsdp1_flat", **options}
+    if kind == "fsdp1_hybrid":
+        names = ("replicate", "shard")
+        options["device_mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    if kind != "fsdp1_root":
+        # The norm of a ShapesNet stays with the root, but for _chunks_of_flat_parameters.
+        layers = {nn.Linear, nn.Conv2d} | ({nn.LayerNorm} if kind == "fsdp1_flat" else set())
+        options["auto_wrap_policy"] = ModuleWrapPolicy(layers)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
 def _parallelize(model: nn.Module, mesh) -> nn.Module:
     return parallelize_module(model, mesh, {"l1": ColwiseParallel(), "l2": RowwiseParallel()})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module whose parameter names are those of the model before wrapping."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    wrappers = (DistributedDataParallel, FullyShardedDataParallel)
+    return model.module if isinstance(model, wrappers) else model
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -96,19 +120,100 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def shard(
+    model: nn.Module, name: str, indices: dict[str, Tensor], as_dtensor: bool = False
+) -> Tensor:
+    """This rank's part of a parameter, pruned or not, to read and to write.
+
+    Args:
+        indices: as local_indices gives them.
+        as_dtensor: as a DTensor, if the parameter is one.
+    """
+    path, _, parameter = name.rpartition(".")
+    module = unwrapped(model).get_submodule(path)
+    if kept_by_name(module):
+        pruned = hasattr(module, parameter + "_orig")
+        held = getattr(module, parameter + "_orig" if pruned else parameter).detach()
+        return held if as_dtensor else local(held)
+    flat = module._handle.flat_param
+    return _piece_of_flat(getattr(flat, "_local_shard", flat).detach(), name, indices)
+
+
+def gradient(model: nn.Module, name: str, indices: dict[str, Tensor]) -> Tensor:
+    """This rank's part of a gradient, laid out like its parameter."""
+    path, _, parameter = name.rpartition(".")
+    module = unwrapped(model).get_submodule(path)
+    if not kept_by_name(module):
+        return _piece_of_flat(module._handle.flat_param.grad, name, indices)
+    pruned = hasattr(module, parameter + "_orig")
+    parameter = getattr(module, parameter + "_orig" if pruned else parameter)
+    if isinstance(parameter, DTensor):
+        return local(parameter.grad.redistribute(placements=parameter.placements))
+    if not parameter.numel():  # FSDP1 makes no gradient of what it has not
+        return torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def kept_by_name(module: nn.Module) -> bool:
+    """Whether parameters can be found on a module: not under FSDP1 without use_orig_params."""
+    return not isinstance(module, FullyShardedDataParallel) or module._use_orig_params
+
+
+def _piece_of_flat(flat: Tensor, name: str, indices: dict[str, Tensor]) -> Tensor:
+    """FSDP1 has the parameters of a layer one behind the other."""
+    layer = name.rpartition(".")[0]
+    siblings = [other for other in indices if other.rpartition(".")[0] == layer]
+    sizes = [len(indices[other]) for other in siblings]
+    return flat[: sum(sizes)].split(sizes)[siblings.index(name)]
+
+
 @torch.no_grad()
-def local_indices(model: nn.Module, wrapping: str) -> dict[str, Tensor]:
+def local_indices(model: nn.Module, wrapping: str, **fsdp_options) -> dict[str, Tensor]:
     """For each parameter of an unwrapped model, the row-major indices that this rank will hold.
 
     A copy of the model is filled with the index of each element and wrapped: then
-    what a rank holds *is* the list of its indices. float64 counts exactly to 2^53.
+    what a rank holds *is* the list of its indices. float64 counts exactly to 2^53; FSDP1 cuts
+    by bytes, so there the model keeps its dtypes and the digits of an index go one by one.
     """
-    model = copy.deepcopy(model).double()
+    if kind_of(wrapping) == "fsdp1_flat":
+        return _chunks_of_flat_parameters(model, wrapping)
+    if kind_of(wrapping).startswith("fsdp1"):
+        low, high = (
+            _held(model, wrapping, lambda i, place=place: i // place % 128, **fsdp_options)
+            for place in (1, 128)
+        )
+        return {name: low[name] + 128 * high[name] for name in low}
+    return _held(copy.deepcopy(model).double(), wrapping, lambda index: index)
+
+
+def _held(
+    model: nn.Module, wrapping: str, digit: Callable[[Tensor], Tensor], **fsdp_options
+) -> dict[str, Tensor]:
+    model = copy.deepcopy(model)
     names = fqns(model)
     for parameter in model.parameters():
-        parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
-    model = unwrapped(wrap(model, wrapping))
-    return {name: local(model.get_parameter(name)).long() for name in names}
+        parameter.copy_(digit(torch.arange(parameter.numel())).view(parameter.shape))
+    model = wrap(model, wrapping, **fsdp_options)
+    held = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    held = {name.removeprefix("module."): p for name, p in held.items()}
+    return {name: local(held[name]).long() for name in names}
+
+
+def _chunks_of_flat_parameters(model: nn.Module, wrapping: str) -> dict[str, Tensor]:
+    """What FSDP1 does without use_orig_params: a layer's parameters in a row, cut evenly."""
+    model = copy.deepcopy(model).double()
+    size, rank, indices = world_size(wrapping), dist.get_rank(), {}
+    for prefix, layer in model.named_children():
+        names, flat = fqns(layer), []
+        for which, parameter in enumerate(layer.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+            in_memory = torch.as_strided(parameter, (parameter.numel(),), (1,))
+            flat += [(which, int(index)) for index in in_memory]
+        chunk = -(-len(flat) // size)
+        mine = flat[rank * chunk : (rank + 1) * chunk]
+        for which, name in enumerate(names):
+            indices[f"{prefix}.{name}"] = torch.tensor([i for w, i in mine if w == which]).long()
+    return indices
 
 
 def my_part(full: Tensor, indices: Tensor) -> Tensor:
@@ -125,9 +230,12 @@ def runnable_sizes(wrapping: str) -> tuple[int, int, int, int]:
 
 
 def data_rank(wrapping: str) -> tuple[int, int]:
-    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one."""
+    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one.
+
+    Ranks with a plain model each train on all of it, and so stay replicas.
+    """
     kind, shape = kind_of(wrapping), mesh_shape(wrapping)
-    if kind == "tp":
+    if kind in ("plain", "tp"):
         return 0, 1
     if kind == "fsdp2_tp":
         return dist.get_rank() // shape[1], shape[0]

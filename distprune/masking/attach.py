@@ -2,8 +2,10 @@
 
 | parameter   | the mask acts                              | ``<name>_mask``            |
 |-------------|--------------------------------------------|----------------------------|
-| plain, TP   | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
+| plain       | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
+| TP          | ``mask * orig`` whenever it is read        | as the parameter, its dtype |
 | FSDP2       | on the shard, before the all-gather        | as the parameter, bool      |
+| FSDP1       | the same, on the flat parameter's slice    | this rank's run, bool       |
 
 The Parameter object stays, and its place in ``module._parameters``: optimizers
 made before pruning go on working.
@@ -16,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.masking import live_property
+from distprune.masking import live_property, survival
 from distprune.masking.hook import PruningHook, find_hook
 
 
@@ -38,7 +40,7 @@ class Transaction:
         Args:
             hook: what to register; takes the place of the parameter's present hook.
             mask: laid out as the parameter.
-            managed: FSDP2's record of the parameter, if it has one.
+            managed: the wrapper's record of the parameter (wrappers.Managed), if it has one.
         """
         owners = _owners(module, name, managed)
         self._remember(owners, name, managed)
@@ -48,29 +50,35 @@ class Transaction:
             _mask_shards(owners, name, mask, managed)
         hook.bind(module)
         for owner in owners:
+            survival.install(owner)
             present = find_hook(owner, name)
             if present is None:
                 owner.register_forward_pre_hook(hook)
             else:
                 owner._forward_pre_hooks[present[0]] = hook
 
-    def detach(self, module: nn.Module, name: str, final: Tensor, managed: Any | None) -> None:
+    def detach(
+        self, module: nn.Module, name: str, final: Tensor | None, managed: Any | None
+    ) -> None:
         """Make the pruning of ``module.<name>`` final; all that is left of it is the hook.
 
         Args:
-            final: the masked values, local, with pruned elements at +0.
-            managed: FSDP2's record of the parameter, if it has one.
+            final: the masked values, local, with pruned elements at +0; None leaves the
+                unmasked ones.
+            managed: the wrapper's record of the parameter (wrappers.Managed), if it has one.
         """
         if managed is not None:
             owners = _owners(module, name, managed)
             self._remember(owners, name, managed)
-            _local(managed.sharded).copy_(final)
+            if final is not None:
+                managed.write(final)
             _unmask_shards(owners, name, managed)
             others = [(owner, name) for owner in owners[1:]]
         else:
             parameter = module._parameters[name + "_orig"]
             others = _tied_places(module, name)
-            _local(parameter).copy_(final)
+            if final is not None:
+                _local(parameter).copy_(final)
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None)
                 _restore_parameter(owner, owned_name)
@@ -87,17 +95,16 @@ class Transaction:
         key = live_property.shard_mask_key(name)
         shard_mask = owners[0].__dict__.get(key)
         restore = [_snapshot(owner, name) for owner in owners]
-        was_renamed = shard_mask is not None
+        was_renamed = _is_renamed(managed, name)
 
         def undo() -> None:
             now = owners[0].__dict__.get(key)
             if managed is not None and now is not shard_mask:
                 if now is not None:
                     now.detach()
-                if (now is not None) and not was_renamed:
-                    managed.rename(name + "_orig", name)
-                if (now is None) and was_renamed:
-                    managed.rename(name, name + "_orig")
+                if was_renamed != _is_renamed(managed, name):
+                    pair = (name, name + "_orig")
+                    managed.rename(*(pair if was_renamed else reversed(pair)))
                 if shard_mask is not None:
                     shard_mask.attach()
             for each in restore:
@@ -111,7 +118,9 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     cls = module.__class__
     dicts = [module._parameters, module._buffers, module._forward_pre_hooks]
     saved = [dict(each) for each in dicts]
-    keys = (name, live_property.shard_mask_key(name))
+    non_persistent = module._non_persistent_buffers_set
+    saved_non_persistent = set(non_persistent)
+    keys = (name, name + "_orig", live_property.shard_mask_key(name), survival.KEY)
     attributes = {key: module.__dict__[key] for key in keys if key in module.__dict__}
 
     def restore() -> None:
@@ -119,6 +128,8 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
         for each, contents in zip(dicts, saved, strict=True):
             each.clear()
             each.update(contents)
+        non_persistent.clear()
+        non_persistent.update(saved_non_persistent)
         for key in keys:
             module.__dict__.pop(key, None)
         module.__dict__.update(attributes)
@@ -128,12 +139,17 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
 
 
 def _owners(module: nn.Module, name: str, managed: Any | None) -> list[nn.Module]:
-    """The modules that hold the parameter under this name; FSDP2 masks it for all of them."""
+    """The modules that hold the parameter under this name; FSDP masks it for all of them."""
     if managed is None:
         return [module]
     names = (name, name + "_orig")
     others = [owner for owner, n in managed.owners if n in names and owner is not module]
     return [module, *others]
+
+
+def _is_renamed(managed: Any | None, name: str) -> bool:
+    """Whether the wrapper knows the parameter by its name in the pruned form."""
+    return managed is not None and any(n == name + "_orig" for _, n in managed.owners)
 
 
 def _tied_places(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
@@ -158,7 +174,7 @@ def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
         module.register_buffer(buffer, mask)
     else:
         module._buffers[buffer] = mask
-    if live_property.is_read_by_parent(module):
+    if live_property.is_needed(module, name):
         live_property.install(module, name)
     else:
         # Through setattr: recurrent modules keep a list of their weights in step.
@@ -170,30 +186,33 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
         live_property.uninstall(module, name)
     module.__dict__.pop(name, None)
     del module._buffers[name + "_mask"]
+    survival.uninstall(module)
     _rename_parameter(module, name + "_orig", name)
     _refresh_flat_weights(module, name)
 
 
 def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Any) -> None:
-    from distprune.wrappers import fsdp2
-
     original, buffer = name + "_orig", name + "_mask"
     key = live_property.shard_mask_key(name)
     # The gathered copy, if there is one, was made without this mask.
     managed.reshard()
     previous = owners[0].__dict__.get(key)
-    shard_mask = fsdp2.ShardMask(managed, mask)
+    shard_mask = managed.masked_by(mask)
+    # Pruned before it was wrapped, the parameter has its new name already.
+    is_renamed = _is_renamed(managed, name)
     for owner in owners:
-        if previous is None:
+        if not is_renamed:
             _check_free(owner, original, buffer)
             _rename_parameter(owner, name, original)
-            owner.register_buffer(buffer, mask)
+        if previous is None:
+            owner._buffers.pop(buffer, None)
+            owner.register_buffer(buffer, mask, persistent=managed.persists_mask)
         owner._buffers[buffer] = mask
         owner.__dict__[key] = shard_mask
         live_property.install(owner, name)
-    if previous is None:
+    if not is_renamed:
         managed.rename(name, original)
-    else:
+    if previous is not None:
         previous.detach()
     shard_mask.attach()
 
@@ -206,12 +225,16 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
     for owner in owners:
         live_property.uninstall(owner, name)
         del owner.__dict__[key]
-        del owner._buffers[name + "_mask"]
+        delattr(owner, name + "_mask")
+        survival.uninstall(owner)
         _rename_parameter(owner, name + "_orig", name)
 
 
 def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
     """Rename in place, at its place: optimizers save their state by index."""
+    if old in module.__dict__:  # FSDP1 without use_orig_params registers no parameter
+        module.__dict__[new] = module.__dict__.pop(old)
+        return
     parameters = module._parameters
     items = [(new if key == old else key, value) for key, value in parameters.items()]
     parameters.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.masking import live_property
+from distprune.wrappers import is_flattened, managed_parameters
 
 
 class PruningHook:
@@ -26,6 +28,8 @@ class PruningHook:
     _module_ref: weakref.ref[nn.Module] | None = None
     # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
+    # Of the parameter that was looked at last: another one tells of a wrapper.
+    _seen: int = 0
     # The DDP wrapper that was told about the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
 
@@ -60,6 +64,10 @@ class PruningHook:
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
+        original = module._parameters.get(self._tensor_name + "_orig")
+        if id(original) != self._seen:
+            self._seen = id(original)
+            self._check_wrapping(module, original)
         if "torch.nn.parallel.distributed" in sys.modules:
             from distprune.wrappers import ddp
 
@@ -70,10 +78,35 @@ class PruningHook:
                     ddp.ignore_buffer(wrapper, fqn)
                     hook._ddp_ref = weakref.ref(wrapper)
 
+    def _check_wrapping(self, module: nn.Module, original: Tensor | None) -> None:
+        """Tell those who pruned first and wrapped second what is left to do."""
+        name = self._tensor_name
+        label = f"{type(module).__name__}.{name}"
+        mask = module._buffers[name + "_mask"]
+        is_parallel = hasattr(original, "placements")
+        if is_parallel and not hasattr(mask, "placements"):
+            raise RuntimeError(
+                f"{label} was parallelised after it had been pruned, and its mask is whole; "
+                "expected a mask that is sharded like the parameter. Call "
+                "distprune.shard_masks(model) after parallelize_module."
+            )
+        if (
+            (is_parallel and mask.placements != original.placements)
+            or (id(module), name + "_orig") in managed_parameters()
+            or is_flattened(module, name)
+        ):
+            warnings.warn(
+                f"{label} was wrapped after it had been pruned: its mask is whole on every rank, "
+                "and FSDP cannot free the masked weights. Call distprune.shard_masks(model) after "
+                "wrapping.",
+                stacklevel=2,
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_module_ref", None)
         state.pop("_ddp_ref", None)
+        state.pop("_seen", None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
@@ -118,7 +151,7 @@ def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
     if not shard_mask.is_attached():
         raise RuntimeError(
             f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
-            "replaced (by load_state_dict(assign=True), .to() or to_empty()) after pruning. "
-            "Expected the tensor that was pruned; prune again with "
+            "swapped behind the back of FSDP2, by .to() or to_empty() on a module that is not "
+            "an FSDPModule itself. Expected the call on the FSDP root; put the mask back with "
             f"custom_from_mask(module, {name!r}, module.{name}_mask)."
         )

@@ -1,6 +1,6 @@
 """A property in place of ``module.weight`` where a value set before forward would not do.
 
-- Under FSDP2 the registered parameter is swapped between shard and gathered copy
+- Under FSDP the registered parameter is swapped between shard and gathered copy
   all the time; ``weight`` has to follow.
 - ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``,
   so no hook on ``out_proj`` ever runs.
@@ -27,13 +27,14 @@ def is_live(module: nn.Module, name: str) -> bool:
     return name in getattr(type(module), _NAMES, ())
 
 
-def is_read_by_parent(module: nn.Module) -> bool:
-    """Whether the parent reads this module's weight without calling the module."""
-    return isinstance(module, NonDynamicallyQuantizableLinear)
+def is_needed(module: nn.Module, name: str) -> bool:
+    """Whether ``module.<name>``, pruned outside FSDP2, has to be computed at each access."""
+    is_read_by_parent = isinstance(module, NonDynamicallyQuantizableLinear)
+    return is_read_by_parent or hasattr(module._parameters[name + "_orig"], "device_mesh")
 
 
 def shard_mask_key(name: str) -> str:
-    """Attribute of a module under which the FSDP2 mask at work is kept."""
+    """Attribute of a module under which a wrapper's ShardMask is kept."""
     return f"_distprune_{name}_shard_mask"
 
 
@@ -52,15 +53,13 @@ def uninstall(module: nn.Module, name: str) -> None:
 
 
 def masked_value(module: nn.Module, name: str) -> Tensor:
-    """The parameter as the mask leaves it, in whatever state FSDP2 has it."""
+    """The parameter as the mask leaves it, in whatever state a wrapper has it."""
+    shard_mask = module.__dict__.get(shard_mask_key(name))
+    if shard_mask is not None:
+        return shard_mask.value(module, name)
     original = module._parameters[name + "_orig"]
     mask = module._buffers[name + "_mask"]
     assert original is not None and mask is not None
-    if shard_mask_key(name) in module.__dict__:
-        from distprune.wrappers import fsdp2
-
-        if fsdp2.is_gathered_copy(original, mask):
-            return original
     return mask.to(dtype=original.dtype) * original
 
 

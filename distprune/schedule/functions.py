@@ -157,7 +157,7 @@ class Function(Schedule):
     Args:
         fn: called with a due step (an int); returns the sparsity, of the total, in
             [0, 1]. It has to return the same on every rank. Where it decreases nothing is
-            pruned, and what is pruned stays so.
+            pruned, and what is pruned stays so. A saved state knows it by its name alone.
         frequency: steps from one due step to the next.
         begin: first due step.
         end: last due step, whether or not a multiple of ``frequency`` away; None: there is none.

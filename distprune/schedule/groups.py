@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from torch import nn
 
-from distprune.bounds import Bounded, SparsityBound, to_bounds
+from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.budget import CEILING, FLOOR, room_for
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import ParameterReport
 from distprune.schedule.functions import Schedule
+from distprune.sharding import ShardReader
 
 Pair = tuple[nn.Module, str]
 
@@ -22,7 +23,8 @@ class Group:
 
     Args:
         parameters: (module, name) pairs.
-        schedule, pruning_method, min_sparsity, max_sparsity: as for ``ScheduledPruner``.
+        schedule, pruning_method, min_sparsity, max_sparsity, pipeline_parallel: as for
+            ``ScheduledPruner``.
 
     Attributes:
         names: full names, or the best that is known, per pair.
@@ -39,8 +41,11 @@ class Group:
         pruning_method: type[BasePruningMethod],
         min_sparsity: SparsityBound | None,
         max_sparsity: SparsityBound | None,
+        pipeline_parallel: bool = False,
     ) -> None:
         self.parameters = parameters
+        self._limits = (min_sparsity, max_sparsity)
+        self._is_joined = pipeline_parallel
         self.schedule = schedule
         self.pruning_method = pruning_method
         self.target = 0.0
@@ -48,20 +53,42 @@ class Group:
             getattr(pair, "fqn", None) or f"{pair[1]} (#{position})"
             for position, pair in enumerate(parameters)
         ]
-        # A tied parameter is one, under several pairs; in the order of a report.
-        tied: dict[int, list[int]] = {}
-        for position, pair in enumerate(parameters):
-            tied.setdefault(id(registered(*pair)), []).append(position)
-        self._first_pairs = [parameters[positions[0]] for positions in tied.values()]
-        bounded = []
-        for positions in tied.values():
-            pairs = [place for i in positions for place in _places(parameters[i])]
-            names = [self.names[i] for i in positions]
-            size = registered(*pairs[0]).numel()
-            bounded.append(Bounded(names[0], (*names, *pairs), size))
+        self._sizes: list[int] = []
+        self._keys: list[Any] = []
+        self._bounds: Bounds | None = None
+        if not pipeline_parallel:
+            self._settle(self._bounded())
+
+    def join_stages(self, entries: Sequence[ParameterReport]) -> None:
+        """Learn of the parameters of other ranks, under ``pipeline_parallel``.
+
+        Raises:
+            ValueError: bounds that the end of the schedule cannot meet.
+        """
+        if self._is_joined:
+            self._settle([Bounded(each.name, (each.name,), each.num_elements) for each in entries])
+
+    def _settle(self, bounded: Sequence[Bounded]) -> None:
         self._sizes = [each.num_elements for each in bounded]
-        self._bounds = to_bounds(bounded, min_sparsity, max_sparsity)
+        self._keys = [each.keys[-1] for each in bounded]
+        self._bounds = to_bounds(bounded, *self._limits)
         self._check_end()
+
+    def _bounded(self) -> list[Bounded]:
+        """A tied parameter is one, under several pairs; in the order of a report."""
+        reader = ShardReader()
+        tied: dict[Hashable, list[int]] = {}
+        sizes: dict[Hashable, int] = {}
+        for position, pair in enumerate(self.parameters):
+            key, size = reader.identity(*pair)
+            tied.setdefault(key, []).append(position)
+            sizes[key] = size
+        bounded = []
+        for key, positions in tied.items():
+            pairs = [place for i in positions for place in _places(self.parameters[i])]
+            names = [self.names[i] for i in positions]
+            bounded.append(Bounded(names[0], (*names, *pairs), sizes[key]))
+        return bounded
 
     @property
     def num_elements(self) -> int:
@@ -89,20 +116,21 @@ class Group:
         needed = sum(max(low, entry.num_pruned) for low, entry in pairs)
         return needed > self._count(target)
 
-    def bounds_now(self, is_growing: bool) -> dict[str, dict[Pair, Fraction]]:
+    def bounds_now(self, is_growing: bool) -> dict[str, dict[Any, Fraction]]:
         """The bounds of the next pruning, as ``global_unstructured`` takes them."""
         if self._bounds is None:
             return {}
         lowest, highest = self._bounds.lowest, self._bounds.highest
         if is_growing:
-            return {CEILING: self._by_pair(lowest)}
-        return {FLOOR: self._by_pair(lowest), CEILING: self._by_pair(highest)}
+            return {CEILING: self._by_key(lowest)}
+        return {FLOOR: self._by_key(lowest), CEILING: self._by_key(highest)}
 
     def to_state(self) -> dict[str, Any]:
         """Plain Python values: what this group is, and how far it has come."""
         return {
             "schedule": repr(self.schedule),
-            "parameters": list(self.names),
+            # Under pipeline_parallel every rank has other ones, and one state is saved.
+            "parameters": [] if self._is_joined else list(self.names),
             "sparsity": self.target,
         }
 
@@ -110,9 +138,9 @@ class Group:
         """Halves to even, like any amount."""
         return round(sparsity * self.num_elements)
 
-    def _by_pair(self, counts: Sequence[int]) -> dict[Pair, Fraction]:
-        by_pair = zip(self._first_pairs, counts, self._sizes, strict=True)
-        return {tuple(pair): Fraction(count, size) for pair, count, size in by_pair if size}
+    def _by_key(self, counts: Sequence[int]) -> dict[Any, Fraction]:
+        by_key = zip(self._keys, counts, self._sizes, strict=True)
+        return {key: Fraction(count, size) for key, count, size in by_key if size}
 
     def _check_end(self) -> None:
         if self._bounds is None or self.schedule.ends_at is None:
@@ -139,10 +167,12 @@ def make_groups(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[
     if not any(isinstance(entry, Mapping) for entry in entries):
         entries = [{"parameters": entries}]
     groups = [_make_group(which, entry, defaults) for which, entry in enumerate(entries)]
-    owner: dict[int, int] = {}
+    owner: dict[Hashable, int] = {}
+    reader = ShardReader()
     for which, group in enumerate(groups):
         for name, pair in zip(group.names, group.parameters, strict=True):
-            other = owner.setdefault(id(registered(*pair)), which)
+            key, _ = reader.identity(*pair)
+            other = owner.setdefault(key, which)
             if other != which:
                 raise ValueError(
                     f"{name} is in parameters[{other}] and in parameters[{which}]; expected "
@@ -151,28 +181,17 @@ def make_groups(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[
     return groups
 
 
-def registered(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter behind a name, pruned or not."""
-    for key in (name, name + "_orig"):
-        parameter = module._parameters.get(key)
-        if parameter is not None:
-            return parameter
-    raise AttributeError(
-        f"{type(module).__name__} has no parameter {name!r}; expected one of "
-        f"{', '.join(module._parameters) or '(none)'}."
-    )
-
-
 def _make_group(which: int, entry: Any, defaults: Mapping[str, Any]) -> Group:
     if not isinstance(entry, Mapping):
         raise TypeError(
             f"parameters[{which}] is a {type(entry).__name__} among dicts; expected either "
             "(module, name) pairs or dicts that have them as 'parameters'."
         )
-    if not set(entry) <= {"parameters", *defaults} or "parameters" not in entry:
+    known = [name for name in defaults if name != "pipeline_parallel"]
+    if not set(entry) <= {"parameters", *known} or "parameters" not in entry:
         raise ValueError(
             f"parameters[{which}] has the keys {list(entry)}; expected 'parameters', and "
-            f"perhaps {', '.join(map(repr, defaults))}."
+            f"perhaps {', '.join(map(repr, known))}."
         )
     values = {**defaults, **entry, "parameters": list(entry["parameters"])}
     if not isinstance(values["schedule"], Schedule):
@@ -186,7 +205,7 @@ def _make_group(which: int, entry: Any, defaults: Mapping[str, Any]) -> Group:
                 f"parameters[{which}] has {pair!r} in it; expected (module, name) pairs, as "
                 "select(model) makes them."
             )
-    if not values["parameters"]:
+    if not values["parameters"] and not values["pipeline_parallel"]:
         raise ValueError(
             f"parameters[{which}] has no parameters; expected at least one (module, name) pair."
         )

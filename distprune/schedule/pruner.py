@@ -61,6 +61,9 @@ class ScheduledPruner:
             no parameter is pruned beyond its floor; so the floors hold as soon as the target
             suffices for them. That it does in the end, and that the ceilings leave enough, is
             checked here (but for a :class:`Function`, whose end is not known).
+        pipeline_parallel: the ranks have different parameters, with full names, as for
+            ``global_unstructured``. Bounds go by full name, and are checked at the first
+            pruning.
 
     Attributes:
         num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
@@ -80,8 +83,10 @@ class ScheduledPruner:
         group: ProcessGroup | None = None,
         min_sparsity: SparsityBound | None = None,
         max_sparsity: SparsityBound | None = None,
+        pipeline_parallel: bool = False,
     ) -> None:
         defaults = {
+            "pipeline_parallel": pipeline_parallel,
             "schedule": schedule,
             "pruning_method": pruning_method,
             "min_sparsity": min_sparsity,
@@ -99,6 +104,7 @@ class ScheduledPruner:
             )
         self._importance_scores = importance_scores
         self._process_group = group
+        self._is_pipeline_parallel = pipeline_parallel
         self.num_steps = 0
         self._last_reports: tuple[PruningReport | None, ...] = (None,) * len(self._groups)
 
@@ -195,7 +201,14 @@ class ScheduledPruner:
             ("target sparsity", repr(target)),
             ("importance_scores", type(self._importance_scores).__name__),
         ]
-        entries = count_pruned(group.parameters, communicator, facts=facts, error=error)
+        entries = count_pruned(
+            group.parameters,
+            communicator,
+            facts=facts,
+            error=error,
+            pipeline_parallel=self._is_pipeline_parallel,
+        )
+        group.join_stages(entries)
         assert target is not None
         count = group.num_to_prune(target, entries)
         if count <= 0:
@@ -208,6 +221,7 @@ class ScheduledPruner:
             group.pruning_method,
             self._scores(communicator),
             amount=count,
+            pipeline_parallel=self._is_pipeline_parallel,
             **group.bounds_now(is_growing),
         )
         group.target = target

@@ -8,12 +8,18 @@ registered, which look like replicas.
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distprune.shard import LocalShard
+from distprune.collectives import Communicator, over_groups, over_mesh
+from distprune.masking.live_property import shard_mask_key
+from distprune.naming import unwrap
+from distprune.shard import FlatShard, LocalShard
+from distprune.wrappers import is_flattened, managed_parameters
 
 _FLOAT8 = tuple(
     getattr(torch, name)
@@ -33,15 +39,24 @@ class ShardReader:
     def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
         self._replica = replica
         self._num_replicas = num_replicas
-        self._managed = _fsdp2_parameters()
+        self._managed = managed_parameters()
 
     def managed(self, module: nn.Module, name: str) -> Any | None:
-        """FSDP2's record (wrappers.fsdp2.ManagedParameter) of a parameter, pruned or not."""
-        for registered in (name, name + "_orig"):
-            found = self._managed.get((id(module), registered))
-            if found is not None:
-                return found
-        return None
+        """A wrapper's record (wrappers.Managed) of a parameter, pruned or not.
+
+        Raises:
+            NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
+        """
+        places = [(id(module), registered) for registered in (name, name + "_orig")]
+        if not any(place in self._managed for place in places) and is_flattened(module, name):
+            self._managed = managed_parameters(everywhere=True)
+            if not any(place in self._managed for place in places):
+                raise NotImplementedError(
+                    f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
+                    "FullyShardedDataParallel module is gone; expected that the wrapped model is "
+                    "kept and used, not the module inside it."
+                )
+        return next((self._managed[place] for place in places if place in self._managed), None)
 
     def read(self, module: nn.Module, name: str, label: str) -> LocalShard:
         """This rank's part of ``module.name``.
@@ -52,24 +67,70 @@ class ShardReader:
             NotImplementedError: a layout, dtype or wrapper that is not supported.
         """
         managed = self.managed(module, name)
-        parameter = managed.sharded if managed is not None else _registered(module, name, label)
-        mask = module._buffers.get(name + "_mask")
-        _check_kind(label, parameter)
         if managed is not None:
-            _check_managed(label, managed, mask)
+            managed.check_fields()
+            if managed.unsupported:
+                raise NotImplementedError(f"{label}: {managed.unsupported}.")
+        mask = module._buffers.get(name + "_mask")
+        if mask is None or not self.has_whole_mask(module, name):
+            return self._read(module, name, label, managed, mask)
+        shard = self._read(module, name, label, managed, None)
+        return replace(shard, mask=shard.slice_of(mask.to_local() if is_dtensor(mask) else mask))
+
+    def has_whole_mask(self, module: nn.Module, name: str) -> bool:
+        """Whether a mask is whole on this rank.
+
+        It is on plain modules, and on those that were pruned first and wrapped second.
+        """
+        mask = module._buffers.get(name + "_mask")
+        if mask is None or shard_mask_key(name) in module.__dict__:
+            return False
+        if not is_dtensor(mask):
+            return True
+        # parallelize_module makes replicated DTensors of the buffers that it finds.
+        parameter = module._parameters[name + "_orig"]
+        return is_dtensor(parameter) and mask.placements != parameter.placements
+
+    def _read(
+        self, module: nn.Module, name: str, label: str, managed: Any | None, mask: Tensor | None
+    ) -> LocalShard:
+        if managed is not None and not hasattr(managed, "sharded"):
+            from distprune.sharding import flat
+
+            return flat.local_shard(label, managed, mask)
+        parameter = managed.sharded if managed is not None else _registered(module, name, label)
+        _check_kind(label, parameter)
         if is_dtensor(parameter):
             from distprune.sharding import dtensor
 
-            if mask is not None and not is_dtensor(mask):
-                raise NotImplementedError(
-                    f"{label}: the parameter was sharded after it had been pruned, and its mask "
-                    "is still whole on every rank. Expected the model to be wrapped first and "
-                    "pruned second; remove() the pruning before wrapping."
-                )
             return dtensor.local_shard(label, parameter, mask)
         from distprune.sharding import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
+
+    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
+        """What is the same for all names of a parameter, and how many elements it has, whole.
+
+        Raises:
+            AttributeError: no such attribute.
+            TypeError: not a parameter.
+        """
+        module = unwrap(module)
+        managed = self.managed(module, name)
+        if managed is not None:
+            return managed.key, managed.shape.numel()
+        parameter = _registered(module, name, f"{type(module).__name__}.{name}")
+        return id(parameter), parameter.numel()
+
+    def communicator(self, module: nn.Module, name: str) -> Communicator:
+        """The ranks that hold a sharded parameter together."""
+        managed = self.managed(module, name)
+        if managed is not None and not hasattr(managed, "sharded"):
+            return over_groups(managed.groups, managed.ranks)
+        parameters = module._parameters
+        registered = parameters.get(name, parameters.get(name + "_orig"))
+        parameter = managed.sharded if managed is not None else registered
+        return over_mesh(parameter.device_mesh)
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -96,33 +157,18 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
         from distprune.sharding import dtensor
 
         return dtensor.local_part(label, what, tensor, shard)
-    if tensor.shape != shard.shape:
-        raise ValueError(
-            f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
-            f"shape {tuple(shard.shape)}."
-        )
-    return shard.slice_of(tensor.detach()).to(shard.values.device)
-
-
-def _fsdp2_parameters() -> dict[tuple[int, str], Any]:
-    if "torch.distributed.fsdp" not in sys.modules:
-        return {}
-    from distprune.wrappers import fsdp2
-
-    return fsdp2.managed_parameters()
+    if tensor.shape == shard.shape:
+        return shard.slice_of(tensor.detach()).to(shard.values.device)
+    if isinstance(shard, FlatShard) and tensor.shape == shard.values.shape:
+        return tensor.detach()  # FSDP1's own form, such as that of a gradient
+    raise ValueError(
+        f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
+        f"shape {tuple(shard.shape)}."
+    )
 
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:
     """The parameter behind a name, by its own name or, when pruned, as name_orig."""
-    if "torch.distributed.fsdp" in sys.modules:
-        from distprune.wrappers import fsdp1
-
-        if fsdp1.is_managed(module, name):
-            raise NotImplementedError(
-                f"{label}: the parameter is a piece of an FSDP1 flat parameter "
-                "(FullyShardedDataParallel), which is not supported yet. Use fully_shard "
-                "(FSDP2), or DistributedDataParallel."
-            )
     for key in (name + "_orig", name):
         parameter = module._parameters.get(key)
         if parameter is not None and (key == name or name + "_mask" in module._buffers):
@@ -146,11 +192,3 @@ def _check_kind(label: str, parameter: Tensor) -> None:
         problem = "it is a lazy parameter without a shape; run one forward first"
     if problem:
         raise NotImplementedError(f"{label}: {problem}.")
-
-
-def _check_managed(label: str, managed: Any, mask: Tensor | None) -> None:
-    from distprune.wrappers import fsdp2
-
-    fsdp2.check_fields(managed)
-    if managed.unsupported:
-        raise NotImplementedError(f"{label}: {managed.unsupported}.")

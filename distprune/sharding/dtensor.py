@@ -52,16 +52,26 @@ def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShar
         name=name,
         parameter=parameter,
         values=values,
-        mask=mask.to_local() if isinstance(mask, DTensor) and splits is not None else None,
+        mask=None if mask is None else _local_mask(mask, values, splits is not None),
         shape=parameter.shape,
         coordinates=coordinates,
         order=tuple(order),
         index=index_map(parameter.shape, coordinates, order),
         replica=replica,
         num_replicas=num_replicas,
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        # Not which ranks: the same parameter may be on several meshes of one shape.
+        layout=f"{placements} on a mesh of shape {tuple(mesh.shape)}",
         mesh=mesh,
         placements=placements,
+        key=id(parameter),
     )
+
+
+def _local_mask(mask: Tensor, values: Tensor, is_inside: bool) -> Tensor:
+    """This rank's part; a rank outside the mesh knows that there is a mask, and holds none."""
+    assert isinstance(mask, DTensor)
+    return mask.to_local() if is_inside else torch.empty_like(values, dtype=mask.dtype)
 
 
 def splits_of(

@@ -33,4 +33,5 @@ def local_shard(
         index=index_map(values.shape, coordinates, order),
         replica=replica,
         num_replicas=num_replicas,
+        key=id(parameter),
     )

@@ -17,3 +17,5 @@ def ignore_buffer(wrapper: DistributedDataParallel, fqn: str) -> None:
     double the traffic of a step for nothing.
     """
     wrapper.parameters_to_ignore.add(fqn)
+    # It decides by its list of last time whether to broadcast, and fails on an empty new one.
+    wrapper._assign_modules_buffers()

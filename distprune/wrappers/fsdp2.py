@@ -7,13 +7,13 @@ tensor for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, a documented
 extension point. The gathered weight is masked on every rank and is freed as a
 dense one is; the gradient is masked on the shard after its reduce-scatter.
 
-:func:`check_fields` says which private field a new torch version broke.
+:meth:`ManagedParameter.check_fields` says which private field a new torch version broke.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,14 @@ from torch.utils.hooks import RemovableHandle
 _PARAM_FIELDS = (
     "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
     "padded_sharded_param_size", "mp_policy", "_init_extensions", "fsdp_placement",
+    "reset_sharded_param",
 )  # fmt: skip
 _INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
 
 
 @dataclass(frozen=True)
 class ManagedParameter:
-    """One parameter that FSDP2 shards, and the group that gathers it."""
+    """One parameter that FSDP2 shards, and the group that gathers it; a wrappers.Managed."""
 
     fsdp_param: Any
     group: Any
@@ -45,6 +46,21 @@ class ManagedParameter:
     def sharded(self) -> nn.Parameter:
         """The sharded parameter, whatever is registered on the module at the moment."""
         return self.fsdp_param.sharded_param
+
+    @property
+    def key(self) -> Hashable:
+        """The same for every name of a tied parameter."""
+        return id(self.sharded)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter."""
+        return self.sharded.shape
+
+    @property
+    def persists_mask(self) -> bool:
+        """Yes: a mask is a DTensor like the parameter, and travels like it."""
+        return True
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -89,39 +105,70 @@ class ManagedParameter:
         if info.param_name == old:
             info.param_name = new
 
+    def write(self, values: Tensor) -> None:
+        """Overwrite this rank's shard."""
+        self.sharded.to_local().copy_(values)
+
+    def masked_by(self, mask: Tensor) -> ShardMask:
+        """What lets a mask, a DTensor laid out like the parameter, act on it."""
+        assert isinstance(mask, DTensor)
+        return ShardMask(self)
+
+    def check_fields(self) -> None:
+        """Raise NotImplementedError naming the private fields that this torch lacks."""
+        missing = [name for name in _PARAM_FIELDS if not hasattr(self.fsdp_param, name)]
+        info = getattr(self.fsdp_param, "_module_info", None)
+        missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
+        if missing:
+            raise NotImplementedError(
+                f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
+                "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
+            )
+
 
 class ShardMask:
     """The mask of one sharded parameter at work: see [Note: masking in shard space].
 
+    The mask is the module's buffer ``<name>_mask``, a DTensor with the parameter's mesh and
+    placements, as it is at each all-gather: whatever is loaded into it or put in its place acts.
+
+    [Note: swapped tensors] ``load_state_dict(assign=True)`` puts another parameter on the
+    module, and ``.to()`` and ``to_empty()`` another local tensor into it, which know nothing
+    of a mask. FSDP2 then has to look at the tensor again too, in ``reset_sharded_param``: that
+    is where the mask is put on the new one, before any forward.
+
     Args:
         managed: the parameter.
-        mask: bool DTensor with the parameter's mesh and placements.
     """
 
-    def __init__(self, managed: ManagedParameter, mask: DTensor) -> None:
+    def __init__(self, managed: ManagedParameter) -> None:
         # The tensor refers to this object; a reference back would be a cycle through
         # C++ that the garbage collector cannot see.
         self._fsdp_param_ref = weakref.ref(managed.fsdp_param)
-        self._mask = mask.to_local()
         self._handle: RemovableHandle | None = None
 
     @property
     def _fsdp_param(self) -> Any:
         return self._fsdp_param_ref()
 
+    @property
+    def _mask(self) -> Tensor:
+        info = self._fsdp_param._module_info
+        mask = info.module._buffers[info.param_name.removesuffix("_orig") + "_mask"]
+        local = mask._local_tensor if isinstance(mask, DTensor) else None
+        expected = self._fsdp_param.sharded_param._local_tensor.shape
+        if local is None or local.shape != expected:
+            raise RuntimeError(
+                f"the mask of {type(info.module).__name__}.{info.param_name} was replaced by a "
+                f"{type(mask).__name__} of shape {tuple(mask.shape)}; expected a DTensor laid out "
+                "like the parameter. Pass a whole mask to custom_from_mask."
+            )
+        return local
+
     def attach(self) -> None:
-        """Let the next all-gather, and the gradient hook, see this mask."""
-        parameter = self._fsdp_param.sharded_param
-        local = parameter._local_tensor
-        local.fsdp_pre_all_gather = self.fsdp_pre_all_gather
-        local.fsdp_post_all_gather = self.fsdp_post_all_gather
-        # FSDP2 looks for extensions at construction only.
-        self._fsdp_param._init_extensions()
-        # A frozen parameter refuses hooks, but it may be unfrozen later.
-        requires_grad = parameter.requires_grad
-        parameter.requires_grad_(True)
-        self._handle = parameter.register_post_accumulate_grad_hook(self._mask_gradient)
-        parameter.requires_grad_(requires_grad)
+        """Let the next all-gather, and the gradient hook, see the mask."""
+        self._mark_tensor()
+        self._fsdp_param.reset_sharded_param = self._reset_sharded_param
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -129,14 +176,46 @@ class ShardMask:
         if self.is_attached():
             del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
         self._fsdp_param._init_extensions()
+        self._fsdp_param.__dict__.pop("reset_sharded_param", None)
         if self._handle is not None:
             self._handle.remove()
 
     def is_attached(self) -> bool:
-        """False after load_state_dict(assign=True), .to() and whatever else swaps the tensor."""
+        """False if the tensor was swapped behind the back of FSDP2."""
         local = self._fsdp_param.sharded_param._local_tensor
         extension = getattr(local, "fsdp_pre_all_gather", None)
         return getattr(extension, "__self__", None) is self
+
+    def _mark_tensor(self) -> None:
+        parameter = self._fsdp_param.sharded_param
+        local = parameter._local_tensor
+        local.fsdp_pre_all_gather = self.fsdp_pre_all_gather
+        local.fsdp_post_all_gather = self.fsdp_post_all_gather
+        # FSDP2 looks for extensions at construction only.
+        self._fsdp_param._init_extensions()
+        if self._handle is not None:
+            self._handle.remove()
+        # A frozen parameter refuses hooks, but it may be unfrozen later.
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handle = parameter.register_post_accumulate_grad_hook(self._mask_gradient)
+        parameter.requires_grad_(requires_grad)
+
+    def _reset_sharded_param(self) -> None:
+        """Stands in for the method of FSDP2's record; see [Note: swapped tensors]."""
+        fsdp_param = self._fsdp_param
+        type(fsdp_param).reset_sharded_param(fsdp_param)
+        if not self.is_attached():
+            self._mark_tensor()
+
+    def value(self, module: nn.Module, name: str) -> Tensor:
+        """``module.<name>`` as the mask leaves it, in whatever state FSDP2 has it."""
+        original = module._parameters[name + "_orig"]
+        mask = module._buffers[name + "_mask"]
+        assert original is not None and mask is not None
+        if _is_gathered_copy(original, mask):
+            return original
+        return mask.to(dtype=original.dtype) * original
 
     # Named and typed as FSDP2 calls it; exactly five parameters.
     def fsdp_pre_all_gather(
@@ -193,7 +272,7 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
     return found
 
 
-def is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:
+def _is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:
     """Whether a registered parameter is the gathered one: that one is masked already."""
     if not isinstance(registered, DTensor):
         return True
@@ -207,19 +286,6 @@ def subclass_attributes(cls: type) -> dict[str, Any]:
     if issubclass(cls, FSDPModule) and hasattr(cls, "_orig_cls_mro_index"):
         return {"_orig_cls_mro_index": cls._orig_cls_mro_index + 1}
     return {}
-
-
-def check_fields(managed: ManagedParameter) -> None:
-    """Raise NotImplementedError naming the private fields that this torch lacks."""
-    fsdp_param = managed.fsdp_param
-    missing = [name for name in _PARAM_FIELDS if not hasattr(fsdp_param, name)]
-    info = getattr(fsdp_param, "_module_info", None)
-    missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
-    if missing:
-        raise NotImplementedError(
-            f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
-            "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
-        )
 
 
 def _groups() -> Iterator[Any]:

@@ -5,14 +5,15 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
 
 import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.keys import hash_keys
+from distprune.testing import run_ranks
 from models import Net, fill, target
+from traffic import Traffic
 
 WRAPPINGS = [
     "plain-1", "plain-3", "ddp-2", "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-3",
@@ -135,6 +136,37 @@ def test_random_masks(wrapping):
 
 def test_random_masks_without_a_process_group():
     assert random_differences("plain-1") == []
+
+
+def traffic_with_bounds(wrapping: str) -> tuple:
+    """What one call sends, counted here and by its report; and how many parameters are held."""
+    sizes = (100, 400, 100, 8)  # 81 thousand elements: more than are collected outright
+    model = wraps.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
+    targets = prune.select(wraps.unwrapped(model))
+    with torch.no_grad():
+        wraps.local(targets[0][0].weight).mul_(0.5)
+    with Traffic() as traffic:
+        report = prune.global_unstructured(
+            targets,
+            prune.L1Unstructured,
+            amount=0.5,
+            min_sparsity={"l3.weight": 0.9},
+            max_sparsity={"l1.weight": 0.52},
+        )
+    assert (report.num_collectives, report.bytes_sent) == (
+        len(traffic.calls), sum(num_bytes for _, num_bytes in traffic.calls),
+    )  # fmt: skip
+    held = sum(entry.held_at is not None for entry in report.parameters)
+    return [name for name, _ in traffic.calls], report.bytes_sent, held
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3"])
+def test_bounds_cost_kilobytes_per_parameter(wrapping):
+    per_rank = run_ranks(traffic_with_bounds, wraps.world_size(wrapping), wrapping)
+    assert all(found == per_rank[0] for found in per_rank)
+    calls, num_bytes, held = per_rank[0]
+    assert held == 2 and not [name for name in calls if "gather" in name]
+    assert len(calls) < 60 and num_bytes < 800_000
 
 
 ODD = {  # what the odd rank passes instead -> what the error names on every rank

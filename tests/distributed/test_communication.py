@@ -3,20 +3,18 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
 import wraps
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill, fqns, seeded, target
+from models import EVEN_HIDDEN, Net, fill, seeded
 from traffic import Traffic
 
 
 def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
-    names = [
-        name for name in fqns(wraps.unwrapped(model)) if name.endswith("weight") or not weights
-    ]
-    targets = [target(wraps.unwrapped(model), name) for name in names]
+    targets = prune.select(model, names="weight" if weights else ("weight", "bias"))
     return prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
 
 
@@ -73,7 +71,11 @@ def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tu
 
 @pytest.mark.parametrize("weights", [True, False], ids=["weights", "all parameters"])
 @pytest.mark.parametrize(
-    "wrapping", ["ddp-2", "fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
+    "wrapping",
+    [
+        *["ddp-2", "fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"],
+        *["fsdp1-2", "fsdp1_flat-2", "fsdp1_hybrid-2x2"],
+    ],
 )
 def test_a_step_of_the_pruned_model_sends_what_the_dense_one_sends(wrapping, weights):
     size = wraps.world_size(wrapping)
@@ -123,11 +125,13 @@ def test_ddp_does_not_broadcast_masks_at_each_forward(pruned, forward_first):
 
 def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -> int:
     """Bytes of all storages that autograd saved in forward and that still exist after it."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+    dtype = torch.bfloat16 if bf16 else None
+    if wraps.kind_of(wrapping).startswith("fsdp1"):
+        policy = {"mixed_precision": MixedPrecision(param_dtype=dtype)}
+    else:
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
     model = fill(Net((64, 128, 64, 8)), "normal", "float32")
-    model = wraps.wrap(model, wrapping, mp_policy=policy)
+    model = wraps.wrap(model, wrapping, **policy)
     if pruned:
         prune_weights(model)
     saved = []
@@ -136,7 +140,7 @@ def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -
         saved.append(tensor)
         return tensor
 
-    for _ in range(2):  # the first forward also sets FSDP2 up
+    for _ in range(2):  # the first forward also sets FSDP up
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = model(torch.ones(2, 64))
@@ -147,10 +151,15 @@ def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2"])
-def test_fsdp2_frees_as_much_after_forward_as_without_masks(wrapping, bf16):
+@pytest.mark.parametrize(
+    "wrapping", ["fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-2", "fsdp1_flat-3"]
+)
+def test_fsdp_frees_as_much_after_forward_as_without_masks(wrapping, bf16):
     size = wraps.world_size(wrapping)
     dense = run_ranks(kept_between_forward_and_backward, size, wrapping, False, bf16)
     assert run_ranks(kept_between_forward_and_backward, size, wrapping, True, bf16) == dense
-    if wraps.kind_of(wrapping) == "fsdp2":  # layers are freed: less than one of them is kept
+    if wraps.kind_of(wrapping) in (
+        "fsdp1",
+        "fsdp2",
+    ):  # less than one layer
         assert max(dense) < 64 * 128 * (2 if bf16 else 4)

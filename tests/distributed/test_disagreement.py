@@ -124,10 +124,11 @@ def test_one_rank_with_other_arguments(wrapping, case):
 @torch.no_grad()
 def outcome_with_nan(wrapping: str, odd_rank: int | None) -> tuple[str, str, list[str]]:
     """NaN in l2.weight among the elements that one rank holds; None: in those of each rank."""
+    indices = wraps.local_indices(fill(Net(), "normal", "float32"), wrapping)
     model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
     targets = [target(wraps.unwrapped(model), name) for name in NAMES]
     if odd_rank in (dist.get_rank(), None):
-        wraps.local(targets[1][0].weight)[:1] = torch.nan
+        wraps.shard(model, NAMES[1], indices)[:1] = torch.nan
     return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
 
 

@@ -18,10 +18,10 @@ def indices_and_values(wrapping: str, sizes: tuple) -> list[tuple[str, int, list
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     indices = wraps.local_indices(model, wrapping)
     names = fqns(model)
-    model = wraps.unwrapped(wraps.wrap(model, wrapping))
+    model = wraps.wrap(model, wrapping)
     rows = []
     for name in names:
-        held = wraps.local(model.get_parameter(name))
+        held = wraps.shard(model, name, indices)
         assert torch.equal(held, wraps.my_part(full[name], indices[name]))
         rows.append((name, full[name].numel(), indices[name].flatten().tolist(), held.shape))
     return rows

@@ -29,6 +29,8 @@ def differences(wrapping: str, cases: list, net: type = ShapesNet, *sizes) -> li
     indices = wraps.local_indices(net(*sizes), wrapping)
     for data, dtype, amounts, seed in cases:
         model = fill(net(*sizes), data, dtype, seed)
+        if wraps.kind_of(wrapping).startswith("fsdp1"):  # cuts by bytes
+            indices = wraps.local_indices(model, wrapping)
         names = random.Random(seed).sample(fqns(model), len(fqns(model)))  # the caller's order
         scores = [model.get_parameter(name).detach().clone() for name in names]
         keeps = [torch.ones(score.shape, dtype=torch.bool) for score in scores]
@@ -51,6 +53,8 @@ def test_any_data_and_dtype(wrapping):
     size, cases = wraps.world_size(wrapping), []
     for turn, data in enumerate(DATA, start=wraps.ALL.index(wrapping)):
         dtypes = DTYPES if size <= 2 else [DTYPES[turn % len(DTYPES)]]
+        if wraps.kind_of(wrapping) == "fsdp1_root":  # a flat parameter has one dtype
+            dtypes = [dtype if dtype != "mixed" else "float32" for dtype in dtypes]
         cases += [(data, dtype, ROUNDS[(turn + i) % 3], turn + i) for i, dtype in enumerate(dtypes)]
     assert_nothing_wrong(run_ranks(differences, size, wrapping, cases))
 
@@ -88,8 +92,8 @@ def differences_after_training_step(wrapping: str) -> list[str]:
     model = wraps.wrap(model, wrapping)
     targets = [target(wraps.unwrapped(model), name) for name in names]
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.4)
-    for (module, _), name, values in zip(targets, names, second, strict=True):
-        wraps.local(module.weight_orig).copy_(wraps.my_part(values, indices[name]))
+    for name, values in zip(names, second, strict=True):
+        wraps.shard(model, name, indices).copy_(wraps.my_part(values, indices[name]))
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.4)
     keeps = reference.prune(second, 0.4, reference.prune(first, 0.4))
     return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
@@ -104,12 +108,12 @@ def test_pruning_again_ranks_the_values_of_now(wrapping):
 
 def differences_with_scores(wrapping: str) -> list[str]:
     return [
-        *differences_with_scores_given(wrapping, as_dtensor=False),
-        *differences_with_scores_given(wrapping, as_dtensor=True),
+        *differences_with_scores_given(wrapping, as_shards=False),
+        *differences_with_scores_given(wrapping, as_shards=True),
     ]
 
 
-def differences_with_scores_given(wrapping: str, as_dtensor: bool) -> list[str]:
+def differences_with_scores_given(wrapping: str, as_shards: bool) -> list[str]:
     """Scores replace the values of two of three parameters; signs do not count."""
     model = fill(Net(), "normal", "float32")
     indices = wraps.local_indices(model, wrapping)
@@ -120,14 +124,15 @@ def differences_with_scores_given(wrapping: str, as_dtensor: bool) -> list[str]:
     keeps = reference.prune(scores, 0.5)
     scorer = Net()
     scorer.load_state_dict(dict(zip(names, scores, strict=True)), strict=False)
-    model = wraps.unwrapped(wraps.wrap(model, wrapping))
-    if as_dtensor:
-        scorer = wraps.unwrapped(wraps.wrap(scorer, wrapping))
-    given = {target(model, names[p]): scorer.get_parameter(names[p]).detach() for p in (0, 2)}
-    prune.global_unstructured(
-        [target(model, name) for name in names], prune.L1Unstructured, given, amount=0.5
-    )
-    when = "sharded scores" if as_dtensor else "whole scores"
+    model = wraps.wrap(model, wrapping)
+    given = {names[p]: scorer.get_parameter(names[p]).detach() for p in (0, 2)}
+    if as_shards:
+        scorer = wraps.wrap(scorer, wrapping)
+        given = {name: wraps.shard(scorer, name, indices, as_dtensor=True) for name in given}
+    targets = {name: target(wraps.unwrapped(model), name) for name in names}
+    given = {targets[name]: score for name, score in given.items()}
+    prune.global_unstructured(targets.values(), prune.L1Unstructured, given, amount=0.5)
+    when = "sharded scores" if as_shards else "whole scores"
     return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices, when)
 
 

@@ -11,26 +11,38 @@ import wraps
 from checks import assert_nothing_wrong, wrong_masks
 from distprune.testing import run_ranks
 from models import Net, fill, fqns, target
+from pair import OPTIMIZERS
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight", "l2.bias"]
 
 
+NUM_STEPS = 10
+
+
 def differences(wrapping: str) -> list[str]:
-    """Three SGD steps, one batch on every rank: the mean of 2 or 4 equal gradients is exact."""
+    return [f"{name}: {each}" for name in OPTIMIZERS for each in differences_with(wrapping, name)]
+
+
+def differences_with(wrapping: str, optimizer_name: str) -> list[str]:
+    """Pruned twice. One batch on every rank: the mean of 2 or 4 equal gradients is exact."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     dense = fill(Net(), "normal", "float32")
     indices = wraps.local_indices(dense, wrapping)
     model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping, mp_policy=policy)
-    keeps = reference.prune([dense.get_parameter(name) for name in NAMES], 0.5)
-    keeps = dict(zip(NAMES, keeps, strict=True))
+    kind, options = OPTIMIZERS[optimizer_name]
+    optimizers = [kind(m.parameters(), **options) for m in (model, dense)]
     targets = [target(model, name) for name in NAMES]
-    prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
-    wrong = wrong_masks(model, keeps, indices)
-
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, dense)]
+    keeps: dict[str, torch.Tensor] = {}
+    wrong: list[str] = []
     half = Net().bfloat16()
     generator = torch.Generator().manual_seed(1)
-    for step in range(3):
+    for step in range(NUM_STEPS):
+        if step in (0, 6):
+            scores = [dense.get_parameter(name) for name in NAMES]
+            new = reference.prune(scores, 0.4, list(keeps.values()) or None)
+            keeps = dict(zip(NAMES, new, strict=True))
+            prune.global_unstructured(targets, prune.L1Unstructured, amount=0.4)
+            wrong += wrong_masks(model, keeps, indices)
         x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
         out, expected = model(x), bf16_forward(half, dense, keeps, x)
         F.mse_loss(out.float(), y).backward()

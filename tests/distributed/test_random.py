@@ -107,6 +107,7 @@ def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
         model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(3))
         model = DistributedDataParallel(model)
         names = ["0.l1.weight", "0.l2.weight"]
+        shapes = {name: tuple(model.module.get_parameter(name).shape) for name in names}
         targets = [target(model.module, name) for name in names]
         indices = {
             name: torch.arange(m.weight.numel())
@@ -114,6 +115,7 @@ def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
         }
     else:
         names = fqns(model)
+        shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
         indices = wraps.local_indices(model, wrapping)
         model = wraps.wrap(model, wrapping)
         targets = [target(wraps.unwrapped(model), name) for name in names]
@@ -121,7 +123,7 @@ def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
     masks = []
     for (module, parameter), name in zip(targets, names, strict=True):
         mask = getattr(module, parameter + "_mask")
-        masks.append((wraps.local(mask), indices[name], tuple(mask.shape)))
+        masks.append((wraps.local(mask), indices[name], shapes[name]))
     return masks, report.num_pruned
 
 

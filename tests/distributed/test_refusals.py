@@ -1,12 +1,14 @@
 """What is not supported is refused by name, on every rank, before anything changes."""
 
+import gc
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import distprune as prune
@@ -85,28 +87,39 @@ def test_reshard_after_forward_to_a_smaller_mesh(single):
     assert_refused(run_ranks(integer_reshard, 4, single), "weight(.|\n)*reshard_after_forward")
 
 
-def fsdp1(use_orig_params: bool, whole: bool, single: bool) -> tuple[str, str, list[str]]:
-    inner = fill(Net(), "normal", "float32")
-    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
-    if whole:
-        model = FullyShardedDataParallel(inner, **options)
-        l1 = model.module.l1
-    else:
-        inner.l1 = FullyShardedDataParallel(inner.l1, **options)
-        model, l1 = inner, inner.l1.module
-    name = next(name for name, _ in [*l1.named_parameters(), ("weight", None)])
-    if single:
-        return refusal(model, lambda: prune.l1_unstructured(l1, name, 0.5))
-    targets = [(l1, name), (inner.l2, "weight")]
-    return refusal(
-        model, lambda: prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
+def fsdp1(use_orig_params: bool, case: str, single: bool) -> tuple[str, str, list[str]]:
+    model = wraps.wrap(
+        fill(Net(), "normal", "float32"),
+        "fsdp1-2",
+        use_orig_params=use_orig_params,
+        sharding_strategy=getattr(ShardingStrategy, case, ShardingStrategy.FULL_SHARD),
     )
+    layer = model.module.l1.module
+    targets = prune.select(model)
+    if case == "without its wrapper":
+        model.module.l1 = layer
+        gc.collect()
+    context = nullcontext()
+    if case == "summoned":
+        context = FullyShardedDataParallel.summon_full_params(model)
+    with context:
+        if single:
+            return refusal(model, lambda: prune.l1_unstructured(layer, "weight", 0.5))
+        return refusal(
+            model, lambda: prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
+        )
+
+
+WAYS_OUT = {"NO_SHARD": "DistributedDataParallel", "summoned": "outside of that context"}
 
 
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("whole", [False, True], ids=["one layer", "whole model"])
+@pytest.mark.parametrize("case", WAYS_OUT)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1(use_orig_params, whole, single):
-    per_rank = run_ranks(fsdp1, 2, use_orig_params, whole, single)
-    assert_refused(per_rank, "FullyShardedDataParallel|FSDP1")
-    assert all("fully_shard" in message for _, message, _ in per_rank)  # the way out
+def test_fsdp1(use_orig_params, case, single):
+    assert_refused(run_ranks(fsdp1, 2, use_orig_params, case, single), WAYS_OUT[case])
+
+
+def test_fsdp1_without_its_wrapper():
+    per_rank = run_ranks(fsdp1, 2, True, "without its wrapper", True)
+    assert_refused(per_rank, "FullyShardedDataParallel module is gone")

@@ -38,8 +38,9 @@ def pruned_by_torch(sizes=UNEVEN) -> torch.nn.Module:
 
 
 def mask_problems(wrapping: str, dtype: str) -> list[str]:
-    model = wraps.unwrapped(pruned(wrapping, dtype))
-    fully_sharded = wraps.kind_of(wrapping).startswith(("fsdp2", "hsdp"))
+    wrapped = pruned(wrapping, dtype)
+    model = wraps.unwrapped(wrapped)
+    fully_sharded = wraps.kind_of(wrapping).startswith(("fsdp", "hsdp"))
     problems = []
     for name in NAMES:
         module, parameter = target(model, name)
@@ -56,7 +57,7 @@ def mask_problems(wrapping: str, dtype: str) -> list[str]:
             problems.append(f"{name}: mask is {mask.dtype}, not {expected}")
         if wraps.local(mask).untyped_storage().nbytes() > wraps.local(mask).nbytes:
             problems.append(f"{name}: mask is a view of something larger")
-        if parameter + "_mask" not in module._buffers:
+        if not any(buffer is mask for buffer in module.buffers()):
             problems.append(f"{name}: mask is no buffer")
         if mask.requires_grad:
             problems.append(f"{name}: mask requires a gradient")

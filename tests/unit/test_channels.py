@@ -20,10 +20,14 @@ def norms_over(values, dim, n, split_dim, size):
         coordinates = dim_coordinates(values.shape, [Split(split_dim, size, communicator.index)])
         part = values.index_select(split_dim, coordinates[split_dim])
         channels = values.shape[dim]
+        rows, channel_of_row = part.movedim(dim, 0), coordinates[dim]
+        if communicator.index % 2:  # every element as a row, as FSDP1's runs have it
+            elements = rows.flatten(1)
+            channel_of_row = channel_of_row.repeat_interleave(elements.shape[1])
+            rows = elements.reshape(-1, 1)
         return channel_norms(
-            part, dim, float(n), coordinates[dim], channels, values.numel() // channels,
-            communicator,
-        )  # fmt: skip
+            rows, float(n), channel_of_row, channels, values.numel() // channels, communicator
+        )
 
     return run_virtual_ranks(on_rank, size)
 
@@ -53,13 +57,13 @@ def test_any_sharding_gives_the_same_bits(shape, n, size, scale, data):
 def test_equal_channels_have_equal_norms_whatever_the_order_of_their_elements():
     row = torch.tensor([0.1, 0.7, 1e-3, 3.3, 0.1, 9.9])
     values = torch.stack([row, row.flip(0), row[torch.randperm(6)]])
-    norms = channel_norms(values, 0, 1.0, torch.arange(3), 3, 6, Communicator(()))
+    norms = channel_norms(values, 1.0, torch.arange(3), 3, 6, Communicator(()))
     assert norms[0] == norms[1] == norms[2]
 
 
 def test_channels_of_very_different_size_keep_their_precision():
     values = torch.tensor([[1e30, 1e30], [3e-20, 4e-20], [3e-20, 4.0001e-20]])
-    norms = channel_norms(values, 0, 2.0, torch.arange(3), 3, 2, Communicator(()))
+    norms = channel_norms(values, 2.0, torch.arange(3), 3, 2, Communicator(()))
     assert norms[0] > norms[2] > norms[1]
     assert norms[1].item() == pytest.approx(5e-20, rel=1e-7)
 
@@ -67,7 +71,7 @@ def test_channels_of_very_different_size_keep_their_precision():
 def test_infinities_and_nan():
     values = torch.tensor([[1.0, math.inf], [1.0, 2.0], [math.nan, 1.0], [math.nan, math.inf]])
     for n in (1.0, 2.0, math.inf):
-        norms = channel_norms(values, 0, n, torch.arange(4), 4, 2, Communicator(()))
+        norms = channel_norms(values, n, torch.arange(4), 4, 2, Communicator(()))
         assert norms[0] == math.inf and norms[1].isfinite()
         assert norms[2].isnan() and norms[3].isnan()
 

@@ -15,7 +15,10 @@ TORCH = {
     "global_unstructured", "identity", "is_pruned", "l1_unstructured", "ln_structured",
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
-OURS = {"NamedParameter", "ParameterReport", "PruningReport", "schedule", "select"}
+OURS = {
+    "NamedParameter", "ParameterReport", "PruningReport", "masks_aside", "schedule", "select",
+    "shard_masks",
+}  # fmt: skip
 
 
 def test_public_names():

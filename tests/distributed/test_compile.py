@@ -1,0 +1,72 @@
+"""torch.compile: a pruned model breaks no graph that the dense one does not, and trains alike."""
+
+import shutil
+
+import pytest
+import torch
+
+import distprune as prune
+import wraps
+from checks import assert_nothing_wrong
+from distprune.testing import run_ranks
+from models import EVEN_HIDDEN, Net, fill, target
+from pair import Pair, train
+
+WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
+NUM_PRUNINGS = 5
+
+
+def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
+    """Graph breaks, and the number of graphs after each step: dense, pruned, pruned each time."""
+    from torch._dynamo.utils import counters
+
+    results = []
+    for how in ("dense", "pruned", "pruned again"):
+        torch._dynamo.reset()
+        counters.clear()
+        model = wraps.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+        compiled = torch.compile(model, backend="eager")
+        layers = [target(wraps.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
+        num_graphs = []
+        for step in range(NUM_PRUNINGS):
+            if how == "pruned again" or (how == "pruned" and step == 0):
+                prune.global_unstructured(layers, prune.L1Unstructured, amount=0.2)
+            compiled(torch.ones(4, 6)).square().mean().backward()
+            num_graphs.append(counters["stats"]["unique_graphs"])
+        results.append((how, sum(counters["graph_break"].values()), num_graphs))
+    torch._dynamo.reset()
+    return results
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_no_graph_breaks_are_added(wrapping):
+    for dense, pruned, again in run_ranks(graphs, wraps.world_size(wrapping), wrapping):
+        assert pruned[1:] == dense[1:]
+        assert again[1] == dense[1]
+        # Compiled once more for the second pruning, whose hook is of another class, and no more.
+        assert again[2][-1] <= 2 * dense[2][-1]
+        assert again[2][1:] == [again[2][1]] * (NUM_PRUNINGS - 1)
+
+
+def differences(wrapping: str, backends: list[str]) -> list[str]:
+    wrong = []
+    for backend in backends:
+        plan = {"amounts": {1: 0.4, 4: 0.5}, "evaluate": backend == "eager", "remove_at": 8}
+        pair = train(Pair(wrapping, compiler=backend), "adamw", plan)
+        wrong += [f"{backend}: {each}" for each in pair.wrong]
+        torch._dynamo.reset()
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_compiled_training_equals_one_process(wrapping):
+    backends = ["eager", "aot_eager"]
+    assert_nothing_wrong(run_ranks(differences, wraps.world_size(wrapping), wrapping, backends))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
+@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
+def test_inductor(wrapping):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, ["inductor"], timeout=300))

@@ -1,0 +1,65 @@
+"""The support matrix: every wrapper and world size, trained ten steps beside one process.
+
+``pytest tests/distributed/test_matrix.py --write-matrix tests/distributed/matrix.json`` writes
+what was measured; ``python tests/make_support_matrix.py`` makes the README's table from it.
+"""
+
+import json
+
+import pytest
+
+import make_support_matrix
+import wraps
+from distprune.testing import run_ranks
+from pair import OPTIMIZERS, Pair, train
+
+MADE = {
+    "before pruning": {"amounts": {3: 0.5}},
+    "after pruning": {"amounts": {0: 0.5}, "optimizer_last": True},
+}
+
+
+def trained(wrapping: str) -> list[dict]:
+    rows = []
+    for optimizer in OPTIMIZERS:
+        for made, plan in MADE.items():
+            pair = train(Pair(wrapping), optimizer, plan)
+            rows.append(
+                {
+                    "optimizer": optimizer,
+                    "optimizer_made": made,
+                    "num_mask_differences": pair.num_mask_differences,
+                    "largest_difference": pair.largest_difference,
+                    "wrong": pair.wrong,
+                }
+            )
+    return rows
+
+
+@pytest.mark.parametrize("wrapping", wraps.TRAINED)
+def test_ten_steps_equal_one_process(wrapping, record_property):
+    per_rank = run_ranks(trained, wraps.world_size(wrapping), wrapping)
+    for rows in zip(*per_rank, strict=True):
+        assert not any(row["wrong"] for row in rows), rows
+        differences = sum(row["num_mask_differences"] for row in rows)
+        assert differences == 0
+        result = {
+            **rows[0],
+            "wrapping": wrapping,
+            "num_mask_differences": differences,
+            "largest_difference": max(row["largest_difference"] for row in rows),
+        }
+        del result["wrong"]
+        record_property("matrix", result)
+
+
+def test_the_readme_has_the_matrix_that_was_measured():
+    measured = json.loads(make_support_matrix.MEASURED.read_text())
+    covered = {result["wrapping"] for result in measured["results"]}
+    assert covered == set(wraps.TRAINED), "run this file with --write-matrix"
+    readme = make_support_matrix.README.read_text()
+    if make_support_matrix.START not in readme:
+        pytest.skip(f"the README has no {make_support_matrix.START}")
+    assert make_support_matrix.with_table(readme, measured) == readme, (
+        "run python tests/make_support_matrix.py"
+    )
