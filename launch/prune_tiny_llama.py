@@ -37,7 +37,7 @@ def main() -> None:
     job = join()
     job.say(f"{job.num_ranks} ranks on {job.device.type}, {settings.wrap}; losses in nats per byte")
 
-    trainer = Trainer.for_wrap(settings.wrap, load_corpus(), job)
+    trainer = Trainer.for_wrap(settings.wrap, load_corpus(settings.held_out_windows), job)
     prune_model = prune_in_rounds if settings.schedule == "rounds" else prune_while_training
     outcome = prune_model(settings, trainer, scratch)
     pruned_model, steps = outcome.model, outcome.steps
@@ -55,7 +55,8 @@ def main() -> None:
     comparisons = compare_with_single_process(steps, settings, job, scratch)
     faults = []
     if job.rank == 0:
-        faults = find_faults(output / "model", last_report, loss_saved, num_kept_zeros)
+        promised = last_report, loss_saved, num_kept_zeros
+        faults = find_faults(output / "model", *promised, settings.held_out_windows)
 
     seconds = time.monotonic() - job.started
     losses = outcome.loss_dense, outcome.losses_trained_on

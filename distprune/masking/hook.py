@@ -155,8 +155,10 @@ def _tell_ddp(hook: PruningHook | None = None) -> None:
     told = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
     if wrapper is None or told is wrapper:
         return
-    for prefix, name, each in named_hooks(wrapper.module):
-        ddp.ignore_buffer(wrapper, f"{prefix}.{name}_mask" if prefix else f"{name}_mask")
+    hooks = list(named_hooks(wrapper.module))
+    masks = (f"{prefix}.{name}_mask" if prefix else f"{name}_mask" for prefix, name, _ in hooks)
+    ddp.ignore_buffers(wrapper, masks)
+    for _, _, each in hooks:
         each._ddp_ref = weakref.ref(wrapper)
 
 

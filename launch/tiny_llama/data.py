@@ -12,7 +12,7 @@ from torch import Tensor
 
 WINDOW = 128  # bytes in one sequence
 BATCH = 24  # sequences in one step over all ranks: splits over 1, 2, 3, 4, 6 and 8 ranks
-HELD_OUT_WINDOWS = 240
+HELD_OUT_WINDOWS = 240  # as BATCH, and by 10: see training.mean_loss
 SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -29,12 +29,12 @@ class Corpus:
     """Training and held-out bytes, from different files."""
 
     train: Tensor  # uint8 [num_train_bytes]
-    held_out: Tensor  # int64 [HELD_OUT_WINDOWS, WINDOW]
+    held_out: Tensor  # int64 [num_held_out_windows, WINDOW]
     num_train_files: int
     num_held_out_files: int
 
 
-def load_corpus() -> Corpus:
+def load_corpus(num_held_out_windows: int = HELD_OUT_WINDOWS) -> Corpus:
     """Read the interpreter's own sources; the same on every rank of one machine.
 
     About one file in ten is held out. A hash of the file's name decides, so that a file
@@ -50,12 +50,14 @@ def load_corpus() -> Corpus:
     held_out_files = [path for path in files if _is_held_out(path.relative_to(root))]
 
     train, held_out = _join_bytes(train_files), _join_bytes(held_out_files)
-    if len(train) <= WINDOW or len(held_out) < HELD_OUT_WINDOWS * WINDOW:
+    if len(train) <= WINDOW or len(held_out) < num_held_out_windows * WINDOW:
         raise ValueError(
             f"{root}: {len(train)} training and {len(held_out)} held-out bytes are too few; "
             f"expected a Python whose standard library is installed as .py files."
         )
-    starts = torch.linspace(0, len(held_out) - WINDOW, HELD_OUT_WINDOWS, dtype=torch.float64).long()
+    starts = torch.linspace(
+        0, len(held_out) - WINDOW, num_held_out_windows, dtype=torch.float64
+    ).long()
     return Corpus(train, _windows(held_out, starts), len(train_files), len(held_out_files))
 
 

@@ -41,7 +41,11 @@ def count_kept_zeros(model: nn.Module) -> dict[str, int]:
 
 
 def find_faults(
-    folder: Path, report: prune.PruningReport, loss: float, num_kept_zeros: dict[str, int]
+    folder: Path,
+    report: prune.PruningReport,
+    loss: float,
+    num_kept_zeros: dict[str, int],
+    num_held_out_windows: int,
 ) -> list[str]:
     """Load the saved model in a fresh process with plain transformers; say what is not as promised.
 
@@ -50,12 +54,14 @@ def find_faults(
         report: of the last pruning.
         loss: held-out nats/byte measured on the wrapped model just before saving.
         num_kept_zeros: per parameter, elements that no mask pruned and that are zero anyway.
+        num_held_out_windows: on which the loss was measured.
 
     Returns:
         One sentence per fault; empty if every parameter has exactly the promised zeros.
     """
     findings_file = folder.parent / "saved_model.json"
-    run_alone("tiny_llama.saved_model", str(folder), str(findings_file))
+    arguments = map(str, (folder, findings_file, num_held_out_windows))
+    run_alone("tiny_llama.saved_model", *arguments)
     findings = json.loads(findings_file.read_text())
 
     faults = []

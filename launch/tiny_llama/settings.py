@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from .data import HELD_OUT_WINDOWS
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -21,6 +23,7 @@ class Settings:
     exclude: tuple[str, ...]
     schedule: str
     checkpoint_every: int
+    held_out_windows: int
 
 
 def parse_settings() -> Settings:
@@ -75,6 +78,12 @@ def parse_settings() -> Settings:
         help="steps between checkpoints; with a schedule only",
     )
     parser.add_argument(
+        "--held-out-windows",
+        type=int,
+        default=HELD_OUT_WINDOWS,
+        help="sequences of held-out text on which losses are measured",
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -88,6 +97,8 @@ def parse_settings() -> Settings:
     )
     parsed = parser.parse_args()
 
+    if parsed.held_out_windows < 1:
+        parser.error(f"expected --held-out-windows >= 1, got {parsed.held_out_windows}")
     if parsed.steps < 1 or parsed.finetune_steps < 0:
         parser.error(
             "expected --steps >= 1 and --finetune-steps >= 0, "
@@ -118,4 +129,5 @@ def parse_settings() -> Settings:
         tuple(parsed.exclude),
         parsed.schedule,
         parsed.checkpoint_every,
+        parsed.held_out_windows,
     )

@@ -15,6 +15,7 @@ from .processes import Job
 
 LEARNING_RATE = 1.5e-3
 FINETUNE_LEARNING_RATE = 1e-3
+EVALUATED_AT_ONCE = 10  # windows in one forward pass
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -41,6 +42,11 @@ class Trainer:
     def for_wrap(cls, wrap: str, corpus: Corpus, job: Job) -> Trainer:
         # Ranks of tensor parallelism compute one model together: each reads the whole batch.
         part = (0, 1) if wrap == "tp" else (job.rank, job.num_ranks)
+        if len(corpus.held_out) % (EVALUATED_AT_ONCE * part[1]):
+            raise ValueError(
+                f"--held-out-windows {len(corpus.held_out)} cannot be split over {part[1]} ranks; "
+                f"expected a multiple of {EVALUATED_AT_ONCE * part[1]}."
+            )
         return cls(corpus, job, *part)
 
     def train(
@@ -91,11 +97,11 @@ def mean_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean nats per byte of a wrapped or plain model, a float64 scalar.
 
     Args:
-        windows: int64 [a multiple of 10, WINDOW], as many on each rank: the forward pass
-            of a sharded model is collective.
+        windows: int64 [a multiple of EVALUATED_AT_ONCE, WINDOW], as many on each rank: the
+            forward pass of a sharded model is collective.
     """
     model.eval()
-    losses = [language_loss(model, part) for part in windows.split(10)]
+    losses = [language_loss(model, part) for part in windows.split(EVALUATED_AT_ONCE)]
     return torch.stack(losses).double().mean()
 
 
