@@ -9,7 +9,7 @@ prune.global_unstructured(
 )
 """
 
-from distprune import schedule
+from distprune import checkpoint, schedule
 from distprune.amount import resolve_count as _compute_nparams_toprune  # noqa: F401
 from distprune.amount import validate_amount as _validate_pruning_amount_init  # noqa: F401
 from distprune.amount import validate_count as _validate_pruning_amount  # noqa: F401
@@ -53,6 +53,7 @@ __all__ = [
     "PruningReport",
     "RandomStructured",
     "RandomUnstructured",
+    "checkpoint",
     "custom_from_mask",
     "global_unstructured",
     "identity",

@@ -9,26 +9,25 @@ shards them anew, like any other tensor. Save with::
 and go on from there, on any other sharding or on one process, with::
 
     checkpoint.load(path, model, optimizer, pruner)   # model: fresh, dense or pruned
-
-A part of the package that is imported by itself: ``from distprune import checkpoint``.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distprune.collectives import attempt, world
 from distprune.global_pruning import global_unstructured
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.methods import Identity
 from distprune.naming import NamedParameter, named_modules
-from distprune.sharding import ShardReader, is_dtensor
-from distprune.wrappers import is_flattened, managed_parameters
+from distprune.sharding import is_dtensor
+from distprune.wrappers import managed_parameters
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
@@ -150,15 +149,16 @@ def load(
 
     as_saved = {name + _ORIGINAL: name for name in dense}
     state = _get_state_dict(model, optimizers, pruner)
-    masks = {name: state[_MODEL].pop(name + _MASK) for name in dense}
+    kept = {name + _MASK: state[_MODEL].pop(name + _MASK) for name in dense}
     _rename(state, as_saved)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group)
     _rename(state, {saved: name for name, saved in as_saved.items()})
-    for name, mask in masks.items():
-        if unmasked == "ones":
-            mask.fill_(1)
-        state[_MODEL][name + _MASK] = mask
+    state[_MODEL].update(kept)
     _set_state_dict(model, optimizers, pruner, state)
+    if unmasked == "ones":
+        masks = _pruned_here(model)
+        for name in dense:
+            masks[name].fill_(1)
 
 
 def prepare_for_load(
@@ -232,17 +232,16 @@ def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> No
 
 
 def _check_boxes(model: nn.Module) -> None:
-    reader = ShardReader()
+    managed = managed_parameters(model)
     wrong = []
-    for prefix, module in named_modules(model):
-        for key, parameter in module._parameters.items():
-            if is_flattened(module, key):
-                continue  # FSDP1 saves even chunks of rows
-            managed = reader.managed(module, key.removesuffix(_ORIGINAL))
-            parameter = getattr(managed, "sharded", parameter)  # FSDP2's, whatever is registered
-            if is_dtensor(parameter) and _is_misplaced(key, parameter):
+    for path, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            # Registered may be the gathered copy; FSDP1's records have no DTensor.
+            record = managed.get((id(module), name))
+            parameter = getattr(record, "sharded", parameter)
+            if is_dtensor(parameter) and _is_misplaced(name, parameter):
                 wrong.append(
-                    f"{_join(prefix, key)} (shape {tuple(parameter.shape)}, {parameter.placements} "
+                    f"{_join(path, name)} (shape {tuple(parameter.shape)}, {parameter.placements} "
                     f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
                 )
     if wrong:
@@ -267,32 +266,32 @@ def _is_misplaced(name: str, parameter: DTensor) -> bool:
     return first != tuple(offsets) or tuple(map(len, held)) != tuple(sizes)
 
 
-def _pruned_here(model: nn.Module) -> list[str]:
-    return [
-        _join(prefix, hook._tensor_name)
-        for prefix, module in named_modules(model)
+def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
+    """The masks on this rank by the names of their parameters."""
+    return {
+        _join(path, hook._tensor_name): module._buffers[hook._tensor_name + _MASK]
+        for path, module in named_modules(model)
         for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook)
-    ]
+        if isinstance(hook, PruningHook) and hook._tensor_name + _MASK in module._buffers
+    }
 
 
 def _to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     """What is pruned in a state dict and dense in a model; tied parameters once, as one."""
-    keys, reader = set(keys), ShardReader()
-    names: dict[str, list[str]] = {}  # by module
-    for key in keys:
+    keys, wanted = set(keys), defaultdict(list)
+    for key in sorted(keys):
         name = _paired(key, _MASK, _ORIGINAL, keys)
         if name is not None:
-            path, _, own = name.rpartition(".")
-            names.setdefault(path, []).append(own)
-    managed_parameters(model)  # its FSDP1 modules are known from here on
+            path, _, leaf = name.rpartition(".")
+            wanted[path].append(leaf)
+    managed = managed_parameters(model)
     places: dict[Hashable, list[NamedParameter]] = {}
-    for prefix, module in named_modules(model):
-        for name in sorted(names.get(prefix, ())):
-            if find_hook(module, name) is None:
-                key, _ = reader.identity(module, name)
-                place = NamedParameter(module, name, _join(prefix, name))
-                places.setdefault(key, []).append(place)
+    for path, module in named_modules(model):
+        for name in wanted[path]:
+            record = managed.get((id(module), name))
+            key = record.key if record is not None else module._parameters.get(name)
+            if key is not None and find_hook(module, name) is None:
+                places.setdefault(key, []).append(NamedParameter(module, name, _join(path, name)))
     return [same[0].with_places(same) for same in places.values()]
 
 

@@ -14,7 +14,10 @@ START, END = "<!-- matrix -->", "<!-- /matrix -->"
 NAMES = {
     "plain": "plain modules",
     "ddp": "DDP",
-    "fsdp1": "FSDP1",
+    "fsdp1": "FSDP1, per layer",
+    "fsdp1_root": "FSDP1, root only",
+    "fsdp1_flat": "FSDP1, `use_orig_params=False`",
+    "fsdp1_hybrid": "FSDP1, `HYBRID_SHARD`",
     "fsdp2": "FSDP2, per layer",
     "fsdp2_root": "FSDP2, root only",
     "hsdp": "HSDP",

@@ -3,7 +3,7 @@
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
     check_wrapping(accelerator, model)
-    pruner = prune.ScheduledPruner(prune.select(model), schedule)  # after prepare
+    pruner = schedule.ScheduledPruner(prune.select(model), plan)  # after prepare
 
 [Note: silent fallbacks] Accelerate (1.15) does not say when it runs something else than it
 was asked for. It has no FSDP on the CPU: a plugin is ignored there, and the model becomes

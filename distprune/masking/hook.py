@@ -41,7 +41,9 @@ class PruningHook:
             if shard_mask is not None and not torch.compiler.is_compiling():
                 _check_attached(module, name, shard_mask)
             return
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _tell_ddp()
+        else:
             self._before_forward(module)
         setattr(module, name, self.apply_mask(module))
 
@@ -68,15 +70,7 @@ class PruningHook:
         if id(original) != self._seen:
             self._seen = id(original)
             self._check_wrapping(module, original)
-        if "torch.nn.parallel.distributed" in sys.modules:
-            from distprune.wrappers import ddp
-
-            wrapper = ddp.active_wrapper()
-            if wrapper is not None and (self._ddp_ref is None or self._ddp_ref() is not wrapper):
-                for prefix, name, hook in named_hooks(wrapper.module):
-                    fqn = f"{prefix}.{name}_mask" if prefix else f"{name}_mask"
-                    ddp.ignore_buffer(wrapper, fqn)
-                    hook._ddp_ref = weakref.ref(wrapper)
+        _tell_ddp(self)
 
     def _check_wrapping(self, module: nn.Module, original: Tensor | None) -> None:
         """Tell those who pruned first and wrapped second what is left to do."""
@@ -145,6 +139,33 @@ def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PruningHook):
                 yield prefix, hook._tensor_name, hook
+
+
+def _tell_ddp(hook: PruningHook | None = None) -> None:
+    """Tell the DDP wrapper whose forward is running to leave the masks below it alone.
+
+    Args:
+        hook: which may know that it has been told.
+    """
+    if "torch.nn.parallel.distributed" not in sys.modules:
+        return
+    from distprune.wrappers import ddp
+
+    wrapper = ddp.active_wrapper()
+    told = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
+    if wrapper is None or told is wrapper:
+        return
+    hooks = list(named_hooks(wrapper.module))
+    masks = (f"{prefix}.{name}_mask" if prefix else f"{name}_mask" for prefix, name, _ in hooks)
+    ddp.ignore_buffers(wrapper, masks)
+    for _, _, each in hooks:
+        each._ddp_ref = weakref.ref(wrapper)
+
+
+# For Dynamo: call it while tracing, and leave nothing of it in the graph. (A second model that
+# runs code compiled for a first one is not told.) The decorator for this,
+# torch.compiler.assume_constant_result, imports Dynamo.
+_tell_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:

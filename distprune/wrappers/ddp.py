@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -10,12 +12,12 @@ def active_wrapper() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def ignore_buffer(wrapper: DistributedDataParallel, fqn: str) -> None:
-    """Stop DDP from broadcasting a buffer before every forward.
+def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> None:
+    """Stop DDP from broadcasting buffers before every forward.
 
     Masks are equal on all ranks when they are made; broadcasting them would
     double the traffic of a step for nothing.
     """
-    wrapper.parameters_to_ignore.add(fqn)
+    wrapper.parameters_to_ignore.update(fqns)
     # It decides by its list of last time whether to broadcast, and fails on an empty new one.
     wrapper._assign_modules_buffers()

@@ -4,12 +4,14 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import distprune as prune
 import wraps
 from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill, target
+from models import EVEN_HIDDEN, Net, fill, seeded, target
 from pair import Pair, train
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
@@ -46,6 +48,49 @@ def test_no_graph_breaks_are_added(wrapping):
         # Compiled once more for the second pruning, whose hook is of another class, and no more.
         assert again[2][-1] <= 2 * dense[2][-1]
         assert again[2][1:] == [again[2][1]] * (NUM_PRUNINGS - 1)
+
+
+class WithBatchNorm(nn.Module):
+    """DDP broadcasts the running statistics at each forward; masks must not travel with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 50), nn.BatchNorm1d(50)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def bytes_of_buffers(pruned: bool) -> list[int]:
+    """What compiled DDP broadcasts at each forward."""
+    model = nn.parallel.DistributedDataParallel(seeded(WithBatchNorm()))
+    if pruned:
+        linear = model.module.linear
+        prune.global_unstructured([(linear, "weight")], prune.L1Unstructured, amount=0.5)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    sizes, broadcast = [], dist._broadcast_coalesced
+
+    @torch.compiler.disable
+    def count(group, tensors, *arguments):
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return broadcast(group, tensors, *arguments)
+
+    dist._broadcast_coalesced = count
+    try:
+        for _ in range(3):
+            compiled(torch.randn(4, 6)).sum().backward()
+    finally:
+        dist._broadcast_coalesced = broadcast
+        torch._dynamo.reset()
+    return sizes
+
+
+def test_compiled_ddp_does_not_broadcast_masks():
+    dense, pruned = (run_ranks(bytes_of_buffers, 2, each) for each in (False, True))
+    assert len(dense[0]) == 3 and min(dense[0]) >= 2 * 50 * 4
+    for before, after in zip(dense, pruned, strict=True):
+        assert after[1:] == before[1:]  # the first forward tells DDP
 
 
 def differences(wrapping: str, backends: list[str]) -> list[str]:

@@ -83,7 +83,7 @@ def test_one_place_communicates(name):
 def test_private_wrapper_fields_live_in_their_adapter(name):
     private = re.findall(
         r"\b(_get_fsdp_state|_fsdp_param_groups?|_module_info|_sharded_\w+|_init_extensions|"
-        r"_composable_state|_active_ddp_module|parameters_to_ignore|_fsdp_flattened|"
+        r"_composable_state|_active_ddp_module|parameters_to_ignore|_assign_modules_buffers|_fsdp_flattened|"
         r"_local_tensor|_handle\b(?=\.)|_param_infos|_inter_node_pg|_local_shard|_flat_param)\b",
         FILES[name].read_text(),
     )
