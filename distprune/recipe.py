@@ -8,7 +8,8 @@ A recipe in full; all but ``version``, and one of ``sparsity`` and ``schedule``,
     version: 1
     method: magnitude          # or random
     seed: 0                    # of random
-    scope: global              # one ranking over all selected parameters
+    scope: global              # one ranking over all selected parameters; layer; row
+    pattern: "2:4"             # instead of a sparsity: at most 2 of every 4 in a row are kept
     schedule:                  # or, at once: sparsity: 0.8
       kind: cubic              # linear; one_shot, which has step and sparsity
       begin: 0
@@ -26,6 +27,10 @@ A recipe in full; all but ``version``, and one of ``sparsity`` and ``schedule``,
 
 ``groups``, a list, gives parts of the model budgets of their own. Each group has a ``select`` and
 whatever of ``sparsity`` or ``schedule``, ``method`` and ``limits`` differs from the top level.
+
+The command line prunes checkpoints with the same recipes: at once, so with ``sparsity`` or
+``pattern``. Scopes "layer" (each tensor) and "row" (each output row), and patterns, are its alone.
+Nothing in this file needs torch until a pruner is made.
 """
 
 from __future__ import annotations
@@ -36,23 +41,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from distprune.call import Decision, PruningCall
-from distprune.methods import L1Unstructured, RandomUnstructured
-from distprune.pruning_method import BasePruningMethod
-from distprune.ranking import random_decision
 from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
-from distprune.schedule.pruner import ScheduledPruner
-from distprune.selecting import select
 from distprune.strict import Problems, Table, one_of, read_yaml, share, texts, whole_number
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed import ProcessGroup
 
+    from distprune.call import Decision, PruningCall
+    from distprune.pruning_method import BasePruningMethod
+    from distprune.schedule.pruner import ScheduledPruner
+
 _GROUP_KEYS = ("method", "sparsity", "schedule", "select", "limits")
-_KEYS = ("version", "seed", "scope", *_GROUP_KEYS, "groups")
+_KEYS = ("version", "seed", "scope", "pattern", *_GROUP_KEYS, "groups")
+_SCOPES = ("global", "layer", "row")
 _RAMP_KEYS = ("kind", "begin", "end", "frequency", "initial_sparsity", "final_sparsity")
 _SCHEDULE_KEYS = {
     "one_shot": ("kind", "step", "sparsity"), "linear": _RAMP_KEYS, "cubic": _RAMP_KEYS
@@ -97,13 +99,16 @@ class Recipe:
         groups: one, unless the recipe has ``groups``.
         seed: of the method "random": the same elements on every run and any sharding; None:
             from torch's generator.
-        scope: "global": one ranking over all parameters of a group.
+        scope: "global": one ranking over all parameters of a group; "layer": one for each of
+            them; "row": one for each row of each.
+        pattern: (n, m): at most n of every m in a row are kept; None without one.
         version: of the format.
     """
 
     groups: tuple[RecipeGroup, ...]
     seed: int | None = None
     scope: str = "global"
+    pattern: tuple[int, int] | None = None
     version: int = 1
 
     def pruner(self, model: nn.Module, *, group: ProcessGroup | None = None) -> ScheduledPruner:
@@ -114,8 +119,19 @@ class Recipe:
             group: the ranks that take part; every rank by default.
 
         Raises:
-            ValueError: a pattern matches nothing, or a parameter is in two groups.
+            ValueError: a pattern matches nothing, or a parameter is in two groups; a scope or an
+                N:M pattern that only the command line has.
         """
+        from distprune.methods import L1Unstructured
+        from distprune.schedule.pruner import ScheduledPruner
+        from distprune.selecting import select
+
+        if self.scope != "global" or self.pattern is not None:
+            what = f"scope {self.scope!r}" if self.pattern is None else f"pattern {self.pattern}"
+            raise ValueError(
+                f"the recipe has {what}; expected scope 'global' and no pattern, because a pruner "
+                "ranks all parameters together. On a checkpoint, `distprune prune` does the rest."
+            )
         entries = [
             {
                 "parameters": select(model, each.include, each.exclude, names=each.names),
@@ -153,9 +169,16 @@ def parse_recipe(mapping: Mapping[str, Any]) -> Recipe:
 def _parse(value: Any, problems: Problems, where: str) -> Recipe:
     top = Table(value, (), _KEYS, problems)
     version = top.take("version", one_of(1))
-    scope = top.take("scope", one_of("global"), "global")
+    scope = top.take("scope", one_of(*_SCOPES), "global")
     seed = top.take("seed", whole_number(0), None)
+    pattern = top.take("pattern", n_of_m, None)
     shared = _read_group(top, {"method": "magnitude", "schedule": None})
+    if "pattern" in top:
+        for key in ("sparsity", "schedule", "scope", "groups", "limits"):
+            if key in top:
+                top.problem("has no place beside 'pattern', which says how much and where.", key)
+        n, m = pattern or (1, 2)
+        shared["schedule"] = OneShot(0, 1 - n / m)
     if "groups" in top:
         if "select" in top:
             top.problem("goes into each of the groups, if there are any.", "select")
@@ -173,7 +196,8 @@ def _parse(value: Any, problems: Problems, where: str) -> Recipe:
         top.problem("has no effect without method 'random'; leave it out.", "seed")
     if problems:
         raise RecipeError(where, problems.texts())
-    return Recipe(tuple(RecipeGroup(**fields) for fields in found), seed, scope, version)
+    groups = tuple(RecipeGroup(**fields) for fields in found)
+    return Recipe(groups, seed, scope, pattern, version)
 
 
 def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,6 +256,16 @@ def _read_schedule(parent: Table) -> Schedule:
         return _STAND_IN
 
 
+def n_of_m(value: Any) -> tuple[int, int]:
+    """ "2:4" as (2, 4)."""
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value) if isinstance(value, str) else None
+    n, m = map(int, found.groups()) if found else (0, 0)
+    if not 0 < n < m:
+        # Without quotes YAML may take it for a number to the base of 60.
+        raise ValueError('how many of how many are kept, such as "2:4", in quotes')
+    return n, m
+
+
 def _patterns(value: Any) -> tuple[str, ...]:
     patterns = texts(value)
     for pattern in patterns:
@@ -248,6 +282,11 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     An element's score is then the same at every step: those pruned earlier are the lowest, and
     a resumed run goes on as if it had not stopped.
     """
+    import torch
+
+    from distprune.methods import RandomUnstructured
+    from distprune.ranking import random_decision
+
     if seed is None:
         return RandomUnstructured
 

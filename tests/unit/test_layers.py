@@ -27,6 +27,7 @@ LEVELS = [
     ["schedule"],
     ["recipe"],
     ["integrations", "integrations.accelerate", "integrations.transformers"],
+    ["public"],
     [""],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

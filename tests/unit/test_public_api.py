@@ -55,10 +55,28 @@ def test_everything_public_is_documented(name):
 def test_import_does_not_load_dtensor():
     """DTensor costs more than half a second; a user on one device has no need of it."""
     script = (
-        "import sys, torch; before = set(sys.modules); import distprune; "
+        "import sys, torch; before = set(sys.modules); from distprune import *; "
         "print(sorted(m for m in set(sys.modules) - before if m.startswith('torch.')))"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert loaded.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_the_bare_import_does_not_load_torch():
+    script = """
+import sys
+import distprune
+assert "torch" not in sys.modules
+assert set(distprune.__all__) <= set(dir(distprune))
+assert not hasattr(distprune, "no_such_name") and "torch" not in sys.modules
+from distprune.recipe import parse_recipe
+parse_recipe({"version": 1, "sparsity": 0.5})
+assert "torch" not in sys.modules
+assert distprune.schedule.ScheduledPruner.__module__ == "distprune.schedule.pruner"
+assert distprune._compute_norm and "torch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -58,7 +58,8 @@ seed: 3
 seed: 4
 """
     )
-    keys = "'version', 'seed', 'scope', 'method', 'sparsity', 'schedule', 'select', 'limits'"
+    keys = "'version', 'seed', 'scope', 'pattern', 'method', 'sparsity', 'schedule', 'select'"
+    keys += ", 'limits'"
     schedule_keys = "'kind', 'step', 'sparsity', 'begin', 'end', 'frequency', 'initial_sparsity'"
     assert problems_of(file) == [
         "line 1, version: expected 1, found 2 (int).",
@@ -91,7 +92,16 @@ seed: 4
         ({"version": True, "sparsity": 0.5}, ["version: expected 1, found True (bool)"]),
         ({"version": 1, "sparsity": True}, ["sparsity: expected a number from 0 to 1, found True"]),
         ({"version": 1, "sparsity": float("nan")}, ["sparsity: expected a number from 0 to 1"]),
-        ({"version": 1, "sparsity": 0.5, "scope": "layer"}, ["scope: expected 'global', found"]),
+        (
+            {"version": 1, "sparsity": 0.5, "scope": "rows"},
+            ["scope: expected 'global', 'layer' or 'row' (did you mean 'row'?), found 'rows'"],
+        ),
+        ({"version": 1, "pattern": "4:2"}, ["pattern: expected how many of how many are kept"]),
+        ({"version": 1, "pattern": 124}, ["pattern: expected how many of how many are kept"]),
+        (
+            {"version": 1, "pattern": "2:4", "sparsity": 0.5, "scope": "row", "limits": {}},
+            [f"{key}: has no place beside 'pattern'" for key in ("sparsity", "scope", "limits")],
+        ),
         ({"version": 1, "sparsity": 0.5, "seed": 1}, ["seed: has no effect without method"]),
         ({"version": 1, "sparsity": 0.5, "select": None}, ["select: expected a mapping"]),
         (
@@ -149,6 +159,17 @@ def test_defaults_and_values():
         RecipeGroup(OneShot(0, 0.25), "magnitude", None, ("a.*",), max_sparsity=0.9),
     )
     assert "OneShot(step=0, sparsity=0.25)" in repr(recipe)
+    recipe = parse_recipe({"version": 1, "pattern": "3:4"})
+    assert recipe.pattern == (3, 4) and recipe.groups[0].schedule == OneShot(0, 0.25)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [{"scope": "layer", "sparsity": 0.5}, {"scope": "row", "sparsity": 0.5}, {"pattern": "2:4"}],
+)
+def test_a_pruner_refuses_what_only_the_command_line_does(recipe):
+    with pytest.raises(ValueError, match=r"expected scope 'global' and no pattern"):
+        parse_recipe({"version": 1, **recipe}).pruner(Tiny())
 
 
 def test_shipped_recipes_fit_a_llama():
