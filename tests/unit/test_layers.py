@@ -29,6 +29,11 @@ LEVELS = [
     ["integrations", "integrations.accelerate", "integrations.transformers"],
     ["public"],
     [""],
+    ["cli.exits", "cli.console", "cli.options", "cli.schema"],
+    ["cli.environment", "cli.recipes"],
+    ["cli.app"],
+    ["cli.main", "cli"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
