@@ -7,23 +7,35 @@ from typing import Annotated
 import typer
 
 import distprune
-from distprune.cli import environment, recipes
+from distprune.cli import environment, planning, recipes
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
 
-Memory is bounded by a constant, the count is exact, and on any number of processes the result is
-the same to the byte.
+Memory is bounded by a constant, the count is exact, and the result is the same to the byte on any
+number of processes. Every command has a --help of its own, with examples.
+"""
+_EPILOG = """
+[bold]Examples[/bold]
+
+  distprune plan Llama-3.2-1B --sparsity 0.5
+
+[bold]Exit codes[/bold]
+
+  0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint, 4 disk or destination,
+  5 ranks that differ or are lost, 130 and 143 interrupted (SIGINT, SIGTERM).
 """
 
 app = typer.Typer(
     help=_HELP,
+    epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("plan", rich_help_panel="Prune")(planning.plan)
 app.add_typer(recipes.app, name="recipe", rich_help_panel="Recipes and support")
 app.command("env", rich_help_panel="Recipes and support")(environment.env)
 

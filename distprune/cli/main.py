@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         failure = error
     except Exception as error:
         failure = _failure(error)
+    if "--json" in (sys.argv[1:] if arguments is None else arguments):
+        print(json.dumps({"exit_code": failure.code, "error": str(failure)}))
     print(f"distprune: {failure}", file=sys.stderr)
     sys.exit(failure.code)
 

@@ -1,7 +1,7 @@
 """What all commands share: help, exit codes, stdout and stderr; recipes and env."""
 
 import pytest
-from run import run, start  # noqa: F401
+from commands import start
 
 from distprune.cli import schema
 from distprune.cli.console import percent, size
@@ -48,13 +48,13 @@ def test_help_teaches_and_does_not_import_torch():
         (["env", "no/such/folder"], "no/such/folder does not exist"),
     ],
 )
-def test_a_wrong_command_is_exit_code_2_and_a_message_on_stderr(run, arguments, expected):  # noqa: F811
+def test_a_wrong_command_is_exit_code_2_and_a_message_on_stderr(run, arguments, expected):
     done = run(*arguments)
     assert (done.code, done.out) == (2, "")
     assert expected in done.err
 
 
-def test_a_wrong_recipe_names_every_problem(run, tmp_path):  # noqa: F811
+def test_a_wrong_recipe_names_every_problem(run, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("version: 1\nscope: rows\nsparsty: 0.5\n")
     done = run("recipe", "show", path)
@@ -65,7 +65,7 @@ def test_a_wrong_recipe_names_every_problem(run, tmp_path):  # noqa: F811
     assert run("recipe", "show", path).code == 2
 
 
-def test_shipped_recipes_are_listed_shown_and_valid(run):  # noqa: F811
+def test_shipped_recipes_are_listed_shown_and_valid(run):
     listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
     assert set(listed) == set(shipped()) and len(listed) == 5
     for name, about in listed.items():
@@ -76,7 +76,7 @@ def test_shipped_recipes_are_listed_shown_and_valid(run):  # noqa: F811
         assert shown == load_recipe(shipped()[name]).as_mapping()
 
 
-def test_the_schema_has_the_keys_that_recipes_have(run):  # noqa: F811
+def test_the_schema_has_the_keys_that_recipes_have(run):
     found = run("recipe", "schema").json
     assert found == schema.recipe_schema()
     assert set(found["properties"]) == set(_KEYS)
@@ -88,7 +88,7 @@ def test_the_schema_has_the_keys_that_recipes_have(run):  # noqa: F811
     ]
 
 
-def test_env_says_what_a_report_needs(run, tmp_path):  # noqa: F811
+def test_env_says_what_a_report_needs(run, tmp_path):
     done = run("env", tmp_path, "--json")
     assert {"distprune", "torch", "python", "file system"} <= set(done.json)
     assert "gloo" in done.json["distributed backends"]

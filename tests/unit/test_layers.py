@@ -36,6 +36,8 @@ LEVELS = [
     [""],
     ["cli.exits", "cli.console", "cli.options", "cli.schema"],
     ["cli.environment", "cli.recipes"],
+    ["cli.choosing"],
+    ["cli.planning"],
     ["cli.app"],
     ["cli.main", "cli"],
     ["__main__"],

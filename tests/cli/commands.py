@@ -1,4 +1,4 @@
-"""Run commands as a user would: in this process, or in one of its own."""
+"""Run commands as a user would, in processes of their own; what a command left."""
 
 import json
 import os
@@ -6,10 +6,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
-
-from distprune.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,20 +19,6 @@ class Done:
     @property
     def json(self):
         return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys):
-    """run("plan", folder, "--json") -> Done, in this process."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            main([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        return Done(exit_.value.code, out, err)
-
-    return call
 
 
 def environment(**more):
