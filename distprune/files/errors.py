@@ -34,6 +34,10 @@ class CheckpointError(FilesError):
     exit_code = 3
 
 
+class NaNError(CheckpointError):
+    """A selected tensor holds NaN, and the recipe does not say to keep them."""
+
+
 class OutputError(FilesError):
     """The destination exists, is in use, or cannot be written."""
 

@@ -3,8 +3,8 @@
 [Note: order] Elements are ranked by (score, position of the tensor, row-major index), as in the
 library. A folder says nothing of the order in which a model lists its parameters, so the order of
 tensors is that of their names, "layers.2" before "layers.10": the order that
-``global_unstructured(..., pipeline_parallel=True)`` uses, on one process too. Where tensors have the
-names of the model's parameters both make the same masks, ties included.
+``global_unstructured(..., pipeline_parallel=True)`` uses, on one process too. With the names of the
+model's parameters both make the same masks, ties included.
 """
 
 from __future__ import annotations
