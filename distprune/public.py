@@ -17,6 +17,7 @@ from distprune.local_pruning import (
     random_unstructured,
     remove,
 )
+from distprune.mask_files import load_masks, save_masks
 from distprune.methods import (
     CustomFromMask,
     Identity,

@@ -16,8 +16,8 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "NamedParameter", "ParameterReport", "PruningReport", "checkpoint", "masks_aside", "schedule",
-    "select", "shard_masks",
+    "NamedParameter", "ParameterReport", "PruningReport", "checkpoint", "load_masks", "masks_aside",
+    "save_masks", "schedule", "select", "shard_masks",
 }  # fmt: skip
 
 
