@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import distprune
-from distprune.cli import environment, planning, recipes
+from distprune.cli import applying, environment, looking, planning, pruning, recipes
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
@@ -19,6 +19,10 @@ _EPILOG = """
 [bold]Examples[/bold]
 
   distprune plan Llama-3.2-1B --sparsity 0.5
+
+  distprune prune Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
+
+  distprune inspect Llama-3.2-1B-50
 
 [bold]Exit codes[/bold]
 
@@ -36,6 +40,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("plan", rich_help_panel="Prune")(planning.plan)
+app.command("prune", rich_help_panel="Prune")(pruning.prune)
+app.command("apply", rich_help_panel="Prune")(applying.apply)
+app.command("inspect", rich_help_panel="Look")(looking.inspect)
+app.command("diff", rich_help_panel="Look")(looking.diff)
 app.add_typer(recipes.app, name="recipe", rich_help_panel="Recipes and support")
 app.command("env", rich_help_panel="Recipes and support")(environment.env)
 

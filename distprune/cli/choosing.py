@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from distprune.cli import exits, recipes
+from distprune.cli import recipes
+from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import Recipe
 from distprune.schedule.functions import OneShot
@@ -106,8 +107,7 @@ def resolve(name: str | None, options: dict[str, Any]) -> CommandRecipe:
         options: fields of FileRecipe; None where an option was not given.
 
     Raises:
-        Failure: no such recipe, or it is of no use here.
-        SelectionError: with every value that is wrong.
+        SelectionError: no such recipe, or one of no use here; with every value that is wrong.
     """
     given = {key: value for key, value in options.items() if value is not None and value != []}
     fields = {} if name is None else _fields(name, recipes.read(name))
@@ -135,8 +135,7 @@ def _fields(name: str, recipe: Recipe) -> dict[str, Any]:
     if group.names != ("weight",):
         problems.append("select.names")
     if problems:
-        raise exits.Failure(
-            exits.USAGE,
+        raise SelectionError(
             f"the recipe {name} has {', '.join(problems)}, which a checkpoint has no use for: it "
             "is pruned at once, and patterns match whole names of tensors. Expected 'sparsity' or "
             "'pattern', and 'select' with 'include' and 'exclude'.",

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from distprune.cli import exits
 from distprune.cli.console import Terminal, size
 from distprune.cli.options import AsJson
 
@@ -30,7 +29,7 @@ def env(
 ) -> None:
     """Show versions, devices, memory and the file system, for bug reports."""
     if not path.exists():
-        raise exits.Failure(exits.USAGE, f"{path} does not exist; expected a folder.")
+        raise typer.BadParameter(f"{path} does not exist; expected a folder.")
     facts = _facts(path)
     terminal = Terminal(as_json)
     if as_json:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from distprune.cli import exits
+
+_DEFECT = (
+    "this is a defect of distprune. Please report it, with the lines above and the output of "
+    "`distprune env`."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -26,29 +32,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             file=sys.stderr,
         )
         sys.exit(exits.USAGE)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        app(args=arguments, prog_name="distprune")  # exits by itself: 0, or 2 if misused
-    except exits.Failure as error:
-        failure = error
+        # Exits by itself: with 0, or with 2 if misused.
+        app(args=given, prog_name="distprune", obj=given)
     except Exception as error:
-        failure = _failure(error)
-    if "--json" in (sys.argv[1:] if arguments is None else arguments):
-        print(json.dumps({"exit_code": failure.code, "error": str(failure)}))
-    print(f"distprune: {failure}", file=sys.stderr)
-    sys.exit(failure.code)
+        sys.exit(_report(error, as_json="--json" in given))
 
 
-def _failure(error: Exception) -> exits.Failure:
-    """What an exception means to a user."""
+def _report(error: Exception, *, as_json: bool) -> int:
+    """Say what went wrong, once for all ranks if they all know it; the exit code."""
+    from distprune.cli.ranks import is_leader
     from distprune.files.errors import FilesError
 
+    code, text = exits.INTERNAL, _DEFECT
     if isinstance(error, FilesError):
-        return exits.Failure(error.exit_code, str(error))
-    import traceback
-
-    traceback.print_exception(error)
-    return exits.Failure(
-        exits.INTERNAL,
-        "this is a defect of distprune. Please report it, with the lines above and the output of "
-        "`distprune env`.",
-    )
+        code, text = error.exit_code, str(error)
+    if code == exits.INTERNAL:
+        traceback.print_exception(error)
+    elif not is_leader() and code != exits.DISTRIBUTED:
+        return code
+    if as_json and is_leader():
+        print(json.dumps({"exit_code": code, "error": text}))
+    print(f"distprune: {text}", file=sys.stderr)
+    return code

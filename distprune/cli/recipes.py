@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import exits
 from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson
+from distprune.files.errors import SelectionError
 from distprune.recipe import Recipe, load_recipe
 
 app = typer.Typer(
@@ -30,15 +30,14 @@ def find(name: str) -> Path:
     """A recipe's file: the name of a shipped one, or a path.
 
     Raises:
-        Failure: there is neither.
+        SelectionError: there is neither.
     """
     known = shipped()
     if name in known:
         return known[name]
     path = Path(name)
     if not path.is_file():
-        raise exits.Failure(
-            exits.USAGE,
+        raise SelectionError(
             f"{name!r} is no file and no shipped recipe; expected a YAML file, or one of "
             f"{', '.join(known)}.",
         )
@@ -49,19 +48,17 @@ def read(name: str) -> Recipe:
     """A checked recipe, by path or name.
 
     Raises:
-        Failure: no such recipe, or PyYAML is missing, or with everything that is wrong in it.
+        SelectionError: no such recipe, PyYAML is missing, or with all that is wrong in it.
     """
     path = find(name)
     try:
         return load_recipe(path)
     except ImportError as error:
-        raise exits.Failure(
-            exits.USAGE, "recipes need PyYAML: pip install 'distprune[cli]'"
-        ) from error
+        raise SelectionError("recipes need PyYAML: pip install 'distprune[cli]'") from error
     except ValueError as error:
-        raise exits.Failure(exits.USAGE, str(error)) from error
+        raise SelectionError(str(error)) from error
     except OSError as error:
-        raise exits.Failure(exits.USAGE, f"{path} cannot be read: {error.strerror}.") from error
+        raise SelectionError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 @app.command("ls")
