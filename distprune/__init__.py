@@ -9,35 +9,13 @@ prune.global_unstructured(
 )
 """
 
-from distprune import checkpoint, schedule
-from distprune.amount import resolve_count as _compute_nparams_toprune  # noqa: F401
-from distprune.amount import validate_amount as _validate_pruning_amount_init  # noqa: F401
-from distprune.amount import validate_count as _validate_pruning_amount  # noqa: F401
-from distprune.global_pruning import global_unstructured
-from distprune.local_pruning import (
-    custom_from_mask,
-    identity,
-    is_pruned,
-    l1_unstructured,
-    ln_structured,
-    random_structured,
-    random_unstructured,
-    remove,
-)
-from distprune.methods import (
-    CustomFromMask,
-    Identity,
-    L1Unstructured,
-    LnStructured,
-    RandomStructured,
-    RandomUnstructured,
-)
-from distprune.methods import compute_norm as _compute_norm  # noqa: F401
-from distprune.naming import NamedParameter
-from distprune.pruning_method import BasePruningMethod, PruningContainer
-from distprune.report import ParameterReport, PruningReport
-from distprune.selecting import select
-from distprune.wrapping import masks_aside, shard_masks
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distprune.public import *
 
 __version__ = "0.1.0"
 
@@ -60,11 +38,37 @@ __all__ = [
     "is_pruned",
     "l1_unstructured",
     "ln_structured",
+    "load_masks",
     "masks_aside",
     "random_structured",
     "random_unstructured",
     "remove",
+    "save_masks",
     "schedule",
     "select",
     "shard_masks",
 ]
+
+
+_OF_TORCH = (  # private there, but programs call them
+    "_compute_norm",
+    "_compute_nparams_toprune",
+    "_validate_pruning_amount",
+    "_validate_pruning_amount_init",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the library when a name of it is first used.
+
+    The command line is a part of this package, and its ``--help`` need not wait seconds for torch.
+    """
+    if name not in __all__ and name not in _OF_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("distprune.public"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,7 +6,7 @@
 A recipe in full; all but ``version``, and one of ``sparsity`` and ``schedule``, may be left out::
 
     version: 1
-    method: magnitude          # or random
+    score: magnitude           # or random; "method" means the same
     seed: 0                    # of random
     scope: global              # one ranking over all selected parameters
     schedule:                  # or, at once: sparsity: 0.8
@@ -25,7 +25,18 @@ A recipe in full; all but ``version``, and one of ``sparsity`` and ``schedule``,
       max_sparsity: 0.95
 
 ``groups``, a list, gives parts of the model budgets of their own. Each group has a ``select`` and
-whatever of ``sparsity`` or ``schedule``, ``method`` and ``limits`` differs from the top level.
+whatever of ``sparsity`` or ``schedule``, ``score`` and ``limits`` differs from the top level.
+
+The command line prunes checkpoints with the same recipes: at once, so with ``sparsity`` or
+``pattern``. These are its alone::
+
+    scope: layer               # one ranking for each tensor; row: for each output row
+    pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
+    nan: keep                  # or error: what a NaN among the weights is
+    select: {min_ndim: 2}      # tensors of fewer dimensions are left alone
+    output: {masks: true}      # whether the masks are written
+
+Nothing in this file needs torch until a pruner is made.
 """
 
 from __future__ import annotations
@@ -36,27 +47,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from distprune.call import Decision, PruningCall
-from distprune.methods import L1Unstructured, RandomUnstructured
-from distprune.pruning_method import BasePruningMethod
-from distprune.ranking import random_decision
 from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
-from distprune.schedule.pruner import ScheduledPruner
-from distprune.selecting import select
-from distprune.strict import Problems, Table, one_of, read_yaml, share, texts, whole_number
+from distprune.strict import Problems, Table, flag, one_of, read_yaml, share, texts, whole_number
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed import ProcessGroup
 
-_GROUP_KEYS = ("method", "sparsity", "schedule", "select", "limits")
-_KEYS = ("version", "seed", "scope", *_GROUP_KEYS, "groups")
+    from distprune.call import Decision, PruningCall
+    from distprune.pruning_method import BasePruningMethod
+    from distprune.schedule.pruner import ScheduledPruner
+
+_GROUP_KEYS = ("score", "method", "sparsity", "schedule", "select", "limits")
+_KEYS = ("version", "seed", "scope", "pattern", "nan", "output", *_GROUP_KEYS, "groups")
+_SCORES = ("magnitude", "random")
+_SCOPES = ("global", "layer", "row")
 _RAMP_KEYS = ("kind", "begin", "end", "frequency", "initial_sparsity", "final_sparsity")
 _SCHEDULE_KEYS = {
     "one_shot": ("kind", "step", "sparsity"), "linear": _RAMP_KEYS, "cubic": _RAMP_KEYS
 }  # fmt: skip
+_SCHEDULES = {"one_shot": OneShot, "linear": Linear, "cubic": Cubic}
 _STAND_IN = OneShot(0, 0.0)  # for a schedule that is wrong, until that is reported
 
 
@@ -78,6 +88,7 @@ class RecipeGroup:
         method: "magnitude" or "random".
         include, exclude, names: as for ``select``.
         min_sparsity, max_sparsity: of every single parameter.
+        min_ndim: tensors of fewer dimensions are left alone; None: as the command line has it.
     """
 
     schedule: Schedule
@@ -87,6 +98,29 @@ class RecipeGroup:
     names: tuple[str, ...] = ("weight",)
     min_sparsity: float = 0.0
     max_sparsity: float = 1.0
+    min_ndim: int | None = None
+
+    def select_mapping(self) -> dict[str, Any]:
+        """What is selected, as a recipe says it."""
+        chosen: dict[str, Any] = {} if self.include is None else {"include": list(self.include)}
+        if self.min_ndim is not None:
+            chosen["min_ndim"] = self.min_ndim
+        if self.exclude:
+            chosen["exclude"] = list(self.exclude)
+        return chosen | {"names": list(self.names)}
+
+    def as_mapping(self) -> dict[str, Any]:
+        """The keys of a group in a recipe."""
+        schedule = self.schedule
+        if schedule == OneShot(0, schedule.sparsity_at(0)):
+            budget: dict[str, Any] = {"sparsity": schedule.sparsity_at(0)}
+        else:
+            kind = next(name for name, cls in _SCHEDULES.items() if type(schedule) is cls)
+            values = {key: getattr(schedule, key) for key in _SCHEDULE_KEYS[kind][1:]}
+            budget = {"schedule": {"kind": kind, **values}}
+        limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
+        select = self.select_mapping()
+        return {"score": self.method, **budget, "select": select, "limits": limits}
 
 
 @dataclass(frozen=True)
@@ -97,14 +131,38 @@ class Recipe:
         groups: one, unless the recipe has ``groups``.
         seed: of the method "random": the same elements on every run and any sharding; None:
             from torch's generator.
-        scope: "global": one ranking over all parameters of a group.
+        scope: "global": one ranking over all parameters of a group; "layer": one for each of
+            them; "row": one for each row of each.
+        pattern: (n, m): n of every m in a row are kept; None without one.
+        nan: "error", or "keep": what a NaN among the weights is.
+        masks: whether masks are written.
         version: of the format.
     """
 
     groups: tuple[RecipeGroup, ...]
     seed: int | None = None
     scope: str = "global"
+    pattern: tuple[int, int] | None = None
+    nan: str = "error"
+    masks: bool = True
     version: int = 1
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Plain values with every default filled in; ``parse_recipe`` reads them again."""
+        head: dict[str, Any] = {"version": self.version}
+        if self.seed is not None:
+            head["seed"] = self.seed
+        if self.nan != "error":
+            head["nan"] = self.nan
+        if not self.masks:
+            head["output"] = {"masks": False}
+        if self.pattern is not None:
+            (only,) = self.groups
+            head["pattern"] = "{}:{}".format(*self.pattern)
+            return head | {"score": only.method, "select": only.select_mapping()}
+        head["scope"] = self.scope
+        groups = [each.as_mapping() for each in self.groups]
+        return head | (groups[0] if len(groups) == 1 else {"groups": groups})
 
     def pruner(self, model: nn.Module, *, group: ProcessGroup | None = None) -> ScheduledPruner:
         """A pruner for a model that is wrapped already, if it is to be. Changes nothing yet.
@@ -114,8 +172,18 @@ class Recipe:
             group: the ranks that take part; every rank by default.
 
         Raises:
-            ValueError: a pattern matches nothing, or a parameter is in two groups.
+            ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
+                what only the command line does, such as another scope.
         """
+        from distprune.methods import L1Unstructured
+        from distprune.schedule.pruner import ScheduledPruner
+        from distprune.selecting import select
+
+        if foreign := self._only_on_checkpoints():
+            raise ValueError(
+                f"the recipe has {', '.join(foreign)}; expected none of that, because a pruner "
+                "ranks all parameters of a model together. `distprune prune` prunes checkpoints."
+            )
         entries = [
             {
                 "parameters": select(model, each.include, each.exclude, names=each.names),
@@ -127,6 +195,19 @@ class Recipe:
             for each in self.groups
         ]
         return ScheduledPruner(entries, group=group)
+
+    def _only_on_checkpoints(self) -> list[str]:
+        """What the recipe says and a pruner does not do."""
+        found = [] if self.scope == "global" else [f"scope {self.scope!r}"]
+        if self.pattern is not None:
+            found.append("a pattern")
+        if self.nan != "error":
+            found.append(f"nan {self.nan!r}")
+        if not self.masks:
+            found.append("output.masks")
+        if any(each.min_ndim is not None for each in self.groups):
+            found.append("select.min_ndim")
+        return found
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -153,9 +234,18 @@ def parse_recipe(mapping: Mapping[str, Any]) -> Recipe:
 def _parse(value: Any, problems: Problems, where: str) -> Recipe:
     top = Table(value, (), _KEYS, problems)
     version = top.take("version", one_of(1))
-    scope = top.take("scope", one_of("global"), "global")
+    scope = top.take("scope", one_of(*_SCOPES), "global")
     seed = top.take("seed", whole_number(0), None)
+    pattern = top.take("pattern", n_of_m, None)
+    nan = top.take("nan", one_of("error", "keep"), "error")
+    masks = top.table("output", ("masks",)).take("masks", flag, True)
     shared = _read_group(top, {"method": "magnitude", "schedule": None})
+    if "pattern" in top:
+        for key in ("sparsity", "schedule", "scope", "groups", "limits"):
+            if key in top:
+                top.problem("has no place beside 'pattern', which says how much and where.", key)
+        n, m = pattern or (1, 2)
+        shared["schedule"] = OneShot(0, 1 - n / m)
     if "groups" in top:
         if "select" in top:
             top.problem("goes into each of the groups, if there are any.", "select")
@@ -170,16 +260,21 @@ def _parse(value: Any, problems: Problems, where: str) -> Recipe:
             table.problem("has no 'sparsity' and no 'schedule'; expected one of them.")
     is_random = any(fields["method"] == "random" for fields in found)
     if seed is not None and not is_random and not problems:
-        top.problem("has no effect without method 'random'; leave it out.", "seed")
+        top.problem("has no effect without score 'random'; leave it out.", "seed")
     if problems:
         raise RecipeError(where, problems.texts())
-    return Recipe(tuple(RecipeGroup(**fields) for fields in found), seed, scope, version)
+    groups = tuple(RecipeGroup(**fields) for fields in found)
+    return Recipe(groups, seed, scope, pattern, nan, masks, version)
 
 
 def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a RecipeGroup; a group without limits or a budget has those of the top."""
     fields = dict(defaults)
-    fields["method"] = table.take("method", one_of("magnitude", "random"), defaults["method"])
+    if "score" in table and "method" in table:
+        table.problem("is given beside 'score', and means the same; leave it out.", "method")
+    for key in ("score", "method"):
+        if key in table:
+            fields["method"] = table.take(key, one_of(*_SCORES), defaults["method"])
     if "sparsity" in table and "schedule" in table:
         table.problem("is given beside 'sparsity'; expected one of the two.", "schedule")
     if "sparsity" in table:
@@ -187,10 +282,11 @@ def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if "schedule" in table:
         fields["schedule"] = _read_schedule(table)
     if "select" in table:
-        chosen = table.table("select", ("include", "exclude", "names"))
+        chosen = table.table("select", ("include", "exclude", "names", "min_ndim"))
         fields["include"] = chosen.take("include", _patterns, None)
         fields["exclude"] = chosen.take("exclude", _patterns, ())
         fields["names"] = chosen.take("names", texts, ("weight",))
+        fields["min_ndim"] = chosen.take("min_ndim", whole_number(1), None)
     if "limits" in table:
         limits = table.table("limits", ("min_sparsity", "max_sparsity"))
         low = limits.take("min_sparsity", share, 0.0)
@@ -224,12 +320,21 @@ def _read_schedule(parent: Table) -> Schedule:
         }
     if len(table.problems) > count:
         return _STAND_IN
-    make = {"one_shot": OneShot, "linear": Linear, "cubic": Cubic}[kind]
     try:
-        return make(**values)
+        return _SCHEDULES[kind](**values)
     except ValueError as error:  # values that do not go together
         table.problem(str(error))
         return _STAND_IN
+
+
+def n_of_m(value: Any) -> tuple[int, int]:
+    """ "2:4" as (2, 4)."""
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value) if isinstance(value, str) else None
+    n, m = map(int, found.groups()) if found else (0, 0)
+    if not 0 < n < m:
+        # Without quotes YAML may take it for a number to the base of 60.
+        raise ValueError('how many of how many are kept, such as "2:4", in quotes')
+    return n, m
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -248,6 +353,11 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     An element's score is then the same at every step: those pruned earlier are the lowest, and
     a resumed run goes on as if it had not stopped.
     """
+    import torch
+
+    from distprune.methods import RandomUnstructured
+    from distprune.ranking import random_decision
+
     if seed is None:
         return RandomUnstructured
 

@@ -8,7 +8,6 @@ in the ranking of parameters that it does not have with empty shards.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from distprune.collectives import Communicator
 from distprune.geometry import run_index_map
+from distprune.natural_order import natural_key
 from distprune.shard import FlatShard
 from distprune.target import Target
 
@@ -65,7 +65,7 @@ def join(targets: Sequence[Target], communicator: Communicator) -> list[Target]:
         _with_copies(own[name], sorted(holders[name]), communicator.rank)
         if name in own
         else _absent(name, entries[name], len(holders[name]), device)
-        for name in sorted(entries, key=_by_name)
+        for name in sorted(entries, key=natural_key)
     ]
 
 
@@ -112,10 +112,3 @@ def _absent(name: str, entry: _Entry, num_holders: int, device: torch.device) ->
         key=name,
     )
     return Target(name, (), False, None, shard, None)
-
-
-def _by_name(name: str) -> list[tuple[int, int | str]]:
-    """Numbers in a name compare as numbers."""
-    return [
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.findall(r"\d+|\D+", name)
-    ]

@@ -127,6 +127,13 @@ def share(value: Any) -> float:
     return float(value)
 
 
+def flag(value: Any) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
 def texts(value: Any) -> tuple[str, ...]:
     """A string, or a list of strings, none of them empty."""
     values = [value] if isinstance(value, str) else value

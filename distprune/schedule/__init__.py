@@ -10,7 +10,23 @@ for batch in loader:
     report = pruner.step()  # on every rank; None where nothing was pruned
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from distprune.schedule.functions import Cubic, Function, Linear, OneShot, Schedule
-from distprune.schedule.pruner import ScheduledPruner
+
+if TYPE_CHECKING:
+    from distprune.schedule.pruner import ScheduledPruner
 
 __all__ = ["Cubic", "Function", "Linear", "OneShot", "Schedule", "ScheduledPruner"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of a schedule can be had, and recipes read, without importing torch."""
+    if name != "ScheduledPruner":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = importlib.import_module("distprune.schedule.pruner").ScheduledPruner
+    globals()[name] = value
+    return value

@@ -16,8 +16,8 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "NamedParameter", "ParameterReport", "PruningReport", "checkpoint", "masks_aside", "schedule",
-    "select", "shard_masks",
+    "NamedParameter", "ParameterReport", "PruningReport", "checkpoint", "load_masks", "masks_aside",
+    "save_masks", "schedule", "select", "shard_masks",
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ import sys, torch
 before = set(sys.modules)
 def loaded(*names):
     return sorted(m for m in set(sys.modules) - before if m.split(".")[0] in names)
-import distprune
+from distprune import *
 print(loaded("torch", "accelerate", "transformers", "yaml", "pytest"))
 print([m for m in loaded("distprune") if m.split(".")[1:2] in (["testing"], ["integrations"])])
 import distprune.testing, distprune.recipe, distprune.integrations.accelerate
@@ -70,3 +70,21 @@ print(loaded("accelerate", "transformers", "yaml", "pytest"))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["[]"] * 3, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_bare_import_does_not_load_torch():
+    script = """
+import sys
+import distprune
+assert "torch" not in sys.modules
+assert set(distprune.__all__) <= set(dir(distprune))
+assert not hasattr(distprune, "no_such_name") and "torch" not in sys.modules
+from distprune.recipe import parse_recipe
+parse_recipe({"version": 1, "sparsity": 0.5})
+assert "torch" not in sys.modules
+assert distprune.schedule.ScheduledPruner.__module__ == "distprune.schedule.pruner"
+assert distprune._compute_norm and "torch" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -58,7 +58,8 @@ seed: 3
 seed: 4
 """
     )
-    keys = "'version', 'seed', 'scope', 'method', 'sparsity', 'schedule', 'select', 'limits'"
+    keys = "'version', 'seed', 'scope', 'pattern', 'nan', 'output', 'score', 'method', 'sparsity', "
+    keys += "'schedule', 'select', 'limits'"
     schedule_keys = "'kind', 'step', 'sparsity', 'begin', 'end', 'frequency', 'initial_sparsity'"
     assert problems_of(file) == [
         "line 1, version: expected 1, found 2 (int).",
@@ -70,7 +71,7 @@ seed: 4
         f"line 6, schedule.stop: unknown key. Did you mean 'step'? Expected {schedule_keys} "
         "or 'final_sparsity'.",
         "line 8, select.exlude: unknown key. Did you mean 'exclude'? Expected 'include', "
-        "'exclude' or 'names'.",
+        "'exclude', 'names' or 'min_ndim'.",
         "line 9, select.include: expected a regular expression after 're:' (missing ), "
         "unterminated subpattern at position 0), found ['re:('] (list).",
         "line 10, limits: min_sparsity 0.9 is above max_sparsity 0.2.",
@@ -91,8 +92,25 @@ seed: 4
         ({"version": True, "sparsity": 0.5}, ["version: expected 1, found True (bool)"]),
         ({"version": 1, "sparsity": True}, ["sparsity: expected a number from 0 to 1, found True"]),
         ({"version": 1, "sparsity": float("nan")}, ["sparsity: expected a number from 0 to 1"]),
-        ({"version": 1, "sparsity": 0.5, "scope": "layer"}, ["scope: expected 'global', found"]),
-        ({"version": 1, "sparsity": 0.5, "seed": 1}, ["seed: has no effect without method"]),
+        (
+            {"version": 1, "sparsity": 0.5, "scope": "rows"},
+            ["scope: expected 'global', 'layer' or 'row' (did you mean 'row'?), found 'rows'"],
+        ),
+        (
+            {"version": 1, "sparsity": 0.5, "score": "random", "method": "random"},
+            ["method: is given beside 'score'"],
+        ),
+        (
+            {"version": 1, "sparsity": 0.5, "output": {"masks": 1}, "nan": "drop"},
+            ["output.masks: expected true or false, found 1", "nan: expected 'error' or 'keep'"],
+        ),
+        ({"version": 1, "pattern": "4:2"}, ["pattern: expected how many of how many are kept"]),
+        ({"version": 1, "pattern": 124}, ["pattern: expected how many of how many are kept"]),
+        (
+            {"version": 1, "pattern": "2:4", "sparsity": 0.5, "scope": "row", "limits": {}},
+            [f"{key}: has no place beside 'pattern'" for key in ("sparsity", "scope", "limits")],
+        ),
+        ({"version": 1, "sparsity": 0.5, "seed": 1}, ["seed: has no effect without score"]),
         ({"version": 1, "sparsity": 0.5, "select": None}, ["select: expected a mapping"]),
         (
             {"version": 1, "sparsity": 0.5, "select": {"include": [], "names": [1]}},
@@ -149,6 +167,46 @@ def test_defaults_and_values():
         RecipeGroup(OneShot(0, 0.25), "magnitude", None, ("a.*",), max_sparsity=0.9),
     )
     assert "OneShot(step=0, sparsity=0.25)" in repr(recipe)
+    recipe = parse_recipe({"version": 1, "pattern": "3:4"})
+    assert recipe.pattern == (3, 4) and recipe.groups[0].schedule == OneShot(0, 0.25)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"sparsity": 0.5, "scope": "row", "method": "random", "seed": 3},
+        {"pattern": "2:4", "select": {"include": "a", "exclude": ["re:b.*"], "min_ndim": 3}},
+        {"sparsity": 0.5, "nan": "keep", "output": {"masks": False}},
+        {"schedule": CUBIC, "limits": {"max_sparsity": 0.9}},
+        {"schedule": {"kind": "one_shot", "step": 3, "sparsity": 0.25}},
+        {
+            "groups": [
+                {"select": {}, "sparsity": 0.1},
+                {"select": {"names": "b"}, "schedule": CUBIC},
+            ]
+        },
+    ],
+)
+def test_a_recipe_as_plain_values_is_the_same_recipe(recipe):
+    parsed = parse_recipe({"version": 1, **recipe})
+    assert parse_recipe(parsed.as_mapping()) == parsed
+    assert parsed.as_mapping().items() >= {"version": 1}.items()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "what"),
+    [
+        ({"scope": "layer"}, "scope 'layer'"),
+        ({"scope": "row"}, "scope 'row'"),
+        ({"pattern": "2:4"}, "a pattern"),
+        ({"nan": "keep", "output": {"masks": False}}, "nan 'keep', output.masks"),
+        ({"select": {"min_ndim": 2}}, "select.min_ndim"),
+    ],
+)
+def test_a_pruner_refuses_what_only_the_command_line_does(recipe, what):
+    amount = {} if "pattern" in recipe else {"sparsity": 0.5}
+    with pytest.raises(ValueError, match=f"the recipe has {what}; expected none of that"):
+        parse_recipe({"version": 1, **amount, **recipe}).pruner(Tiny())
 
 
 def test_shipped_recipes_fit_a_llama():

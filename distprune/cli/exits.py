@@ -1,0 +1,13 @@
+"""How a command ends: exit codes that scripts can rely on.
+
+torchrun ends with 1 whatever its workers end with; the code is in the report as well.
+"""
+
+OK = 0
+INTERNAL = 1  # a defect of distprune
+USAGE = 2  # the command, or the recipe
+INPUT = 3  # the checkpoint
+OUTPUT = 4  # the disk, or what is on it already
+DISTRIBUTED = 5  # ranks that differ, or are lost
+INTERRUPTED = 130  # SIGINT
+TERMINATED = 143  # SIGTERM

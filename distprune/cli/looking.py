@@ -1,0 +1,188 @@
+"""``distprune inspect`` and ``distprune diff``: what is in checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distprune.cli.console import Terminal, count, percent
+from distprune.cli.options import AsJson, Plot, Quiet, Verbose
+from distprune.cli.planning import Source
+from distprune.cli.progress import Meter, Reading
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.errors import SelectionError
+
+Patterns = Annotated[
+    list[str],
+    typer.Option(
+        "--pattern", help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
+    ),
+]
+First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
+Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
+
+
+def inspect(
+    source: Source,
+    pattern: Patterns = ["2:4"],  # noqa: B006
+    histogram: Annotated[
+        bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
+    ] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Show how sparse each tensor is, and in which share of its groups an N:M pattern holds.
+
+    Reads all weights once. Names that differ in numbers only share a line; -v lists every
+    tensor.
+
+    [bold]Examples[/bold]
+
+      distprune inspect Llama-3.2-1B-2of4 --pattern 2:4 --pattern 4:8
+
+      distprune inspect Llama-3.2-1B --histogram
+    """
+    from distprune.cli import plotting
+    from distprune.files.inspecting import inspect as look
+
+    patterns = [_n_of_m(each) for each in pattern]
+    if plot is not None:
+        plotting.check(plot)
+    checkpoint = open_checkpoint(source)
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    with Meter(terminal) as meter:
+        facts = list(look(checkpoint, patterns, on_bytes=Reading(meter, checkpoint.num_bytes)))
+    if plot is not None:
+        sparsities = {each.entry.name: each.num_zero / max(each.entry.numel, 1) for each in facts}
+        plotting.draw(plot, sparsities, facts)
+    if as_json:
+        terminal.json({"source": str(source), "tensors": [_tensor_values(each) for each in facts]})
+        return
+    texts = {each: "{}:{}".format(*each) for each in patterns}
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for each in facts:
+        entry = each.entry
+        name = entry.name if verbose else re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        groups.setdefault((name, entry.dtype, shape), []).append(each)
+    rows = [(*key, *_sums(members, patterns)) for key, members in groups.items()]
+    rows.append(("all", "", "", *_sums(facts, patterns)))
+    numbers = ("number", "elements", "zeros", "sparsity", *texts.values(), "NaN", "inf")
+    terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
+    if histogram:
+        terminal.text()
+        _show_histogram(terminal, facts)
+
+
+def diff(
+    first: First,
+    second: Second,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor: values, and which elements are zero.
+
+    Tensors that are equal bit for bit are listed with -v only.
+
+    [bold]Example[/bold]
+
+      distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
+    """
+    from distprune.files.comparing import compare
+
+    a, b = open_checkpoint(first), open_checkpoint(second)
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    with Meter(terminal) as meter:
+        reading = Reading(meter, a.num_bytes + b.num_bytes)
+        found = list(compare(a, b, reading))
+    if as_json:
+        are_equal = all(each.is_equal for each in found)
+        values = [{**asdict(each), "is_equal": each.is_equal} for each in found]
+        terminal.json({"are_equal": are_equal, "tensors": values})
+        return
+    rows = [
+        (each.name, each.problem, "", "", "", "")
+        if each.problem
+        else (
+            each.name,
+            "equal" if each.is_equal else f"differs in {percent(each.num_differing, each.numel)}",
+            count(each.num_differing),
+            count(each.num_zero_in_both),
+            count(each.num_zero_in_first),
+            count(each.num_zero_in_second),
+        )
+        for each in found
+        if verbose or not each.is_equal
+    ]
+    numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
+    if rows:
+        terminal.table(("tensor", "values", *numbers), rows, right=numbers)
+        terminal.text()
+    num_equal = sum(each.is_equal for each in found)
+    terminal.text(f"{num_equal} of {len(found)} tensors are equal bit for bit.")
+
+
+def _n_of_m(text: str) -> tuple[int, int]:
+    from distprune.recipe import n_of_m
+
+    try:
+        return n_of_m(text)
+    except ValueError as error:
+        raise SelectionError(f"--pattern {text}: expected {error}.") from error
+
+
+def _sums(facts: list[Any], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
+    numel = sum(each.entry.numel for each in facts)
+    num_zero = sum(each.num_zero for each in facts)
+    kept = [
+        percent(
+            sum(each.num_kept.get(pattern, 0) for each in facts),
+            sum(each.num_groups.get(pattern, 0) for each in facts),
+        )
+        for pattern in patterns
+    ]
+    others = [sum(each.num_nan for each in facts), sum(each.num_inf for each in facts)]
+    shown = [count(len(facts)), count(numel), count(num_zero), percent(num_zero, numel)]
+    return (*shown, *kept, *map(count, others))
+
+
+def _tensor_values(facts: Any) -> dict[str, Any]:
+    entry = facts.entry
+    return {
+        "name": entry.name,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "num_elements": entry.numel,
+        "num_zero": facts.num_zero,
+        "num_nan": facts.num_nan,
+        "num_inf": facts.num_inf,
+        "patterns": {
+            "{}:{}".format(*each): {"num_groups": groups, "num_kept": facts.num_kept[each]}
+            for each, groups in facts.num_groups.items()
+        },
+        "exponents": {str(power): number for power, number in sorted(facts.exponents.items())},
+    }
+
+
+def _show_histogram(terminal: Terminal, facts: list[Any]) -> None:
+    exponents: Counter[int] = Counter()
+    for each in facts:
+        exponents.update(each.exponents)
+    largest = max(exponents.values(), default=1)
+    rows = (
+        [
+            (f"2^{power}", count(exponents[power]), "#" * -(-40 * exponents[power] // largest))
+            for power in range(min(exponents), max(exponents) + 1)
+        ]
+        if exponents
+        else []
+    )
+    terminal.table(("magnitude from", "elements", ""), rows, right=("magnitude from", "elements"))

@@ -1,0 +1,123 @@
+"""How far a command is: a bar on a terminal, else a line every ten seconds, on stderr."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from rich.progress import BarColumn, Progress, TextColumn
+
+from distprune.cli.console import Terminal, size
+
+_EVERY = 10.0  # seconds between lines
+
+
+class State(Protocol):
+    """What distprune.files.team.Progress says."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_second(self) -> float: ...
+
+    @property
+    def seconds_left(self) -> float | None: ...
+
+
+class Meter:
+    """Shows the progress of all ranks together; use it in a ``with`` statement.
+
+    Args:
+        terminal: of this rank; only the leader's shows anything, and not with ``-q``.
+    """
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._is_on = terminal.verbosity >= 0
+        self._said_at = time.monotonic()
+        self._bar: Progress | None = None
+        if self._is_on and terminal.errors.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=terminal.errors,
+                transient=True,
+            )
+        self._tasks: dict[str, int] = {}
+
+    def __enter__(self) -> Meter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, state: State) -> None:
+        if not self._is_on:
+            return
+        if self._bar is None:
+            if time.monotonic() - self._said_at >= _EVERY:
+                self._said_at = time.monotonic()
+                self._terminal.note(f"{state.phase}: {describe(state)}")
+            return
+        if state.phase not in self._tasks:
+            self._tasks[state.phase] = self._bar.add_task(state.phase, text="")
+        self._bar.update(
+            self._tasks[state.phase],
+            total=max(state.total_bytes, 1),
+            completed=state.num_bytes,
+            text=describe(state),
+        )
+
+
+class Reading:
+    """The progress of one process; call it with the bytes of every piece.
+
+    Args:
+        meter: shows it.
+        total_bytes: that will be read or written.
+        phase: what it is called.
+    """
+
+    def __init__(self, meter: Meter, total_bytes: int, phase: str = "read") -> None:
+        self.phase = phase
+        self.num_bytes = 0
+        self.total_bytes = total_bytes
+        self._meter = meter
+        self._began = time.monotonic()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._meter(self)
+
+    @property
+    def bytes_per_second(self) -> float:
+        seconds = time.monotonic() - self._began
+        return self.num_bytes / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        rate = self.bytes_per_second
+        return (self.total_bytes - self.num_bytes) / rate if rate else None
+
+
+def describe(state: State) -> str:
+    """ "1.2 GB of 3.0 GB, 800.0 MB/s, 0:02 left"."""
+    text = f"{size(state.num_bytes)} of {size(state.total_bytes)}"
+    left = state.seconds_left
+    if left is None:
+        return text
+    minutes, seconds = divmod(round(max(left, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{text}, {size(state.bytes_per_second)}/s, {clock} left"

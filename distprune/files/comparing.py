@@ -1,0 +1,103 @@
+"""How two checkpoints differ: in which tensors, in zeros and in values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from distprune.files.checkpoint import Checkpoint
+from distprune.files.header import TensorEntry
+from distprune.files.scanning import FORMATS, Scanner
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Two tensors of one name, element by element.
+
+    Attributes:
+        name: of both.
+        numel: elements of each; 0 where ``problem`` says why they do not compare.
+        num_differing: elements whose bits differ.
+        num_zero_in_both: +0 or -0 in both ...
+        num_zero_in_first, num_zero_in_second: ... and in one of them only.
+        problem: why they do not compare: another shape or dtype, or it is in one of them only.
+    """
+
+    name: str
+    numel: int = 0
+    num_differing: int = 0
+    num_zero_in_both: int = 0
+    num_zero_in_first: int = 0
+    num_zero_in_second: int = 0
+    problem: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Bit for bit."""
+        return not self.problem and not self.num_differing
+
+
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Iterator[TensorDifference]:
+    """Compare all tensors by name, in the order of the first checkpoint.
+
+    The tensors may lie in other files, and in another order. Zeros are told of floats only.
+
+    Args:
+        first, second: from ``open_checkpoint``.
+        on_bytes: is told how many bytes of both have been read.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+
+    Cost: one read of each; some 50 MB of memory.
+    """
+    ours = {entry.name: entry for entry in first.tensors}
+    theirs = {entry.name: entry for entry in second.tensors}
+    with closing(Scanner(first)) as one, closing(Scanner(second)) as two:
+        for name, entry in ours.items():
+            other = theirs.get(name)
+            if other is None:
+                yield TensorDifference(name, problem="only in the first")
+            elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
+                yield TensorDifference(name, problem=f"{_described(entry)}; {_described(other)}")
+            else:
+                yield _compare(one, two, entry, other, on_bytes)
+    for name in theirs:
+        if name not in ours:
+            yield TensorDifference(name, problem="only in the second")
+
+
+def _compare(
+    one: Scanner,
+    two: Scanner,
+    entry: TensorEntry,
+    other: TensorEntry,
+    on_bytes: Callable[[int], None],
+) -> TensorDifference:
+    form = FORMATS.get(entry.dtype)
+    differing, both, first, second = 0, 0, 0, 0
+    for ours, theirs in zip(one.chunks(entry), two.chunks(other), strict=True):
+        if form is not None:
+            is_zero, is_zero_there = form.magnitudes(ours) == 0, form.magnitudes(theirs) == 0
+            ours, theirs = ours.view(form.bits), theirs.view(form.bits)
+            both += int(np.count_nonzero(is_zero & is_zero_there))
+            first += int(np.count_nonzero(is_zero & ~is_zero_there))
+            second += int(np.count_nonzero(~is_zero & is_zero_there))
+        elif entry.numel and entry.nbytes % entry.numel == 0:
+            width = entry.nbytes // entry.numel
+            ours, theirs = ours.reshape(-1, width), theirs.reshape(-1, width)
+        differs = ours != theirs
+        differing += int(np.count_nonzero(differs.any(1) if differs.ndim > 1 else differs))
+        on_bytes(2 * ours.nbytes)
+    return TensorDifference(entry.name, entry.numel, differing, both, first, second)
+
+
+def _described(entry: TensorEntry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"

@@ -1,0 +1,313 @@
+"""Headers of safetensors files, read strictly: whatever is wrong is an error of ours.
+
+[Note: header] A file is eight bytes of length n (little-endian), n bytes of JSON, and data.
+The JSON maps a name to dtype, shape and the byte range in the data. Ranges have to cover the data
+exactly, without overlap. Nothing is allocated before n is compared with the size of the
+file, and every key may stand there once: a JSON parser that keeps the last of two lets a name
+mean different things to different programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distprune.files.errors import CheckpointError
+
+# Bits per element. Others are kept as opaque bytes.
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_LFS_POINTER = b"version https://git-lfs"
+_MAX_NUMEL = 2**63 - 1
+_MAX_PROBLEMS = 20  # of one file
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as a header describes it.
+
+    Attributes:
+        name: of the tensor.
+        dtype: as the header spells it ("BF16"); may be unknown.
+        shape: () for a scalar.
+        file: name of its file, relative to the checkpoint.
+        start, stop: its bytes in the file, from the beginning of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A safetensors file, known by its header.
+
+    Attributes:
+        name: relative to the checkpoint.
+        path: where to read it, links resolved.
+        size, mtime_ns: when the header was read; a change shows that the file changed.
+        data_start: where the header ends.
+        header_crc: crc32 of all bytes before ``data_start``.
+        metadata: the header's ``__metadata__``.
+        tensors: in the order of the data.
+    """
+
+    name: str
+    path: str
+    size: int
+    mtime_ns: int
+    data_start: int
+    header_crc: int
+    metadata: dict[str, str]
+    tensors: tuple[TensorEntry, ...]
+
+
+def read_header(path: str | Path, name: str | None = None) -> WeightFile:
+    """Read and check the header of a file.
+
+    Args:
+        path: of the file; links are followed.
+        name: what to call it in messages and entries; by default the path's last part.
+
+    Raises:
+        CheckpointError: with all that is wrong with it.
+
+    Cost: two reads, and memory in proportion to the header; the data is not read.
+    """
+    name = os.path.basename(path) if name is None else name
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            _fail(name, "is no regular file.")
+        with open(path, "rb", buffering=0) as file:
+            head = file.read(len(_LFS_POINTER))
+            length = _header_length(name, head, info.st_size)
+            file.seek(0)
+            raw = _read_fully(file, 8 + length)
+    except OSError as error:
+        _fail(name, f"cannot be read: {error.strerror or error}.")
+    if len(raw) != 8 + length:
+        _fail(name, f"ends after {len(raw)} bytes, inside its header; expected {8 + length}.")
+    metadata, tensors = parse_header(raw[8:], info.st_size - 8 - length, name)
+    return WeightFile(
+        name=name,
+        path=os.path.realpath(path),
+        size=info.st_size,
+        mtime_ns=info.st_mtime_ns,
+        data_start=8 + length,
+        header_crc=zlib.crc32(raw),
+        metadata=metadata,
+        tensors=tensors,
+    )
+
+
+def parse_header(
+    raw: bytes, data_size: int, name: str = "the file"
+) -> tuple[dict[str, str], tuple[TensorEntry, ...]]:
+    """Check the JSON of a header against the size of the data that follows it.
+
+    Args:
+        raw: the JSON, with its padding.
+        data_size: bytes after the header.
+        name: of the file.
+
+    Returns:
+        The metadata, and the tensors in the order of the data; byte ranges count from the
+        beginning of the file.
+
+    Raises:
+        CheckpointError: with all that is wrong.
+    """
+    header = load_json(raw, f"{name}: the header")
+    if not isinstance(header, dict) or raw[:1] != b"{":
+        _fail(name, "the header is no JSON object.")
+    problems: list[str] = []
+    metadata = header.pop("__metadata__", {})
+    if not _is_text_map(metadata):
+        problems.append(f"{name}: __metadata__ is no map from strings to strings.")
+        metadata = {}
+    entries = []
+    for tensor, fields in header.items():
+        try:
+            entries.append(_read_entry(tensor, fields, data_size, name, 8 + len(raw)))
+        except ValueError as error:
+            problems.append(f"{name}: tensor {_short(tensor)} {error}.")
+            if len(problems) == _MAX_PROBLEMS:
+                problems.append(f"{name}: and perhaps more.")
+                break
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    if not problems:
+        problems += _coverage_problems(entries, data_size, name, 8 + len(raw))
+    if problems:
+        raise CheckpointError(f"{name} is no valid safetensors file:", problems)
+    return metadata, tuple(entries)
+
+
+def load_json(raw: bytes, what: str) -> Any:
+    """JSON, strictly: UTF-8, every key once, no NaN.
+
+    Raises:
+        CheckpointError: names ``what``.
+    """
+    try:
+        return json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_int=_parse_int,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:  # of the decoder, of UTF-8, and of the hooks
+        reason = str(error)
+    raise CheckpointError(f"{what} is no valid JSON: {reason}. Download the file again?")
+
+
+def _header_length(name: str, head: bytes, size: int) -> int:
+    if head.startswith(_LFS_POINTER):
+        _fail(name, "is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder.")
+    if size == 0:
+        _fail(name, "is empty; download it again.")
+    if len(head) < 8:
+        _fail(name, f"has {size} bytes; expected 8 bytes of header length at least.")
+    length = int.from_bytes(head[:8], "little")
+    if length > size - 8:
+        _fail(
+            name,
+            f"claims a header of {length} bytes, but {size - 8} bytes follow: it is truncated, or "
+            "no safetensors file. Download it again?",
+        )
+    if length > MAX_HEADER_BYTES:
+        _fail(name, f"has a header of {length} bytes; expected at most {MAX_HEADER_BYTES}.")
+    return length
+
+
+def _read_fully(file: Any, size: int) -> bytes:
+    parts, missing = [], size
+    while missing:
+        part = file.read(missing)
+        if not part:
+            break
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def _read_entry(
+    tensor: str, fields: Any, data_size: int, file: str, data_start: int
+) -> TensorEntry:
+    """Raises ValueError with what is wrong, as the end of a sentence."""
+    try:
+        tensor.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("has a name that is no valid Unicode") from None
+    if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
+        raise ValueError("lacks one of dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError("has a dtype that is no string")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError("has a shape that is no list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise ValueError("has data_offsets that are not two sizes")
+    start, stop = offsets
+    if not start <= stop <= data_size:
+        raise ValueError(
+            f"claims the bytes {start} to {stop} of {data_size} bytes of data: the file is "
+            "truncated, or the header is wrong"
+        )
+    numel = 1
+    for size in shape:
+        numel *= size
+        if numel > _MAX_NUMEL:
+            raise ValueError("has more elements than can be counted")
+    bits = DTYPE_BITS.get(dtype)
+    if bits is not None and numel * bits != 8 * (stop - start):
+        raise ValueError(
+            f"is {dtype} of shape {_short(shape)}, which needs {numel * bits / 8:g} bytes, but has "
+            f"{stop - start}"
+        )
+    return TensorEntry(tensor, dtype, tuple(shape), file, data_start + start, data_start + stop)
+
+
+def _coverage_problems(
+    entries: list[TensorEntry], data_size: int, name: str, data_start: int
+) -> list[str]:
+    """Overlaps and holes: the ranges of sorted entries have to follow each other."""
+    end = data_start
+    before = "the header"
+    for entry in entries:
+        if entry.start != end:
+            what = "overlaps with" if entry.start < end else "leaves a hole after"
+            return [
+                f"{name}: tensor {_short(entry.name)} {what} {before}: it begins at byte "
+                f"{entry.start}, and the one before ends at {end}."
+            ]
+        end, before = entry.stop, f"tensor {_short(entry.name)}"
+    if end != data_start + data_size:
+        return [
+            f"{name}: has {data_start + data_size} bytes, but its tensors end at byte {end}; "
+            "expected no bytes after them. Download it again?"
+        ]
+    return []
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {_short(twice)} stands there twice")
+    return mapping
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20:  # longer than any 64-bit integer
+        raise ValueError(f"the number {digits[:20]}... is too large")
+    return int(digits)
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_NUMEL
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _short(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _fail(name: str, text: str) -> NoReturn:
+    raise CheckpointError(f"{name} {text}")

@@ -1,0 +1,183 @@
+"""What is written: selected tensors with zeros in them, their masks, and copies of the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distprune.files.deciding import Decision
+from distprune.files.disk import OpenFiles, copy_range, write_from
+from distprune.files.errors import SelectionError
+from distprune.files.masks import MASK_FILE, MaskLayout, MaskWriter
+from distprune.files.planning import Plan
+from distprune.files.policy import input_groups
+from distprune.files.scores import Array, Descent, KeyFormat, Threshold, lowest_in_rows
+from distprune.files.streaming import CHUNK, Source
+from distprune.files.units import CopyUnit, PruneUnit, Span, Unit
+
+# A group of more elements is ranked by counting, in two reads.
+_MAX_IN_MEMORY = 4 * CHUNK
+
+# First element, stored bits, and which of them go.
+Piece = tuple[int, Array, Array]
+
+
+class Rewriter:
+    """Does units of work, one after the other.
+
+    Args:
+        plan: what to do.
+        source: of the plan.
+        folder: where to write; its files are there and have their sizes.
+        layout: of the mask file; None: no masks.
+        decision: of a plan whose tensors are ranked together.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        folder: Path,
+        layout: MaskLayout | None,
+        decision: Decision | None,
+    ) -> None:
+        self.outputs = OpenFiles(os.O_RDWR)
+        self._plan = plan
+        self._source = source
+        self._folder = folder
+        self._layout = layout
+        self._decision = decision
+        self._record: dict[str, dict[int, int]] = {}
+
+    def do(self, number: int, unit: Unit) -> Iterator[int]:
+        """Do a unit; yields bytes. When it is finished, :meth:`record` tells about it."""
+        self._record = {"pruned": {}, "nan": {}, "threshold": {}}
+        if isinstance(unit, CopyUnit):
+            output = str(self._folder / unit.name)
+            yield from copy_range(
+                self._source.files, unit.path, self.outputs, output, unit.start, unit.stop
+            )
+        else:
+            yield from self._prune(number, unit)
+
+    def record(self) -> dict[str, Any]:
+        """Of the last unit, by position of a tensor: pruned, NaN, and the largest pruned key."""
+        return {what: counts for what, counts in self._record.items() if counts}
+
+    def _prune(self, number: int, unit: PruneUnit) -> Iterator[int]:
+        shared = None
+        if self._decision is not None:
+            shared = Threshold(self._decision.threshold, self._decision.quotas[number])
+        for span in unit.spans:
+            entry = self._plan.tensors[span.position].entry
+            output = str(self._folder / entry.file)
+            masks = self._mask_writer(span)
+            size = self._source.itemsize(span.position)
+            for piece in self._pieces(span, shared):
+                if piece is None:
+                    yield 0
+                    continue
+                first, bits, lowest = piece
+                np.copyto(bits, 0, where=lowest)  # +0, whatever the sign was
+                write_from(self.outputs, output, entry.start + first * size, memoryview(bits))
+                if masks is not None:
+                    masks.add(~lowest)
+                self._count("pruned", span.position, int(np.count_nonzero(lowest)))
+                yield bits.nbytes
+            if masks is not None:
+                masks.finish()
+
+    def _pieces(self, span: Span, shared: Threshold | None) -> Iterator[Piece | None]:
+        """The elements of a span in order; None where something was read only to be counted."""
+        if shared is not None:
+            yield from self._cut_at(span, shared)
+            return
+        tensor = self._plan.tensors[span.position]
+        group = tensor.entry.numel // tensor.num_groups
+        if group <= _MAX_IN_MEMORY:
+            yield from self._ranked_in_memory(span, group)
+            return
+        for first in range(span.first, span.last, group):
+            part = Span(span.position, first, first + group)
+            descent = Descent(self._format(span).width, tensor.num_pruned_per_group)
+            num_ties = 0
+            while tensor.num_pruned_per_group and not descent.is_done:
+                histogram = np.zeros(descent.num_bins, dtype=np.int64)
+                for keys in self._keys_of(part):
+                    histogram += descent.histogram(keys)
+                    yield None
+                descent.narrow(histogram)
+                num_ties = descent.rank + 1
+            yield from self._cut_at(part, Threshold(descent.prefix, num_ties))
+
+    def _keys_of(self, span: Span) -> Iterator[Array]:
+        for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last, own=True):
+            yield keys
+
+    def _cut_at(self, span: Span, threshold: Threshold) -> Iterator[Piece]:
+        own = self._decision is None
+        for first in range(span.first, span.last, CHUNK):
+            last = min(first + CHUNK, span.last)
+            bits = self._source.bits(span.position, first, last)
+            keys = self._source.keys(span.position, first, bits, last - first, own)
+            lowest = threshold.lowest(keys)
+            if own:
+                self._check(span, keys, lowest)
+            yield first, bits, lowest
+
+    def _ranked_in_memory(self, span: Span, group: int) -> Iterator[Piece]:
+        tensor = self._plan.tensors[span.position]
+        _, inputs, kernel = input_groups(tensor.entry)
+        is_interleaved = self._plan.recipe.pattern is not None and kernel > 1
+        unit = inputs * kernel if is_interleaved else group
+        step = max(CHUNK // unit, 1) * unit
+        for first in range(span.first, span.last, step):
+            last = min(first + step, span.last)
+            bits = self._source.bits(span.position, first, last)
+            keys = self._source.keys(span.position, first, bits, last - first, True)
+            if is_interleaved:
+                apart = keys.reshape(-1, inputs // group, group, kernel).swapaxes(2, 3)
+                rows = lowest_in_rows(apart.reshape(-1, group), tensor.num_pruned_per_group)
+                lowest = rows.reshape(apart.shape).swapaxes(2, 3).reshape(-1)
+            else:
+                rows = keys.reshape(-1, group)
+                lowest = lowest_in_rows(rows, tensor.num_pruned_per_group).reshape(-1)
+            self._check(span, keys, lowest)
+            yield first, bits, lowest
+
+    def _check(self, span: Span, keys: Array, lowest: Array) -> None:
+        """Of tensors that are ranked on their own: NaN, and what the threshold was."""
+        wanted = self._format(span)
+        tensor = self._plan.tensors[span.position]
+        num_nan = self._source.count_nan(keys, wanted)
+        if num_nan and self._plan.recipe.nan == "error":
+            raise self._source.nan_error([tensor.entry.name])
+        if num_nan:
+            self._count("nan", span.position, num_nan)
+            if self._source.count_nan(keys[lowest], wanted):
+                raise SelectionError(
+                    f"{tensor.entry.name}: more of a group is to be pruned than is no NaN, and NaN "
+                    "are kept. Lower the sparsity, or exclude the tensor."
+                )
+        if tensor.num_groups == 1 and lowest.any():
+            largest = self._record["threshold"].get(span.position, 0)
+            largest = max(largest, int(keys[lowest].max()))
+            self._record["threshold"][span.position] = largest
+
+    def _format(self, span: Span) -> KeyFormat:
+        return self._source.format(span.position)
+
+    def _count(self, what: str, position: int, count: int) -> None:
+        counts = self._record[what]
+        counts[position] = counts.get(position, 0) + count
+
+    def _mask_writer(self, span: Span) -> MaskWriter | None:
+        if self._layout is None:
+            return None
+        start = self._layout.starts[self._plan.tensors[span.position].entry.name]
+        path = str(self._folder / MASK_FILE)
+        return MaskWriter(self.outputs, path, start + span.first // 8)

@@ -1,0 +1,211 @@
+"""Stored numbers as integers in the order of their scores, 16 bits of which are counted at a time.
+
+The keys are those of distprune.keys: magnitude bits, or a hash of the index. Keys of all tensors
+that are ranked together have one width: 16 bits if all are bf16, or all fp16; 32 if fp16, bf16 and
+fp32 mix; 64 with fp64 and for hashes. Widening is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distprune.keys import hash_keys
+
+Array = np.ndarray
+
+_BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F64": np.uint64}
+_SIGN_LESS = {16: 0x7FFF, 32: 0x7FFFFFFF, 64: 0x7FFFFFFFFFFFFFFF}
+_LARGEST = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF0000000000000}
+_UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}
+
+
+@dataclass(frozen=True)
+class KeyFormat:
+    """The keys of everything that is ranked together.
+
+    Attributes:
+        width: bits of a key, the highest of which is 0.
+        value_dtype: what the keys are magnitude bits of; "" for hashes.
+    """
+
+    width: int
+    value_dtype: str
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        return _UNSIGNED[self.width]
+
+    @property
+    def largest_number(self) -> int:
+        """The key of inf; a larger one is that of a NaN."""
+        return _LARGEST.get(self.value_dtype, _SIGN_LESS[self.width])
+
+    def magnitude_of(self, key: int) -> float | None:
+        """The magnitude that a key stands for; None for hashes."""
+        if not self.value_dtype:
+            return None
+        if self.value_dtype == "BF16":
+            return float(np.uint32(key << 16).view(np.float32))
+        return float(self.dtype(key).view(f"f{self.width // 8}"))
+
+
+HASHES = KeyFormat(64, "")
+
+
+def key_format(dtypes: Iterable[str]) -> KeyFormat:
+    """The narrowest format that holds the magnitudes of all these dtypes."""
+    kinds = set(dtypes)
+    if len(kinds) == 1:
+        (kind,) = kinds
+        return KeyFormat(8 * np.dtype(_BITS[kind]).itemsize, kind)
+    return KeyFormat(64, "F64") if "F64" in kinds else KeyFormat(32, "F32")
+
+
+def bits_dtype(dtype: str) -> np.dtype:
+    """The unsigned integer, little-endian, that an element is read as."""
+    return np.dtype(_BITS[dtype]).newbyteorder("<")
+
+
+def magnitude_keys(bits: Array, dtype: str, wanted: KeyFormat) -> Array:
+    """Keys of stored elements; NaN are above ``wanted.largest_number``.
+
+    Args:
+        bits: as ``bits_dtype(dtype)``.
+    """
+    own = 8 * bits.itemsize
+    if dtype != wanted.value_dtype:
+        bits = _widened(bits, dtype, wanted.width)
+        own = wanted.width
+    return bits & _UNSIGNED[own](_SIGN_LESS[own])
+
+
+def _widened(bits: Array, dtype: str, width: int) -> Array:
+    """The bits of the same numbers in a wider format."""
+    if dtype == "BF16":
+        bits = bits.astype(np.uint32) << np.uint32(16)
+        dtype = "F32"
+    if 8 * bits.itemsize == width:
+        return bits
+    # Not through arithmetic that could flush denormals: a conversion, and exact.
+    with np.errstate(invalid="ignore"):
+        wide = bits.view(f"f{bits.itemsize}").astype(f"f{width // 8}")
+    return wide.view(_UNSIGNED[width])
+
+
+def random_keys(first: int, last: int, seed: int) -> Array:
+    """Hashes of the indices [first, last): what a random pruning of the library ranks by.
+
+    Args:
+        seed: as :func:`hash_seed` returns it.
+    """
+    return hash_keys(torch.arange(first, last), seed).numpy().view(np.uint64)
+
+
+def hash_seed(seed: int) -> int:
+    """What the library's random pruning draws after ``torch.manual_seed(seed)``."""
+    generator = torch.Generator().manual_seed(seed)
+    return int(torch.randint(2**62, (1,), dtype=torch.int64, generator=generator))
+
+
+def lowest_in_rows(keys: Array, k: int) -> Array:
+    """The k lowest keys of every row; among equal ones those further left.
+
+    Args:
+        keys: [rows, n].
+
+    Returns:
+        bool [rows, n], k of them True in each row.
+    """
+    if k == 0:
+        return np.zeros(keys.shape, dtype=bool)
+    if k == keys.shape[1]:
+        return np.ones(keys.shape, dtype=bool)
+    threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
+    lowest = keys < threshold
+    ties = keys == threshold
+    wanted = k - np.count_nonzero(lowest, axis=1, keepdims=True)
+    if not np.array_equal(wanted, np.count_nonzero(ties, axis=1, keepdims=True)):
+        ties &= np.cumsum(ties, axis=1, dtype=np.int32) <= wanted
+    return lowest | ties
+
+
+class Descent:
+    """The search for the k-th lowest key, sixteen bits at a time: radix selection.
+
+    Ask for :meth:`histogram` of all keys, sum them over all that are ranked together, and
+    :meth:`narrow`; again, until ``is_done``.
+
+    Attributes:
+        prefix: the bits of the k-th key that are known; in the end the whole key.
+        rank: how many keys with that prefix come before the k-th.
+    """
+
+    def __init__(self, width: int, k: int) -> None:
+        self.prefix = 0
+        self.rank = k - 1
+        self._shift = width - 16
+        self._width = width
+
+    @property
+    def is_done(self) -> bool:
+        return self._shift < 0
+
+    @property
+    def is_first(self) -> bool:
+        return self._shift == self._width - 16
+
+    @property
+    def is_last(self) -> bool:
+        return self._shift == 0
+
+    @property
+    def num_bins(self) -> int:
+        return 1 << 15 if self.is_first else 1 << 16
+
+    def histogram(self, keys: Array) -> Array:
+        """int64 [num_bins]: how many keys with the prefix have which next sixteen bits."""
+        if not self.is_first:
+            above = keys.dtype.type(self._shift + 16)
+            keys = keys[(keys >> above) == keys.dtype.type(self.prefix)]
+        if self._shift:
+            keys = keys >> keys.dtype.type(self._shift)
+        if self.is_first:  # the highest bit of a key is 0
+            digits = keys.astype(np.uint16, copy=False).view(np.int16)
+        else:
+            digits = keys.astype(np.uint16, copy=False).astype(np.int32)
+        return torch.bincount(torch.from_numpy(digits), minlength=self.num_bins).numpy()
+
+    def narrow(self, histogram: Array) -> int:
+        """Fix the next sixteen bits; returns them."""
+        upto = np.cumsum(histogram)
+        digit = int(np.searchsorted(upto, self.rank, side="right"))
+        if digit:
+            self.rank -= int(upto[digit - 1])
+        self.prefix = (self.prefix << 16) | digit
+        self._shift -= 16
+        return digit
+
+
+class Threshold:
+    """A cut of the total order: keys below it go, and the first ``num_ties`` of the equal ones.
+
+    Elements have to be shown in their order.
+    """
+
+    def __init__(self, key: int, num_ties: int) -> None:
+        self.key = key
+        self.num_ties = num_ties
+
+    def lowest(self, keys: Array) -> Array:
+        """bool, like keys, 1-d: which of the next elements go."""
+        key = keys.dtype.type(self.key)
+        lowest = keys < key
+        if self.num_ties:
+            places = np.flatnonzero(keys == key)[: self.num_ties]
+            lowest[places] = True
+            self.num_ties -= len(places)
+        return lowest

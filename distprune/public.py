@@ -1,0 +1,34 @@
+"""Every public name of the library, in one place: what ``import distprune`` gives on first use."""
+
+# ruff: noqa: F401
+
+from distprune import checkpoint, schedule
+from distprune.amount import resolve_count as _compute_nparams_toprune
+from distprune.amount import validate_amount as _validate_pruning_amount_init
+from distprune.amount import validate_count as _validate_pruning_amount
+from distprune.global_pruning import global_unstructured
+from distprune.local_pruning import (
+    custom_from_mask,
+    identity,
+    is_pruned,
+    l1_unstructured,
+    ln_structured,
+    random_structured,
+    random_unstructured,
+    remove,
+)
+from distprune.mask_files import load_masks, save_masks
+from distprune.methods import (
+    CustomFromMask,
+    Identity,
+    L1Unstructured,
+    LnStructured,
+    RandomStructured,
+    RandomUnstructured,
+)
+from distprune.methods import compute_norm as _compute_norm
+from distprune.naming import NamedParameter
+from distprune.pruning_method import BasePruningMethod, PruningContainer
+from distprune.report import ParameterReport, PruningReport
+from distprune.selecting import select
+from distprune.wrapping import masks_aside, shard_masks

@@ -1,0 +1,102 @@
+"""What all commands share: help, exit codes, stdout and stderr; recipes and env."""
+
+import pytest
+from commands import start
+
+from distprune.cli import schema
+from distprune.cli.console import percent, size
+from distprune.cli.recipes import shipped
+from distprune.recipe import _GROUP_KEYS, _KEYS, _SCHEDULE_KEYS, load_recipe
+
+HELPS = """
+import sys
+from distprune.cli.main import main
+
+def helps(*command):
+    sys.stdout.flush()
+    try:
+        main([*command, "--help"])
+    except SystemExit as exit_:
+        assert exit_.code == 0, command
+
+from distprune.cli.app import app
+import typer.main
+root = typer.main.get_command(app)
+for name in ["", *root.commands]:
+    helps(*filter(None, [name]))
+helps("recipe", "show")
+heavy = {"torch", "numpy", "yaml", "matplotlib", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_teaches_and_does_not_import_torch():
+    process = start("-c", HELPS, NO_COLOR="1")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "\x1b[3" not in out
+    for word in ("Usage: distprune", "Examples", "Exit codes", "recipe show"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bogus"], "No such command"),
+        (["recipe", "show"], "Missing argument"),
+        (["recipe", "show", "nope"], "expected a YAML file, or one of layer_50, magnitude_50"),
+        (["env", "no/such/folder"], "no/such/folder does not exist"),
+    ],
+)
+def test_a_wrong_command_is_exit_code_2_and_a_message_on_stderr(run, arguments, expected):
+    done = run(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert expected in done.err
+
+
+def test_a_wrong_recipe_names_every_problem(run, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("version: 1\nscope: rows\nsparsty: 0.5\n")
+    done = run("recipe", "show", path)
+    assert done.code == 2
+    for text in ("line 2, scope", "did you mean 'row'", "line 3, sparsty", "no 'sparsity'"):
+        assert text in done.err
+    path.write_text("version: [")
+    assert run("recipe", "show", path).code == 2
+
+
+def test_shipped_recipes_are_listed_shown_and_valid(run):
+    listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
+    assert set(listed) == set(shipped()) and len(listed) == 5
+    for name, about in listed.items():
+        assert about in run("recipe", "ls").out
+        text = run("recipe", "show", name).out
+        assert text.strip() == shipped()[name].read_text().strip()
+        shown = run("recipe", "show", name, "--json").json
+        assert shown == load_recipe(shipped()[name]).as_mapping()
+
+
+def test_the_schema_has_the_keys_that_recipes_have(run):
+    found = run("recipe", "schema").json
+    assert found == schema.recipe_schema()
+    assert set(found["properties"]) == set(_KEYS)
+    assert set(found["properties"]["groups"]["items"]["properties"]) == set(_GROUP_KEYS)
+    kinds = found["properties"]["schedule"]["oneOf"]
+    assert [set(kind["properties"]) for kind in kinds] == [
+        set(_SCHEDULE_KEYS["one_shot"]),
+        set(_SCHEDULE_KEYS["cubic"]),
+    ]
+
+
+def test_env_says_what_a_report_needs(run, tmp_path):
+    done = run("env", tmp_path, "--json")
+    assert {"distprune", "torch", "python", "file system"} <= set(done.json)
+    assert "gloo" in done.json["distributed backends"]
+    lines = run("env").out.splitlines()
+    assert lines[0].split() == ["what", "value"] and len(lines) == len(done.json) + 1
+
+
+def test_numbers_are_not_rounded_to_what_they_are_not():
+    assert percent(1, 10**9) == "0.01 %" and percent(10**9 - 1, 10**9) == "99.99 %"
+    assert percent(0, 3) == "0.00 %" and percent(3, 3) == "100.00 %" and percent(0, 0) == "-"
+    assert [size(n) for n in (999, 1500, 3e9, 2e12)] == ["999 B", "1.5 kB", "3.0 GB", "2.0 TB"]

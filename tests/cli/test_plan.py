@@ -1,0 +1,132 @@
+"""``distprune plan``: flags over recipes, what is shown, what is refused."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from distprune.cli.choosing import CommandRecipe, resolve
+from distprune.cli.recipes import shipped
+from distprune.files.recipe import FileRecipe
+from tiny_checkpoints import save, tree_digest
+
+NAMES = {
+    "model.embed_tokens.weight": (8, 4),
+    **{f"model.layers.{i}.mlp.up_proj.weight": (8, 4) for i in range(3)},
+    "model.layers.0.mlp.down_proj.weight": (4, 8),
+    "model.norm.weight": (4,),
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in NAMES.items()}
+    half = len(tensors) // 2
+    names = list(tensors)
+    shards = [{n: tensors[n] for n in part} for part in (names[:half], names[half:])]
+    return save(tmp_path / "source", *shards)
+
+
+def test_a_table_says_what_is_pruned_and_why_not(run, source):
+    before = tree_digest(source)
+    done = run("plan", source, "--sparsity", "0.25")
+    assert done.code == 0 and done.err == ""
+    table = {line.split()[0]: line for line in done.out.splitlines() if "BF16" in line}
+    assert table["model.embed_tokens.weight"].endswith("keep: an embedding")
+    assert table["model.norm.weight"].endswith("keep: fewer than 2 dimensions")
+    row = "model.layers.*.mlp.up_proj.weight 3 BF16 8 x 4 96 prune"
+    assert table["model.layers.*.mlp.up_proj.weight"].split() == row.split()
+    assert "Prunes 32 of 128 elements (25.00 %) in 4 of 6 tensors, ranked together" in done.out
+
+    done = run("plan", source, "--sparsity", "0.25", "--scope", "layer", "-v")
+    assert "model.layers.2.mlp.up_proj.weight" in done.out
+    assert "prune 8" in done.out
+    assert tree_digest(source) == before
+
+
+def test_json_has_every_tensor(run, source):
+    done = run("plan", source, "--pattern", "1:4", "--exclude", "*.down_proj.*", "--json")
+    assert done.json["num_to_prune"] == 72 and done.json["num_elements"] == 96
+    tensors = {each["name"]: each for each in done.json["tensors"]}
+    assert set(tensors) == set(NAMES)
+    assert tensors["model.layers.1.mlp.up_proj.weight"]["num_to_prune"] == 24
+    assert tensors["model.layers.0.mlp.down_proj.weight"]["reason"] == "excluded"
+    assert done.json["copied"] == [
+        "config.json", "model.safetensors.index.json", "tokenizer.json"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_shipped_recipes_fit(run, source, name):
+    found = run("plan", source, "-r", name, "--json").json
+    assert found["num_to_prune"] == 64 and found["num_elements"] == 128
+
+
+def test_options_take_the_place_of_what_the_recipe_says(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "version: 1\nscore: random\nseed: 3\nscope: row\nsparsity: 0.5\nnan: keep\n"
+        "select: {include: ['a*'], exclude: [b], min_ndim: 1}\noutput: {masks: false}\n"
+    )
+    whole = {
+        "sparsity": 0.5, "scope": "row", "score": "random", "seed": 3, "include": ("a*",),
+        "exclude": ("b",), "min_ndim": 1, "nan": "keep", "masks": False,
+    }  # fmt: skip
+    assert vars(resolve(str(path), {})) == vars(FileRecipe(**whole))
+    for options, expected in [
+        ({"sparsity": 0.0}, {"sparsity": 0.0}),
+        ({"pattern": "2:4"}, {"pattern": "2:4", "sparsity": None, "scope": "global"}),
+        ({"score": "magnitude"}, {"score": "magnitude", "seed": None}),
+        ({"seed": 4, "include": [], "exclude": ["c", "d"]}, {"seed": 4, "exclude": ("c", "d")}),
+    ]:
+        assert vars(resolve(str(path), options)) == vars(FileRecipe(**whole | expected)), options
+    pattern = resolve("semi_structured_2_4", {"sparsity": 0.1})
+    assert (pattern.sparsity, pattern.pattern) == (0.1, None)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        CommandRecipe(1e-5, include=("re:a\\.b", "ü*"), exclude=("x: {y}",), min_ndim=1),
+        CommandRecipe(1, scope="layer", score="random", nan="keep", masks=False),
+        CommandRecipe(pattern="4:8", score="random", seed=2**40),
+    ],
+)
+def test_the_resolved_recipe_can_be_used_again(recipe, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    assert resolve(str(path), {}) == recipe
+    assert yaml.safe_load(recipe.to_yaml()) == json.loads(json.dumps(recipe.as_mapping()))
+
+
+def test_recipes_for_training_are_refused_by_name(run, source, tmp_path):
+    path = tmp_path / "cubic.yaml"
+    path.write_text(
+        "version: 1\nschedule: {kind: cubic, end: 9, frequency: 1, final_sparsity: 0.5}\n"
+        "limits: {max_sparsity: 0.9}\n"
+    )
+    done = run("plan", source, "-r", path)
+    assert done.code == 2 and "has schedule, limits, which a checkpoint has no use for" in done.err
+
+
+def test_what_does_not_fit_is_refused_all_at_once(run, source, tmp_path):
+    done = run("plan", source)
+    assert done.code == 2 and "neither sparsity nor pattern is given" in done.err
+    done = run("plan", source, "-s", "1.5", "--scope", "rows", "--nan", "drop")
+    assert done.code == 2
+    for text in ("sparsity is 1.5", "scope is 'rows'", "nan is 'drop'"):
+        assert text in done.err
+    done = run(
+        "plan", source, "--pattern", "5:16", "--include", "model.layers.*", "--exclude", "no"
+    )
+    assert done.code == 2 and done.out == ""
+    assert done.err.count("16 does not divide") == 4 and "'no' matches none" in done.err
+
+    next(source.glob("*-00002-*")).unlink()
+    (source / "model-00001-of-00002.safetensors").write_bytes(b"version https://git-lfs.git")
+    done = run("plan", source, "-s", "0.5", "--json")
+    assert done.code == 3 and done.json["exit_code"] == 3
+    assert "git lfs pull" in done.json["error"] and "00002" in done.json["error"]
+    assert done.json["error"] in done.err
