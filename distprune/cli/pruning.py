@@ -118,10 +118,10 @@ def _prune(
 
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe)
-    terminal.note(planning.summary(plan))
     stop = ranks.Stop()
     try:
         with stop.listening(), Meter(terminal) as meter:
+            terminal.note(planning.summary(plan))
             return plan, carry_out(plan, destination, progress=meter, stop=stop)
     except Interrupted as error:
         error.exit_code = stop.code or exits.TERMINATED
