@@ -20,7 +20,7 @@ from distprune.files.streaming import CHUNK, Source
 from distprune.files.units import CopyUnit, PruneUnit, Span, Unit
 
 # A group of more elements is ranked by counting, in two reads.
-_MAX_IN_MEMORY = 4 * CHUNK
+_MAX_IN_MEMORY = 8 * CHUNK
 
 # First element, stored bits, and which of them go.
 Piece = tuple[int, Array, Array]
@@ -82,10 +82,11 @@ class Rewriter:
                     yield 0
                     continue
                 first, bits, lowest = piece
-                np.copyto(bits, 0, where=lowest)  # +0, whatever the sign was
+                keep = ~lowest
+                np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
                 write_from(self.outputs, output, entry.start + first * size, memoryview(bits))
                 if masks is not None:
-                    masks.add(~lowest)
+                    masks.add(keep)
                 self._count("pruned", span.position, int(np.count_nonzero(lowest)))
                 yield bits.nbytes
             if masks is not None:

@@ -21,7 +21,7 @@ from distprune.files.scores import (
     random_keys,
 )
 
-CHUNK = 1 << 20  # elements: the arrays of a step stay far below a hundred megabytes
+CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
 
 
 class Source:
