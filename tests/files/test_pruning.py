@@ -75,7 +75,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(units.prune_units, "__defaults__", (128, 40))
     for module in (streaming, rewriting):
         monkeypatch.setattr(module, "CHUNK", 24)
-    monkeypatch.setattr(rewriting, "_MAX_IN_MEMORY", 20)
+    monkeypatch.setattr(rewriting, "_MAX_IN_MEMORY", 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
