@@ -27,7 +27,7 @@ LEVELS = [
     ["files.deciding"],
     ["files.report", "files.rewriting"],
     ["files.partial"],
-    ["files.pruning"],
+    ["files.pruning", "files.verifying"],
     ["sharding", "selection", "selecting", "stages", "masking.hook", "masking", "testing"],
     ["budget", "reading"],
     ["ranking", "masking.attach"],
