@@ -16,11 +16,8 @@ from distprune.files.groups import Groups, groups_of
 from distprune.files.masks import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.planning import Plan
 from distprune.files.scores import Array, Descent, KeyFormat, Threshold
-from distprune.files.streaming import CHUNK, Source
+from distprune.files.streaming import CHUNK, MAX_IN_MEMORY, Source
 from distprune.files.units import CopyUnit, PruneUnit, Span, Unit
-
-# A group of more elements is ranked by counting, in two reads.
-_MAX_IN_MEMORY = 8 * CHUNK
 
 # First element, stored bits, and which of them go.
 Piece = tuple[int, Array, Array]
@@ -98,7 +95,7 @@ class Rewriter:
             yield from self._cut_at(span, shared)
             return
         groups = groups_of(self._plan.tensors[span.position], self._plan.recipe)
-        if groups.size <= _MAX_IN_MEMORY:
+        if groups.size <= MAX_IN_MEMORY:
             yield from self._ranked_in_memory(span, groups)
             return
         for first in range(span.first, span.last, groups.size):

@@ -22,6 +22,8 @@ from distprune.files.scores import (
 )
 
 CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
+# A group of more elements, ranked on its own, is counted in one read and cut in another.
+MAX_IN_MEMORY = 8 * CHUNK
 
 
 class Source:

@@ -7,7 +7,7 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import planning, pruning, rewriting, streaming, units
+from distprune.files import planning, pruning, rewriting, streaming, units, verifying
 from distprune.files.errors import FilesError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import read_report
@@ -73,9 +73,9 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(units, "_MIN_ELEMENTS", 40)
     monkeypatch.setattr(units, "_COPY_BYTES", 100)
     monkeypatch.setattr(units.prune_units, "__defaults__", (128, 40))
-    for module in (streaming, rewriting):
+    for module in (streaming, rewriting, verifying):
         monkeypatch.setattr(module, "CHUNK", 24)
-    monkeypatch.setattr(rewriting, "_MAX_IN_MEMORY", 12)
+        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,6 +100,8 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
         assert {t.name: t.num_pruned for t in report.tensors} == {
             name: int((~keep).sum()) for name, keep in masks.items()
         }
+        checked = verifying.verify(target, source)
+        assert checked.problems == () and checked.num_pruned == num_pruned
     assert tree_digest(source) == before
 
 
