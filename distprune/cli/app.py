@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import distprune
-from distprune.cli import applying, environment, looking, planning, pruning, recipes
+from distprune.cli import applying, environment, looking, planning, pruning, recipes, verifying
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
@@ -21,6 +21,8 @@ _EPILOG = """
   distprune plan Llama-3.2-1B --sparsity 0.5
 
   distprune prune Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
+
+  distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
 
   distprune inspect Llama-3.2-1B-50
 
@@ -43,6 +45,7 @@ app.command("plan", rich_help_panel="Prune")(planning.plan)
 app.command("prune", rich_help_panel="Prune")(pruning.prune)
 app.command("apply", rich_help_panel="Prune")(applying.apply)
 app.command("inspect", rich_help_panel="Look")(looking.inspect)
+app.command("verify", rich_help_panel="Look")(verifying.verify)
 app.command("diff", rich_help_panel="Look")(looking.diff)
 app.add_typer(recipes.app, name="recipe", rich_help_panel="Recipes and support")
 app.command("env", rich_help_panel="Recipes and support")(environment.env)

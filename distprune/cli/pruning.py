@@ -97,8 +97,10 @@ def prune(
         _check_plot(plot)
         return choosing.resolve(recipe, options)
 
-    with ranks.process_group(timeout):
-        plan, report = _prune(terminal, source, destination, make_recipe)
+    stop = ranks.Stop()
+    # Before the ranks meet: a signal that reaches all of them must not end some at once.
+    with stop.listening(), ranks.process_group(timeout):
+        plan, report = _prune(terminal, source, destination, make_recipe, stop)
     if terminal.is_leader:
         _show(terminal, report, destination)
         if plot is not None:
@@ -110,6 +112,7 @@ def _prune(
     source: Path,
     destination: Path,
     make_recipe: Callable[[], choosing.CommandRecipe],
+    stop: ranks.Stop,
 ) -> tuple[Plan, Report]:
     from distprune.collectives import world
     from distprune.files.pruning import plan_together
@@ -119,9 +122,8 @@ def _prune(
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe)
     terminal.note(planning.summary(plan))
-    stop = ranks.Stop()
     try:
-        with stop.listening(), Meter(terminal) as meter:
+        with Meter(terminal) as meter:
             return plan, carry_out(plan, destination, progress=meter, stop=stop)
     except Interrupted as error:
         error.exit_code = stop.code or exits.TERMINATED

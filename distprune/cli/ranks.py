@@ -69,7 +69,7 @@ def process_group(timeout: float) -> Iterator[None]:
 class Stop:
     """SIGINT and SIGTERM as a question that long work asks: see ``prune(stop=...)``.
 
-    A second SIGINT ends the process at once. A rank that ``--nproc`` started also stops when
+    A second signal ends the process at once. A rank that ``--nproc`` started also stops when
     the process that started it is gone.
 
     Attributes:
@@ -95,9 +95,10 @@ class Stop:
                 signal.signal(each, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.code is not None and number == signal.SIGINT:
-            os._exit(exits.INTERRUPTED)
+        is_second = self.code is not None
         self.code = exits.INTERRUPTED if number == signal.SIGINT else exits.TERMINATED
+        if is_second:
+            os._exit(self.code)
 
 
 def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:

@@ -30,7 +30,7 @@ from distprune.files.masks import (
     open_masks,
     read_keep,
 )
-from distprune.files.partial import Lock, check_destination, check_unchanged
+from distprune.files.partial import Lock, check_free, check_place, check_unchanged
 from distprune.files.scanning import FORMATS
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
@@ -108,12 +108,12 @@ class Application:
         Cost: one read, one write; some 50 MB of memory.
         """
         target = Path(os.path.abspath(destination))
-        check_destination(self.checkpoint.folder, target)
+        check_place(self.checkpoint.folder, target)
         lock = Lock(target)
         lock.acquire()
         folder = target.with_name(f"{target.name}.partial-apply")
         try:
-            check_destination(self.checkpoint.folder, target)
+            check_free(target)
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             with writing(folder):
                 folder.mkdir()
@@ -122,7 +122,7 @@ class Application:
             with writing(target):
                 for each, _, _ in os.walk(folder):
                     sync_folder(each)
-                check_destination(self.checkpoint.folder, target)
+                check_free(target)
                 folder.rename(target)
                 sync_folder(target.parent)
             return applied

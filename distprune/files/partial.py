@@ -78,10 +78,10 @@ class Lock:
             if _is_same_file(descriptor, self._path):
                 break
             os.close(descriptor)  # it was removed between open and flock
+        self._descriptor = descriptor
         with writing(self._path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"host": host, "pid": os.getpid()}).encode(), 0)
-        self._descriptor = descriptor
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -115,9 +115,9 @@ class Partial:
             OutputError: the destination exists or is in use, another plan is half done
                 there, or there is not enough room.
         """
-        check_destination(self._plan.checkpoint.folder, self._destination)
+        check_place(self._plan.checkpoint.folder, self._destination)
         self.lock.acquire()
-        check_destination(self._plan.checkpoint.folder, self._destination)
+        check_free(self._destination)
         others = [
             name
             for name in os.listdir(self._destination.parent)
@@ -177,7 +177,7 @@ class Partial:
             texts = [(self.folder / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
             shutil.rmtree(self.work, ignore_errors=True)
             sync_folder(self.folder / SIDECAR)
-            check_destination(self._plan.checkpoint.folder, self._destination)
+            check_free(self._destination)
             os.rename(self.folder, self._destination)
             sync_folder(self._destination.parent)
         return texts
@@ -258,21 +258,25 @@ class Journal:
         self._pending, self._num_bytes = [], 0
 
 
-def check_destination(source: str, destination: Path) -> None:
-    """Raise OutputError if the destination exists, or lies inside the source or around it."""
+def check_free(destination: Path) -> None:
+    """Raise OutputError if the destination exists."""
     if os.path.lexists(destination):
         is_done = (destination / REPORT_FILE).exists()
         found = "holds a finished result of distprune" if is_done else "exists"
         raise OutputError(
             f"{destination} {found}; expected a name that is free. Delete it, or choose another."
         )
-    if not destination.parent.is_dir():
-        raise OutputError(f"{destination.parent} is no folder; make it first.")
-    inside, around = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
-    if around == inside or inside in around.parents or around in inside.parents:
+
+
+def check_place(source: str, destination: Path) -> None:
+    """Raise OutputError if the destination is the source, lies inside it, or in no folder."""
+    inside, around = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
+    if inside == around or around in inside.parents:
         raise OutputError(
             f"{destination} lies inside the source {source}; expected a place outside of it."
         )
+    if not destination.parent.is_dir():
+        raise OutputError(f"{destination.parent} is no folder; make it first.")
 
 
 def check_unchanged(plan: Plan) -> None:

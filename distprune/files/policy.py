@@ -15,7 +15,7 @@ from typing import Any
 
 from distprune.files.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, counted
-from distprune.files.header import DTYPE_BITS, TensorEntry
+from distprune.files.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 
 PRUNED_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -120,10 +120,9 @@ def _reason(entry: TensorEntry, *, is_asked_for: bool) -> str:
 
 def _entry_problems(entry: TensorEntry, recipe: FileRecipe) -> list[str]:
     if entry.dtype not in PRUNED_DTYPES:
-        known = "codes of a quantisation" if entry.dtype in DTYPE_BITS else "unknown"
         return [
-            f"tensor {entry.name} is {entry.dtype} ({known}); expected one of "
-            f"{', '.join(PRUNED_DTYPES)}. Dequantise the checkpoint, or exclude the tensor."
+            f"tensor {entry.name} is {entry.dtype}; expected one of {', '.join(PRUNED_DTYPES)}. "
+            "Dequantise the checkpoint, or exclude the tensor."
         ]
     if recipe.kept_of is not None:
         group, inputs = recipe.kept_of[1], input_groups(entry)[1]

@@ -105,7 +105,8 @@ def prune(
             _Run(team, plan, partial, source, state).work(layout)
         return parse_report(*team.from_leader(partial.publish))
     except (NaNError, SelectionError):
-        if team.is_leader:  # it would fail again
+        team.check(None)  # until every rank has closed its files
+        if team.is_leader:  # the same plan would fail again
             partial.discard()
         raise
     finally:

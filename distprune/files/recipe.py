@@ -90,7 +90,7 @@ class FileRecipe:
             if self.sparsity is not None or self.scope != "global":
                 return ["pattern says how much and where; leave sparsity and scope out."]
             match = isinstance(self.pattern, str) and re.fullmatch(
-                r"([0-9]{1,6}):([0-9]{1,6})", self.pattern
+                r"([0-9]{1,4}):([0-9]{1,4})", self.pattern
             )
             if not match or not 0 < int(match[1]) < int(match[2]):
                 return [f"pattern is {self.pattern!r}; expected 'N:M' with 0 < N < M, as in '2:4'."]

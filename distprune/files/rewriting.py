@@ -12,15 +12,12 @@ import numpy as np
 from distprune.files.deciding import Decision
 from distprune.files.disk import OpenFiles, copy_range, write_from
 from distprune.files.errors import SelectionError
+from distprune.files.groups import Groups, groups_of
 from distprune.files.masks import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.planning import Plan
-from distprune.files.policy import input_groups
-from distprune.files.scores import Array, Descent, KeyFormat, Threshold, lowest_in_rows
-from distprune.files.streaming import CHUNK, Source
+from distprune.files.scores import Array, Descent, KeyFormat, Threshold
+from distprune.files.streaming import CHUNK, MAX_IN_MEMORY, Source
 from distprune.files.units import CopyUnit, PruneUnit, Span, Unit
-
-# A group of more elements is ranked by counting, in two reads.
-_MAX_IN_MEMORY = 4 * CHUNK
 
 # First element, stored bits, and which of them go.
 Piece = tuple[int, Array, Array]
@@ -82,10 +79,11 @@ class Rewriter:
                     yield 0
                     continue
                 first, bits, lowest = piece
-                np.copyto(bits, 0, where=lowest)  # +0, whatever the sign was
+                keep = ~lowest
+                np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
                 write_from(self.outputs, output, entry.start + first * size, memoryview(bits))
                 if masks is not None:
-                    masks.add(~lowest)
+                    masks.add(keep)
                 self._count("pruned", span.position, int(np.count_nonzero(lowest)))
                 yield bits.nbytes
             if masks is not None:
@@ -96,16 +94,15 @@ class Rewriter:
         if shared is not None:
             yield from self._cut_at(span, shared)
             return
-        tensor = self._plan.tensors[span.position]
-        group = tensor.entry.numel // tensor.num_groups
-        if group <= _MAX_IN_MEMORY:
-            yield from self._ranked_in_memory(span, group)
+        groups = groups_of(self._plan.tensors[span.position], self._plan.recipe)
+        if groups.size <= MAX_IN_MEMORY:
+            yield from self._ranked_in_memory(span, groups)
             return
-        for first in range(span.first, span.last, group):
-            part = Span(span.position, first, first + group)
-            descent = Descent(self._format(span).width, tensor.num_pruned_per_group)
+        for first in range(span.first, span.last, groups.size):
+            part = Span(span.position, first, first + groups.size)
+            descent = Descent(self._format(span).width, groups.num_pruned)
             num_ties = 0
-            while tensor.num_pruned_per_group and not descent.is_done:
+            while groups.num_pruned and not descent.is_done:
                 histogram = np.zeros(descent.num_bins, dtype=np.int64)
                 for keys in self._keys_of(part):
                     histogram += descent.histogram(keys)
@@ -129,23 +126,13 @@ class Rewriter:
                 self._check(span, keys, lowest)
             yield first, bits, lowest
 
-    def _ranked_in_memory(self, span: Span, group: int) -> Iterator[Piece]:
-        tensor = self._plan.tensors[span.position]
-        _, inputs, kernel = input_groups(tensor.entry)
-        is_interleaved = self._plan.recipe.pattern is not None and kernel > 1
-        unit = inputs * kernel if is_interleaved else group
-        step = max(CHUNK // unit, 1) * unit
+    def _ranked_in_memory(self, span: Span, groups: Groups) -> Iterator[Piece]:
+        step = max(CHUNK // groups.block, 1) * groups.block
         for first in range(span.first, span.last, step):
             last = min(first + step, span.last)
             bits = self._source.bits(span.position, first, last)
             keys = self._source.keys(span.position, first, bits, last - first, True)
-            if is_interleaved:
-                apart = keys.reshape(-1, inputs // group, group, kernel).swapaxes(2, 3)
-                rows = lowest_in_rows(apart.reshape(-1, group), tensor.num_pruned_per_group)
-                lowest = rows.reshape(apart.shape).swapaxes(2, 3).reshape(-1)
-            else:
-                rows = keys.reshape(-1, group)
-                lowest = lowest_in_rows(rows, tensor.num_pruned_per_group).reshape(-1)
+            lowest = groups.lowest(keys)
             self._check(span, keys, lowest)
             yield first, bits, lowest
 

@@ -21,7 +21,9 @@ from distprune.files.scores import (
     random_keys,
 )
 
-CHUNK = 1 << 20  # elements: the arrays of a step stay far below a hundred megabytes
+CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
+# A group of more elements, ranked on its own, is counted in one read and cut in another.
+MAX_IN_MEMORY = 8 * CHUNK
 
 
 class Source:

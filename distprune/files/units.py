@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distprune.files.groups import groups_of
 from distprune.files.planning import Plan, PlannedTensor
-from distprune.files.policy import input_groups
+from distprune.files.recipe import FileRecipe
 
 # So few that a histogram for each fits into memory: 128 of 256 KiB.
 _MAX_UNITS = 128
@@ -69,7 +70,7 @@ def prune_units(
     spans: list[Span] = []
     missing = wanted
     for position, tensor in enumerate(plan.tensors):
-        numel, grain = tensor.entry.numel, _grain(tensor)
+        numel, grain = tensor.entry.numel, _grain(tensor, plan.recipe)
         first = 0
         while first < numel:
             size = min(numel - first, math.ceil(missing / grain) * grain)
@@ -117,16 +118,11 @@ def share_out(units: Sequence[tuple[int, Unit]], num_ranks: int) -> list[list[in
     return shares
 
 
-def _grain(tensor: PlannedTensor) -> int:
+def _grain(tensor: PlannedTensor, recipe: FileRecipe) -> int:
     """Where a tensor may be cut: whole groups, and whole bytes of its mask."""
     if tensor.num_groups == 0:
         return 8
-    numel = tensor.entry.numel
-    group = numel // tensor.num_groups
-    _, inputs, kernel = input_groups(tensor.entry)
-    if kernel > 1:  # groups along the inputs of a convolution are interleaved within an output
-        group = max(group, inputs * kernel)
-    return min(math.lcm(group, 8), numel)
+    return min(math.lcm(groups_of(tensor, recipe).block, 8), tensor.entry.numel)
 
 
 def _unit(plan: Plan, spans: list[Span]) -> PruneUnit:

@@ -1,12 +1,17 @@
 """Pruned checkpoints equal the oracle's, bit for bit, for every scope, score, dtype and layout."""
 
+import os
+
 import pytest
 import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import planning, pruning, rewriting, streaming, units
+from distprune.files import planning, pruning, rewriting, streaming, units, verifying
+from distprune.files.errors import FilesError, SelectionError
 from distprune.files.recipe import FileRecipe
+from distprune.files.report import read_report
+from distprune.testing import run_ranks
 from tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -68,9 +73,9 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(units, "_MIN_ELEMENTS", 40)
     monkeypatch.setattr(units, "_COPY_BYTES", 100)
     monkeypatch.setattr(units.prune_units, "__defaults__", (128, 40))
-    for module in (streaming, rewriting):
+    for module in (streaming, rewriting, verifying):
         monkeypatch.setattr(module, "CHUNK", 24)
-    monkeypatch.setattr(rewriting, "_MAX_IN_MEMORY", 20)
+        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,4 +100,130 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
         assert {t.name: t.num_pruned for t in report.tensors} == {
             name: int((~keep).sum()) for name, keep in masks.items()
         }
+        checked = verifying.verify(target, source)
+        assert checked.problems == () and checked.num_pruned == num_pruned
     assert tree_digest(source) == before
+
+
+def prune_here(source, target, way):
+    """On every rank of a group, or alone."""
+    plan = pruning.plan_together(source, FileRecipe(**way))
+    return pruning.prune(plan, target).num_pruned
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
+    source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"], KINDS_2)
+    for which, way in enumerate(WAYS[:6]):
+        masks = expected(KINDS["bf16"] | KINDS_2, way, [*SELECTED, *KINDS_2])
+        digests = set()
+        for world_size in (1, 2, 3):
+            target = tmp_path / f"target{which}on{world_size}"
+            run_ranks(prune_in_small_units, world_size, source, target, way)
+            digests.add(tree_digest(target, RUN))
+        file_oracle.check(source, target, masks, load)
+        assert len(digests) == 1
+
+
+KINDS_2 = {f"model.layers.{n}.k.weight": weights(n)[SELECTED[1]] for n in range(3, 9)}
+
+
+def prune_in_small_units(source, target, way):
+    units.prune_units.__defaults__ = (128, 40)
+    return prune_here(source, target, way)
+
+
+def test_convolutions_and_experts_have_their_inputs_where_they_are(tmp_path, small_pieces):
+    g = torch.Generator().manual_seed(1)
+    tensors = {
+        "conv.weight": torch.randn(5, 8, 3, 3, generator=g).half(),
+        "mlp.experts.up_proj": torch.randn(3, 5, 8, generator=g).half(),
+    }
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    pruning.prune(planning.plan(source, FileRecipe(pattern="1:4")), tmp_path / "a")
+    masks = file_oracle.masks(tensors, ["conv.weight"], pattern="1:4")
+    flat = tensors["mlp.experts.up_proj"].flatten(0, 1)
+    stacked = file_oracle.masks({"m": flat}, ["m"], pattern="1:4")["m"]
+    masks["mlp.experts.up_proj"] = stacked.reshape(3, 5, 8)
+    file_oracle.check(source, tmp_path / "a", masks, load)
+    pruning.prune(planning.plan(source, FileRecipe(0.5, "row")), tmp_path / "b")
+    masks = file_oracle.masks(tensors, ["conv.weight"], sparsity=0.5, scope="row")
+    rows = file_oracle.masks({"m": flat}, ["m"], sparsity=0.5, scope="row")["m"]
+    masks["mlp.experts.up_proj"] = rows.reshape(3, 5, 8)
+    file_oracle.check(source, tmp_path / "b", masks, load)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0])
+def test_nothing_and_everything(tmp_path, sparsity):
+    source = tiny_checkpoints.save(tmp_path / "source", KINDS["mixed"])
+    for scope in ("global", "layer", "row"):
+        way = {"sparsity": sparsity, "scope": scope}
+        pruning.prune(planning.plan(source, FileRecipe(**way)), tmp_path / scope)
+        file_oracle.check(source, tmp_path / scope, expected(KINDS["mixed"], way), load)
+
+
+@pytest.mark.parametrize("scope", ["global", "layer", "row"])
+def test_nan_is_refused_by_name_or_kept(tmp_path, scope):
+    tensors = {name: tensor.clone() for name, tensor in KINDS["bf16"].items()}
+    nans = tensors[SELECTED[1]]
+    nans.view(torch.int16).view(-1)[[3, 40, 100]] = torch.tensor([0x7FC0, -1, 0x7F81]).short()
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    for world_size in (1, 2):
+        text = run_ranks(refused, world_size, source, tmp_path / "a", {"scope": scope})
+        assert all(kind == "NaNError" and SELECTED[1] in words for kind, words in text)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    way = {"sparsity": 0.5, "scope": scope}
+    report = pruning.prune(planning.plan(source, FileRecipe(**way, nan="keep")), tmp_path / "b")
+    # Without NaN, which rank last.
+    large = {name: t.where(~t.isnan(), float("inf")) for name, t in tensors.items()}
+    file_oracle.check(source, tmp_path / "b", expected(large, way), load)
+    assert {t.name: t.num_nan for t in report.tensors if t.num_nan} == {SELECTED[1]: 3}
+    with pytest.raises(SelectionError, match="NaN"):
+        pruning.prune(planning.plan(source, FileRecipe(1.0, scope, nan="keep")), tmp_path / "c")
+
+
+def refused(source, target, way):
+    try:
+        prune_here(source, target, {"sparsity": 0.5} | way)
+    except FilesError as error:
+        return type(error).__name__, str(error)
+
+
+def test_everything_else_is_copied_or_reported(tmp_path):
+    source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"])
+    (source / "pytorch_model.bin").write_bytes(b"stale")
+    (source / "extra").mkdir()
+    (source / "extra" / "caf\udce9.txt").write_text("not UTF-8")
+    (source / "distprune").mkdir()
+    (source / "distprune" / "report.json").write_text("old")
+    blob = tmp_path / "blob"
+    (source / "tokenizer.json").rename(blob)
+    (source / "tokenizer.json").symlink_to(blob)
+    (source / "extra" / "link").symlink_to(source, target_is_directory=True)
+    old = os.umask(0o027)
+    try:
+        report = pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
+    finally:
+        os.umask(old)
+    target = tmp_path / "target"
+    assert not (target / "tokenizer.json").is_symlink()
+    assert (target / "tokenizer.json").read_bytes() == blob.read_bytes()
+    assert (target / "extra" / "caf\udce9.txt").read_text() == "not UTF-8"
+    assert {name for name, _ in report.skipped} == {"pytorch_model.bin", "distprune", "extra/link"}
+    assert not (target / "pytorch_model.bin").exists()
+    modes = {path.stat().st_mode & 0o777 for path in target.rglob("*") if path.is_file()}
+    assert modes == {0o640}
+    assert (
+        (target / "distprune" / "recipe.yaml").read_text().startswith("version: 1\nsparsity: 0.5\n")
+    )
+    assert read_report(target) == report
+    names = sorted(path.name for path in (target / "distprune").iterdir())
+    assert names == ["masks.safetensors", "recipe.yaml", "report.json", "run.json"]
+
+
+def test_masks_can_be_left_out(tmp_path):
+    source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"])
+    pruning.prune(planning.plan(source, FileRecipe(0.5, masks=False)), tmp_path / "a")
+    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "b")
+    assert not (tmp_path / "a" / "distprune" / "masks.safetensors").exists()
+    same = {(tmp_path / x / "model.safetensors").read_bytes() for x in "ab"}
+    assert len(same) == 1

@@ -1,0 +1,301 @@
+"""Memory, time and I/O of pruning a checkpoint, beside load + prune + save, and beside cp.
+
+    python tests/benchmarks/bench_checkpoint.py [--bytes 3e9] [--rounds 1] [--folder DIR]
+
+Makes a bf16 Llama checkpoint and prunes half of its weights, globally, with `distprune prune` on
+1, 2 and 3 processes; with transformers and torch.nn.utils.prune; and copies it with cp. All in one
+run, in turn, each in processes of its own, with the source's pages dropped from the cache before.
+Every contestant's files are synced. The masks are compared with those of an oracle that has all
+weights in memory, and the results of 1, 2 and 3 processes with each other, to the byte.
+
+Needs four times the checkpoint's size on the disk; the oracle needs twice, and torch many times its
+size in memory: it is stopped where it asks for more than there is, and that is its result.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results"
+SPARSITY = 0.5
+CONTESTANTS = ("distprune", "distprune, 2 processes", "distprune, 3 processes", "torch", "cp")
+
+
+def shapes(num_bytes: float) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """The config, and the tensors, of a Llama of about that size in bf16."""
+    width = 2048 if num_bytes >= 1e9 else 512
+    vocabulary, kv = 16 * width, width // 4
+    layer = {
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width),
+        "self_attn.o_proj": (width, width),
+        "mlp.gate_proj": (4 * width, width),
+        "mlp.up_proj": (4 * width, width),
+        "mlp.down_proj": (width, 4 * width),
+    }
+    per_layer = 2 * sum(rows * columns for rows, columns in layer.values())
+    num_layers = max(1, round((num_bytes - 4 * vocabulary * width) / per_layer))
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
+    for i in range(num_layers):
+        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{i}.{name}.weight"] = (width,)
+    found |= {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": 16,
+        "num_hidden_layers": num_layers, "num_key_value_heads": 4, "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return config, found
+
+
+def make(folder: Path, num_bytes: float) -> None:
+    """Write the checkpoint, tensor by tensor, in files of at most half a gigabyte."""
+    import torch
+
+    config, tensors = shapes(num_bytes)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in tensors.items():
+        nbytes = 2 * torch.Size(shape).numel()
+        if files[-1] and size + nbytes > 5e8:
+            files.append({})
+            size = 0
+        files[-1][name] = shape
+        size += nbytes
+    generator = torch.Generator().manual_seed(0)
+    weight_map = {}
+    for number, members in enumerate(files, 1):
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in members.items():
+            start, end = end, end + 2 * torch.Size(shape).numel()
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+            weight_map[name] = file_name
+        raw = json.dumps(header).encode()
+        raw += b" " * (-len(raw) % 8)
+        with (folder / file_name).open("wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            for shape in members.values():
+                values = torch.randn(shape, generator=generator) * 0.02
+                file.write(values.bfloat16().view(torch.uint8).numpy())
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    sync(folder)
+
+
+def sync(folder: Path) -> None:
+    for path in [p for p in folder.rglob("*") if p.is_file()]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.glob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def prune_with_torch(source: Path, destination: Path) -> None:
+    """What one does without distprune; embeddings and head stay dense, as there."""
+    import torch
+    from torch.nn.utils import prune
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    linear = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+    pairs = [(module, "weight") for module in linear]
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=SPARSITY)
+    for module, name in pairs:
+        prune.remove(module, name)
+    model.save_pretrained(destination)
+
+
+def run_contestant(name: str, source: Path, destination: Path) -> None:
+    if name == "torch":
+        prune_with_torch(source, destination)
+    elif name == "cp":
+        subprocess.run(["cp", "-r", source, destination], check=True)
+    else:
+        command = ["prune", str(source), str(destination), "-q", "--sparsity", str(SPARSITY)]
+        if name != "distprune":
+            command += ["--nproc", name.split()[1]]
+        subprocess.run([sys.executable, "-m", "distprune", *command], check=True)
+    sync(destination)
+    print(Path("/proc/self/io").read_text())  # with that of processes that have ended
+
+
+def step(*arguments: object) -> subprocess.Popen:
+    """A part of this script in a process of its own.
+
+    This one stays small: a process counts what its parent had in memory when it was forked.
+    """
+    return subprocess.Popen(
+        [sys.executable, __file__, "--step", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        preexec_fn=_leave_memory_to_others,
+    )
+
+
+def finished(process: subprocess.Popen) -> str:
+    out, err = process.communicate()
+    if process.returncode:
+        raise RuntimeError(err)
+    return out.strip()
+
+
+def measure(name: str, source: Path, destination: Path) -> dict[str, Any]:
+    """Seconds, peak memory of the largest process, bytes read and written."""
+    drop_from_cache(source)
+    began = time.perf_counter()
+    process = step("contestant", name, source, destination)
+    assert process.stdout is not None and process.stderr is not None
+    out, err = process.stdout.read(), process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    found = {
+        "seconds": time.perf_counter() - began,
+        "peak MB of a process": usage.ru_maxrss * 1024 / 1e6,
+        "CPU seconds": usage.ru_utime + usage.ru_stime,
+    }
+    if process.returncode:
+        lines = err.strip().splitlines() or [""]
+        return {**found, "failed": f"exit code {process.returncode}: {lines[-1][:200]}"}
+    io = dict(line.split(": ") for line in out.splitlines() if ": " in line)
+    return {**found, "MB read": int(io["rchar"]) / 1e6, "MB written": int(io["wchar"]) / 1e6}
+
+
+def _leave_memory_to_others() -> None:
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available),) * 2)
+
+
+def check_masks(source: Path, destination: Path) -> str:
+    """Compare the masks with those of an oracle that has all weights in memory."""
+    import numpy as np
+
+    from distprune.files.checkpoint import open_checkpoint
+    from distprune.files.disk import OpenFiles
+    from distprune.files.masks import open_masks, read_keep
+
+    checkpoint, masks = open_checkpoint(source), open_masks(destination)
+    entries = {entry.name: entry for entry in checkpoint.tensors}
+    paths = {file.name: file.path for file in checkpoint.files}
+    names = sorted(masks.shapes, key=lambda n: [int(p) if p.isdigit() else p for p in n.split(".")])
+    keys = np.empty(sum(entries[name].numel for name in names), np.uint16)
+    start = 0
+    for name in names:
+        entry = entries[name]
+        stop = start + entry.numel
+        keys[start:stop] = np.fromfile(
+            paths[entry.file], np.uint16, entry.numel, offset=entry.start
+        )
+        start = stop
+    keys &= 0x7FFF
+    k = round(SPARSITY * len(keys))
+    threshold = int(np.searchsorted(np.cumsum(np.bincount(keys, minlength=1 << 15)), k))
+    keep = keys > threshold
+    tied = np.flatnonzero(keys == threshold)
+    keep[tied[k - int(np.count_nonzero(keys < threshold)) :]] = True
+    start, files = 0, OpenFiles(os.O_RDONLY)
+    for name in names:
+        stop = start + entries[name].numel
+        written = read_keep(masks, files, name, 0, stop - start)
+        assert np.array_equal(written, keep[start:stop]), name
+        start = stop
+    files.close()
+    return f"{len(keys):,} mask elements in {len(names)} tensors, {len(tied):,} of them tied"
+
+
+def same_bytes(one: Path, other: Path) -> None:
+    """All files but that of times and memory."""
+    skip = ["--exclude", "run.json"]
+    subprocess.run(["diff", "-r", *skip, one, other], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--bytes", type=float, default=3e9)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where to work; a temporary one by default")
+    parser.add_argument("--save", metavar="NAME", help="write results/NAME.txt and .json")
+    parser.add_argument("--step", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    match options.step:
+        case ["make", folder, num_bytes]:
+            return make(Path(folder), float(num_bytes))
+        case ["check", source, destination]:
+            return print(check_masks(Path(source), Path(destination)))
+        case ["contestant", name, source, destination]:
+            return run_contestant(name, Path(source), Path(destination))
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        text, values = compete(Path(folder), options.bytes, options.rounds)
+    print(text)
+    if options.save:
+        (RESULTS / f"{options.save}.txt").write_text(text + "\n")
+        (RESULTS / f"{options.save}.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def compete(folder: Path, num_bytes: float, rounds: int) -> tuple[str, dict[str, Any]]:
+    source = folder / "source"
+    finished(step("make", source, num_bytes))
+    size = sum(path.stat().st_size for path in source.iterdir())
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
+    checked = ""
+    for _ in range(rounds):
+        for name in CONTESTANTS:
+            destination = folder / "out"
+            found[name].append(measure(name, source, destination))
+            if name == "distprune":
+                checked = finished(step("check", source, destination))
+                shutil.rmtree(folder / "first", ignore_errors=True)
+                destination.rename(folder / "first")
+            elif name.startswith("distprune"):
+                same_bytes(folder / "first", destination)
+            shutil.rmtree(destination, ignore_errors=True)
+    keys = ["seconds", "CPU seconds", "peak MB of a process", "MB read", "MB written"]
+    lines = [
+        f"python {' '.join(['tests/benchmarks/bench_checkpoint.py', *sys.argv[1:]])}",
+        f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, "
+        f"{os.cpu_count()} cores "
+        f"({platform.machine()}), {os.sysconf('SC_PHYS_PAGES') * 4096 / 1e9:.0f} GB of memory; "
+        f"{size / 1e6:,.0f} MB of bf16, sparsity {SPARSITY}; medians of {rounds} rounds, in turn",
+        f"equal to the oracle's: {checked}; 1, 2 and 3 processes: the same bytes",
+        "",
+        f"{'':26}" + "".join(f"{key:>22}" for key in keys),
+    ]
+    for name, results in found.items():
+        failed = next((each["failed"] for each in results if "failed" in each), "")
+        cells = [
+            f"{statistics.median(each[key] for each in results):,.1f}" if key in results[0] else "-"
+            for key in keys
+        ]
+        lines.append(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells) + f"  {failed}")
+    return "\n".join(line.rstrip() for line in lines), {"bytes": size, "results": found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A checkpoint pruned by the command line, and the transformers model of it: the same masks."""
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+KEPT = ["model.embed_tokens", "lm_head"]  # what the command line leaves alone by itself
+DATA = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.fixture(scope="module", params=DATA)
+def source(request, tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=11,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(DATA[request.param])
+    if request.param == "bf16":
+        with torch.no_grad():  # ties over layers 2 and 10, whose names sort otherwise
+            for parameter in model.parameters():
+                parameter.mul_(64).round_().div_(64)
+    folder = tmp_path_factory.mktemp(request.param) / "source"
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def read(folder):
+    return transformers.LlamaForCausalLM.from_pretrained(folder)
+
+
+def masks_of(model):
+    return {n[:-5]: mask.bool() for n, mask in model.named_buffers() if n.endswith("_mask")}
+
+
+def prune_global(model):
+    pairs = prune.select(model, exclude=KEPT)
+    # By name, as a folder has no other order.
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, pipeline_parallel=True)
+
+
+def prune_layers(model):
+    for module, name in prune.select(model, exclude=KEPT):
+        prune.l1_unstructured(module, name, amount=0.37)
+
+
+WAYS = {
+    "global": (["-s", "0.5"], prune_global),
+    "layer": (["-s", "0.37", "--scope", "layer"], prune_layers),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_of_the_checkpoint_are_those_of_the_model(run, source, tmp_path, way):
+    arguments, prune_model = WAYS[way]
+    done = run("prune", source, tmp_path / "out", *arguments, "--json")
+    assert done.code == 0, done.err
+    model = read(source)
+    dense = {name: value.clone() for name, value in model.state_dict().items()}
+    prune_model(model)
+    expected = masks_of(model)
+    assert len(expected) == 77 == len(done.json["tensors"])
+
+    loaded = read(source)
+    report = prune.load_masks(loaded, tmp_path / "out")
+    masks = masks_of(loaded)
+    assert masks.keys() == expected.keys()
+    assert all(torch.equal(masks[name], expected[name]) for name in expected)
+    assert report.num_pruned == done.json["num_pruned"]
+
+    # What transformers reads has exactly these zeros, and nothing else has changed.
+    pruned = read(tmp_path / "out").state_dict()
+    assert pruned.keys() == dense.keys()
+    for name, value in dense.items():
+        keep = expected.get(name, torch.ones_like(value, dtype=torch.bool))
+        assert torch.equal(pruned[name], torch.where(keep, value, 0)), name
+
+
+def train(source, masked) -> tuple[int, int]:
+    """Zeros, and how many should be, after a step of FSDP2 with the masks of a checkpoint."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = read(source).float()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    report = prune.load_masks(model, masked)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    tokens = torch.arange(32).view(2, 16)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    pairs = prune.select(model, exclude=KEPT)
+    num_zero = torch.tensor(0)
+    for module, name in pairs:
+        prune.remove(module, name)
+        num_zero += (getattr(module, name).to_local() == 0).sum()
+    torch.distributed.all_reduce(num_zero)
+    return int(num_zero), report.num_pruned
+
+
+@pytest.mark.parametrize("source", ["fp32"], indirect=True)
+def test_fine_tuning_starts_with_the_zeros_held(run, source, tmp_path):
+    assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
+    for num_zero, expected in run_ranks(train, 2, tmp_path / "out", tmp_path / "out"):
+        assert num_zero == expected > 0

@@ -1,0 +1,214 @@
+"""``inspect``, ``diff`` and ``apply`` against torch, with everything in memory."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune.files import applying, scanning
+from distprune.files.scanning import FORMATS
+from tiny_checkpoints import load, save, tree_digest
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+def tensors(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, dtype in DTYPES.items():
+        matrix = torch.randn(9, 24, generator=g).to(dtype)
+        matrix[torch.rand(9, 24, generator=g) < 0.6] = 0
+        tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        matrix[0, :6] = torch.tensor([-0.0, float("nan"), float("inf"), -float("inf"), 3, tiny])
+        made[f"layers.0.{name}.weight"] = matrix
+    conv = torch.randn(5, 8, 3, generator=g)
+    conv[torch.rand(5, 8, 3, generator=g) < 0.5] = 0
+    made["conv.weight"] = conv
+    made["odd.weight"] = torch.randn(3, 7, generator=g)
+    made["norm"] = torch.ones(8)
+    made["ids"] = torch.arange(4)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(scanning, "_CHUNK", 64)
+    monkeypatch.setattr(applying, "_CHUNK", 24)
+
+
+def share(tensor, n, m):
+    """How many of how many groups along the input dimension have at most n of m."""
+    groups = tensor.movedim(1, -1).reshape(-1, m)
+    return int(((groups != 0).sum(1) <= n).sum()), len(groups)
+
+
+def test_inspect_counts_what_torch_counts(run, tmp_path):
+    made = tensors()
+    source = save(tmp_path / "source", made)
+    found = run("inspect", source, "--json", "--pattern", "2:4", "--pattern", "1:8").json
+    found = {each["name"]: each for each in found["tensors"]}
+    assert set(found) == set(made) - {"ids"}
+    for name, facts in found.items():
+        tensor = made[name]
+        assert facts["num_elements"] == tensor.numel() and facts["shape"] == list(tensor.shape)
+        assert facts["num_zero"] == int((tensor == 0).sum())
+        assert facts["num_nan"] == int(tensor.isnan().sum())
+        assert facts["num_inf"] == int(tensor.isinf().sum())
+        finite = tensor[tensor.isfinite() & (tensor != 0)].double().abs()
+        smallest = torch.finfo(tensor.dtype).smallest_normal
+        expected = Counter((finite[finite >= smallest].frexp().exponent - 1).tolist())
+        exponents = {int(power): number for power, number in facts["exponents"].items()}
+        below = sum(number for power, number in exponents.items() if 2.0**power < smallest)
+        assert below == int((finite < smallest).sum())
+        assert {p: n for p, n in exponents.items() if 2.0**p >= smallest} == expected
+        if tensor.ndim < 2 or tensor.shape[1] % 4:
+            assert facts["patterns"].keys() <= {"2:4", "1:8"}
+            continue
+        for n, m in ((2, 4), (1, 8)):
+            kept, groups = share(tensor, n, m)
+            assert facts["patterns"][f"{n}:{m}"] == {"num_groups": groups, "num_kept": kept}
+    assert found["odd.weight"]["patterns"] == {}
+
+
+def test_inspect_as_a_table(run, tmp_path):
+    source = save(tmp_path / "source", {f"layers.{i}.weight": torch.eye(4) for i in range(3)})
+    done = run("inspect", source, "--pattern", "1:4", "--pattern", "2:3", "--histogram")
+    rows = [line.split() for line in done.out.splitlines()]
+    numbers = ["3", "48", "36", "75.00", "%", "100.00", "%", "-", "0", "0"]
+    assert rows[1] == ["layers.*.weight", "F32", "4", "x", "4", *numbers]
+    assert rows[2] == ["all", *numbers]
+    assert rows[-1] == ["2^0", "12", "#" * 40]
+    assert "layers.2.weight" in run("inspect", source, "-v").out
+    assert run("inspect", source, "--pattern", "4:2").code == 2
+    assert run("inspect", tmp_path).code == 3
+
+
+def test_diff_tells_values_from_zeros(run, tmp_path):
+    made = tensors()
+    first = save(tmp_path / "first", made)
+    other = {name: tensor.clone() for name, tensor in reversed(made.items())}
+    conv = other["conv.weight"]
+    conv.view(-1)[::3] = 0
+    conv.view(-1)[1::3] = 2
+    other["ids"][1] = 9
+    other["odd.weight"] = other["odd.weight"].half()
+    del other["norm"]
+    other["new"] = torch.ones(1)
+    names = list(other)
+    second = save(
+        tmp_path / "second", *({n: other[n] for n in part} for part in (names[:4], names[4:]))
+    )
+    found = run("diff", first, second, "--json").json
+    assert found["are_equal"] is False
+    found = {each["name"]: each for each in found["tensors"]}
+    was, now = made["conv.weight"], conv
+    assert found["conv.weight"] == {
+        "name": "conv.weight",
+        "numel": 120,
+        "num_differing": int((was.view(torch.int32) != now.view(torch.int32)).sum()),
+        "num_zero_in_both": int(((was == 0) & (now == 0)).sum()),
+        "num_zero_in_first": int(((was == 0) & (now != 0)).sum()),
+        "num_zero_in_second": int(((was != 0) & (now == 0)).sum()),
+        "problem": "",
+        "is_equal": False,
+    }
+    assert found["ids"]["num_differing"] == 1
+    assert found["odd.weight"]["problem"] == "F32 [3, 7]; F16 [3, 7]"
+    assert found["norm"]["problem"] == "only in the first"
+    assert found["new"]["problem"] == "only in the second"
+    assert all(found[f"layers.0.{name}.weight"]["is_equal"] for name in FORMATS)  # NaN, too
+
+    done = run("diff", first, second)
+    assert "4 of 9 tensors are equal bit for bit." in done.out and "layers.0" not in done.out
+    done = run("diff", first, first)
+    assert done.out == "8 of 8 tensors are equal bit for bit.\n"
+    assert run("diff", first, first, "--json").json["are_equal"] is True
+
+
+def test_verify_believes_only_what_it_compares(run, tmp_path):
+    source = save(tmp_path / "source", tensors() | {"norm": torch.ones(64)})
+    out = tmp_path / "out"
+    assert run("prune", source, out, "-s", "0.7", "--nan", "keep").code == 0
+    done = run("verify", out, "--against", source)
+    assert done.code == 0 and "is what its recipe makes of" in done.out
+    assert run("verify", out, "--against", source, "--json").json["is_good"] is True
+    assert run("verify", source, "--against", source).code == 3
+
+    path = out / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    done = run("verify", out, "--against", source)
+    assert (done.code, done.err) == (3, "") and "differs from the source" in done.out
+    found = run("verify", out, "--against", source, "--json")
+    assert found.code == 3 and found.json["is_good"] is False and len(found.json["problems"]) == 1
+
+
+def test_apply_puts_masks_on_another_checkpoint(run, tmp_path):
+    made = {name: torch.nan_to_num(tensor) for name, tensor in tensors().items()}
+    base = save(tmp_path / "base", made)
+    masks = tmp_path / "pruned"
+    assert run("prune", base, masks, "-s", "0.8", "--scope", "layer", "--exclude", "odd*").code == 0
+    tuned = tensors(seed=1)
+    tuned["layers.0.F32.weight"] = tuned["layers.0.F32.weight"].bfloat16()  # another dtype will do
+    names = list(tuned)
+    source = save(tmp_path / "tuned", *({n: tuned[n] for n in p} for p in (names[:3], names[3:])))
+    before = tree_digest(source)
+    done = run("apply", masks, source, tmp_path / "out", "--json")
+    assert done.code == 0, done.err
+
+    stored = load(masks)
+    result, counts = load(tmp_path / "out"), Counter()
+    for name, tensor in tuned.items():
+        expected = tensor.clone()
+        if name.startswith("layers") or name == "conv.weight":
+            drop = torch.zeros(tensor.numel(), dtype=torch.bool)
+            scores = made[name].double().abs().flatten()
+            drop[scores.sort(stable=True).indices[: round(0.8 * tensor.numel())]] = True
+            drop = drop.view(tensor.shape)
+            assert (stored[name][drop] == 0).all()
+            counts["num_elements"] += tensor.numel()
+            counts["num_pruned"] += int(drop.sum())
+            counts["num_zeroed"] += int((drop & (tensor != 0)).sum())
+            counts["num_tensors"] += 1
+            expected[drop] = 0
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
+        assert torch.equal(result[name].view(bits), expected.view(bits)), name
+    assert {key: done.json[key] for key in counts} == counts
+    one, two = (f / "distprune" / "masks.safetensors" for f in (masks, tmp_path / "out"))
+    assert one.read_bytes()[-200:] == two.read_bytes()[-200:]
+    assert tree_digest(source) == before
+    assert "the masks prune" in run("apply", tmp_path / "out", source, tmp_path / "again").out
+    assert tree_digest(tmp_path / "again") == tree_digest(tmp_path / "out")
+
+    assert run("apply", masks, source, tmp_path / "out").code == 4
+    assert run("apply", source, base, tmp_path / "new").code == 3
+    del tuned["conv.weight"]
+    tuned["layers.0.F16.weight"] = tuned["layers.0.F16.weight"].T
+    other = save(tmp_path / "other", tuned)
+    done = run("apply", masks, other, tmp_path / "new")
+    assert done.code == 3
+    assert "no tensor conv.weight" in done.err and "is [24, 9], but its mask [9, 24]" in done.err
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_apply_stops_without_a_trace(run, tmp_path, monkeypatch):
+    source = save(tmp_path / "source", {"a.weight": torch.ones(8, 8)})
+    assert run("prune", source, tmp_path / "pruned", "-s", "0.5").code == 0
+    monkeypatch.setattr("distprune.cli.ranks.Stop.__call__", lambda self: True)
+    done = run("apply", tmp_path / "pruned", source, tmp_path / "out")
+    assert done.code == 143 and not list(tmp_path.glob("out*"))
+
+
+def test_masks_of_a_live_model_prune_its_checkpoint(run, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 5))
+    source = save(tmp_path / "source", dict(model.state_dict()))
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.4)
+    prune.save_masks(model, tmp_path / "masks")
+    assert run("apply", tmp_path / "masks", source, tmp_path / "out").code == 0
+    for module, name in prune.select(model):
+        prune.remove(module, name)
+    written = load(tmp_path / "out")
+    assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())

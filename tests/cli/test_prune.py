@@ -1,0 +1,225 @@
+"""``distprune prune``: one process, many, signals; what it says and how it ends."""
+
+import io
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from commands import start
+from rich.console import Console
+
+from distprune.cli import progress, pruning
+from distprune.cli.console import Terminal
+from distprune.files.team import Progress
+from tiny_checkpoints import encode, load, save, tree_digest
+
+RUN = ("distprune/run.json",)  # time and memory
+
+
+@pytest.fixture
+def source(tmp_path):
+    torch.manual_seed(0)
+    names = [f"model.layers.{i}.mlp.{k}.weight" for i in range(11) for k in ("up", "down")]
+    tensors = {name: torch.randn(16, 16).bfloat16() for name in names}
+    tensors["lm_head.weight"] = torch.randn(16, 16)
+    half = len(tensors) // 2
+    parts = (list(tensors)[:half], list(tensors)[half:])
+    return save(tmp_path / "source", *({n: tensors[n] for n in part} for part in parts))
+
+
+def zeros(folder) -> int:
+    return sum(int((tensor == 0).sum()) for tensor in load(folder).values())
+
+
+def test_prunes_exactly_and_says_so(run, source, tmp_path):
+    before = tree_digest(source)
+    done = run("prune", source, tmp_path / "out", "--sparsity", "0.3")
+    assert done.code == 0
+    count = round(0.3 * 22 * 256)
+    assert zeros(tmp_path / "out") == count and zeros(source) == 0
+    assert f"Pruned {count:,} of 5,632 elements (30.01 %) in 22 tensors." in done.out
+    assert "The largest magnitude that went is" in done.out
+    assert f"Prunes {count:,} of 5,632" in done.err
+    assert tree_digest(source) == before
+
+    # The stored recipe is one: with it, and quietly, the same comes out.
+    recipe = tmp_path / "out" / "distprune" / "recipe.yaml"
+    done = run("prune", source, tmp_path / "again", "-r", recipe, "--json", "-q")
+    assert done.err == ""
+    assert done.json["num_pruned"] == count and done.json["run"]["num_ranks"] == 1
+    assert len(done.json["tensors"]) == 22 and done.json["threshold"] > 0
+    assert tree_digest(tmp_path / "again", RUN) == tree_digest(tmp_path / "out", RUN)
+
+    done = run("prune", source, tmp_path / "bare", "-r", recipe, "--no-masks", "-v")
+    assert not (tmp_path / "bare" / "distprune" / "masks.safetensors").exists()
+    assert "model.layers.10.mlp.up.weight" in done.out
+
+
+def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert run("prune", source, out, "-s", "0.5").code == 4
+    out.rmdir()
+    assert run("prune", source, source / "inside", "-s", "0.5").code == 4
+    assert run("prune", source, out).code == 2
+    assert run("prune", source, out, "-s", "0.5", "--plot", out / "a.png").code == 4
+    assert run("prune", source, out, "-s", "0.5", "--plot", tmp_path / "a.txt").code == 2
+    # Said once, before processes start.
+    done = run("prune", source, out, "-s", "0.5", "--exclude", "nothing", "--nproc", "2")
+    assert done.code == 2 and done.err.count("matches none") == 1
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "leave it out" in run("prune", source, out, "-s", "0.5", "--nproc", "2").err
+    assert not out.exists() and not list(tmp_path.glob("out.*"))
+
+
+def test_a_defect_is_exit_code_1_with_its_traceback(run, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(pruning, "_prune", lambda *_: 1 / 0)
+    done = run("prune", source, tmp_path / "out", "-s", "0.5")
+    assert done.code == 1
+    assert "ZeroDivisionError" in done.err and "distprune env" in done.err
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_gives_the_same_bytes(run, source, tmp_path):
+    command = ["prune", source, "OUT", "-s", "0.4", "--score", "random", "--seed", "1"]
+
+    def into(name):
+        return [tmp_path / name if each == "OUT" else each for each in command]
+
+    assert run(*into("one")).code == 0
+    expected = tree_digest(tmp_path / "one", RUN)
+    two = start("-m", "distprune", *into("two"), "--nproc=2", "--json", RANKS="x")
+    three = start(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+        "-m", "distprune", *into("three"),
+    )  # fmt: skip
+    for process, name, size in ((two, "two", 2), (three, "three", 3)):
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert err.count("Prunes ") == 1  # the first rank speaks for all
+        assert tree_digest(tmp_path / name, RUN) == expected
+        facts = json.loads((tmp_path / name / RUN[0]).read_text())
+        assert facts["num_ranks"] == size
+        if name == "two":
+            assert json.loads(out)["run"]["num_ranks"] == 2
+
+
+def start_rank(rank, store, *arguments):
+    keywords = {"RANK": str(rank), "WORLD_SIZE": "2", "DISTPRUNE_STORE": str(store)}
+    return start("-m", "distprune", *arguments, **keywords)
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_end_with_code_5_and_say_in_what(source, tmp_path):
+    arguments = ("prune", source, tmp_path / "out", "-q")
+    started = [
+        start_rank(rank, tmp_path / "store", *arguments, "-s", sparsity)
+        for rank, sparsity in enumerate(("0.5", "0.25"))
+    ]
+    for process in started:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 5
+        assert "recipe.sparsity" in err and "0.25" in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def large(folder: Path) -> Path:
+    """A quarter of a gigabyte of zeros, as a file with a hole."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    entry = {"dtype": "BF16", "shape": [1 << 14, 1 << 13], "data_offsets": [0, 1 << 28]}
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(encode({"layers.0.weight": entry}))
+        file.truncate(file.tell() + (1 << 28))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "nproc"), [(signal.SIGTERM, 143, ["--nproc", "2"]), (signal.SIGINT, 130, [])]
+)
+def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number, code, nproc):
+    command = [
+        "-m",
+        "distprune",
+        "prune",
+        large(tmp_path / "source"),
+        tmp_path / "out",
+        "-s",
+        "0.5",
+    ]
+    process = start(*command, *nproc)
+    assert process.stderr.readline().startswith("Prunes")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "run the same command again" in err and "Traceback" not in err
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "out" not in names and len(names) == 2  # the source, and what is done so far
+
+    process = start(*command)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "67,108,864 of 134,217,728" in out, err
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
+    assert run("prune", source, tmp_path / "undisturbed", "-s", "0.5").code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Meter, "__call__", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        done = run("prune", source, tmp_path / "out", "-s", "0.5")
+    assert done.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
+    assert tree_digest(tmp_path / "out", RUN) == tree_digest(tmp_path / "undisturbed", RUN)
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
+    half = Progress("write", 3 * 10**9, 6 * 10**9, seconds=60.0)
+    assert progress.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 1:00 left"
+    assert progress.describe(Progress("write", 0, 10, 1.0)) == "0 B of 10 B"
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    written = {}
+    for is_terminal in (False, True):
+        terminal = Terminal()
+        file = io.StringIO()
+        terminal.errors = Console(file=file, force_terminal=is_terminal, soft_wrap=True, width=100)
+        with progress.Meter(terminal) as meter:
+            for seconds in (1, 9, 11, 12, 22):
+                now[0] += seconds
+                meter(half)
+        written[is_terminal] = file.getvalue()
+    assert written[False].splitlines() == [f"write: {progress.describe(half)}"] * 4
+    assert progress.describe(half) in written[True]
+
+    quiet = Terminal(verbosity=-1)
+    quiet.errors = Console(file=(file := io.StringIO()))
+    with progress.Meter(quiet) as meter:
+        now[0] += 100
+        meter(half)
+    assert file.getvalue() == ""
+
+
+@pytest.mark.slow
+def test_without_its_packages_the_command_says_what_to_install(tmp_path):
+    script = "import sys; sys.modules['typer'] = None; from distprune.cli.main import main; main()"
+    process = start("-c", script)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2 and "pip install 'distprune[cli]'" in err
+
+
+def test_a_picture_shows_sparsity_and_magnitudes(run, source, tmp_path):
+    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        picture = tmp_path / f"picture{suffix}"
+        out = tmp_path / suffix[1:]
+        assert run("prune", source, out, "-s", "0.5", "--plot", picture).code == 0
+        assert picture.read_bytes().startswith(magic)
+    text = (tmp_path / "picture.svg").read_text()
+    assert "threshold" in text and text.count("<path") > 22
+    assert run("inspect", out, "--plot", tmp_path / "other.png").code == 0
