@@ -12,7 +12,7 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import progress, pruning
+from distprune.cli import progress, pruning, ranks
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
 from tiny_checkpoints import encode, load, save, tree_digest
@@ -177,6 +177,21 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert done.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
     assert tree_digest(tmp_path / "out", RUN) == tree_digest(tmp_path / "undisturbed", RUN)
+
+
+def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
+    assert ranks.Stop()() is False
+    monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getppid()))
+    assert ranks.Stop()() is False
+    monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getpid()))
+    assert ranks.Stop()() is True
+
+
+def test_options_are_taken_out_of_a_command_line():
+    for given in (["--nproc", "2"], ["--nproc=2"]):
+        assert ranks.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
+            "prune", "a", "-s", "2"
+        ]  # fmt: skip
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
