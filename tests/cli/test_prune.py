@@ -169,6 +169,23 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "options"), [(signal.SIGKILL, []), (signal.SIGSTOP, ["--timeout", "2"])]
+)
+def test_a_rank_that_is_lost_or_hangs_ends_the_others_with_code_5(tmp_path, number, options):
+    arguments = ["prune", large(tmp_path / "source"), tmp_path / "out", "-s", "0.5", *options]
+    first, second = (start_rank(rank, tmp_path / "store", *arguments) for rank in range(2))
+    assert first.stderr.readline().startswith("Prunes")
+    second.send_signal(number)
+    _, err = first.communicate(timeout=60)
+    second.kill()
+    second.communicate()
+    assert first.returncode == 5 and "a rank was lost, or did not answer in time" in err
+    assert "Traceback" not in err and not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / "source")
+
+
 def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert run("prune", source, tmp_path / "undisturbed", "-s", "0.5").code == 0
     with monkeypatch.context() as patch:
