@@ -97,7 +97,7 @@ def summary(plan: Plan) -> str:
     others = counted(len(plan.checkpoint.others), "other file")
     return (
         f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
-        f"({percent(plan.num_to_prune, plan.num_elements)}) in {len(plan.tensors)} of "
+        f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
         f"{counted(len(plan.choices), 'tensor')}, {_ranking(plan)}; "
         f"{size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
     )

@@ -201,6 +201,16 @@ def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
     assert ranks.Stop()() is True
 
 
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    stop, ended = ranks.Stop(), []
+    monkeypatch.setattr(ranks.os, "_exit", ended.append)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop() and stop.code == 143 and ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [130]
+
+
 def test_options_are_taken_out_of_a_command_line():
     for given in (["--nproc", "2"], ["--nproc=2"]):
         assert ranks.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
