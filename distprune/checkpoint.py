@@ -4,11 +4,15 @@ Masks are buffers of the model, DTensors where the parameters are, so DCP saves 
 shards them anew, like any other tensor. Save with::
 
     state = checkpoint.get_state_dict(model, optimizer, pruner)
-    dcp.save(state, checkpoint_id=path)            # or dcp.async_save
+    dcp.save(state, checkpoint_id=path)
 
 and go on from there, on any other sharding or on one process, with::
 
     checkpoint.load(path, model, optimizer, pruner)   # model: fresh, dense or pruned
+
+[Note: async_save] ``dcp.async_save`` communicates from a thread while training goes on. On a
+process group that anything else uses in the meantime, pruning included, their messages mix and
+the job hangs. Give it one of its own, made once: ``process_group=dist.new_group(backend="gloo")``.
 """
 
 from __future__ import annotations
@@ -63,6 +67,8 @@ def get_state_dict(
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """All that a training run with pruning has to save, for ``dcp.save`` or ``dcp.async_save``.
+
+    Collective over ``group``, as saving is. See [Note: async_save].
 
     Args:
         model: wrapped or not; pruned or not.

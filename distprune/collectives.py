@@ -264,7 +264,7 @@ def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception
 
 
 def _reduction_device(group: dist.ProcessGroup) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -194,7 +194,8 @@ def _count_and_compare(
                 f"{target.label}: the ranks hold replicas of this parameter (or of its scores or "
                 "mask) that differ; expected equal ones, as under DistributedDataParallel. "
                 "Broadcast them from one rank first. If the ranks prune models of their own, pass "
-                "a group that holds only the calling rank."
+                "a group that holds only the calling rank; if they are meant to differ in a part "
+                "(experts), pass pipeline_parallel=True and names that tell these parts apart."
             )
     return [live for live, _, _ in shared]
 

@@ -13,7 +13,7 @@ import distprune as prune  # instead of: import torch.nn.utils.prune as prune
 
 
 def main() -> None:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     # Predict a byte of Python's own sources from the eight before it.
     text = torch.tensor(list(Path(os.__file__).read_bytes()), device=device)

@@ -50,13 +50,13 @@ class Pair:
         wrapping: see wraps.
         recompute: "" or how activations are checkpointed: "inside" forward, or by a "wrapper".
         compiler: backend for torch.compile; "" for none.
-        fsdp_options: for fully_shard.
+        fsdp_options: for fully_shard, or FullyShardedDataParallel.
     """
 
     def __init__(self, wrapping: str, recompute: str = "", compiler: str = "", **fsdp_options: Any):
         sizes = wraps.runnable_sizes(wrapping)
         self.dense = fill(Net(sizes), "normal", "float32")
-        self.indices = wraps.local_indices(self.dense, wrapping)
+        self.indices = wraps.local_indices(self.dense, wrapping, **fsdp_options)
         model = Recomputing(sizes) if recompute == "inside" else Net(sizes)
         fill(model, "normal", "float32")
         if recompute == "wrapper":

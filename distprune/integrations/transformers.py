@@ -218,7 +218,7 @@ def _check_arguments(args: TrainingArguments) -> None:
     """Raises for settings under which pruning would fail later, or silently do something else."""
     if args.deepspeed:
         raise NotImplementedError(
-            "DeepSpeed is not supported by distprune; expected one process, DDP or FSDP2."
+            "DeepSpeed is not supported by distprune; expected one process, DDP or FSDP."
         )
     if args.n_gpu > 1:
         raise NotImplementedError(

@@ -50,7 +50,7 @@ class Transaction:
             _mask_shards(owners, name, mask, managed)
         hook.bind(module)
         for owner in owners:
-            survival.install(owner)
+            survival.install(owner, name)
             present = find_hook(owner, name)
             if present is None:
                 owner.register_forward_pre_hook(hook)

@@ -6,24 +6,23 @@ random, or nothing, in silence; nobody but pruning itself could initialise it ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 KEY = "_apply"
-_MASK, _ORIGINAL = "_mask", "_orig"
 
 
-def install(module: nn.Module) -> None:
-    """Keep the masks of a module from now on."""
-    module.__dict__.setdefault(KEY, _ApplyKeepingMasks(module))
+def install(module: nn.Module, name: str) -> None:
+    """Keep the mask of ``module.<name>`` from now on."""
+    module.__dict__.setdefault(KEY, _ApplyKeepingMasks(module)).names.add(name)
 
 
 def uninstall(module: nn.Module) -> None:
     """Undo :meth:`install`, once the module has no mask any more."""
-    if next(_mask_names(module), None) is None:
-        module.__dict__.pop(KEY, None)
+    apply = module.__dict__.get(KEY)
+    if apply is not None and not apply.masks():
+        del module.__dict__[KEY]
 
 
 class _ApplyKeepingMasks:
@@ -35,23 +34,22 @@ class _ApplyKeepingMasks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.names: set[str] = set()
+
+    def masks(self) -> dict[str, Tensor]:
+        """The masks that are there; FSDP1 takes the parameters away during ``_apply``."""
+        buffers = self._module._buffers
+        keys = [name + "_mask" for name in self.names]
+        return {key: buffers[key] for key in keys if isinstance(buffers.get(key), Tensor)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         module = self._module
-        before = {name: module._buffers[name] for name in _mask_names(module)}
+        before = self.masks()
         type(module)._apply(module, *args, **kwargs)
-        for name, mask in before.items():
-            now = module._buffers[name]
-            if now is not mask and isinstance(mask, Tensor) and isinstance(now, Tensor):
+        for key, now in self.masks().items():
+            mask = before[key]
+            if now is not mask:
                 # A meta tensor holds nothing: the mask waits where it is.
                 device = mask.device if now.is_meta else now.device
-                module._buffers[name] = mask.to(device=device, dtype=now.dtype)
+                module._buffers[key] = mask.to(device=device, dtype=now.dtype)
         return module
-
-
-def _mask_names(module: nn.Module) -> Iterator[str]:
-    for name in module._buffers:
-        original = name.removesuffix(_MASK) + _ORIGINAL
-        # FSDP1 without use_orig_params registers no parameter.
-        if name.endswith(_MASK) and (original in module._parameters or original in vars(module)):
-            yield name

@@ -1,8 +1,8 @@
 """Checkpoints that are complete or not there: a run that is killed goes on from the last one.
 
 A checkpoint is written into a folder with another name, which rank 0 renames when every rank is
-done. Model and optimizer go through torch.distributed.checkpoint, so any number of ranks and any
-wrapping can read what another has written; masks are buffers of the model.
+done. Model, masks, optimizer and pruner go through torch.distributed.checkpoint, so any number of
+ranks and any wrapping can read what another has written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import distprune as prune
+from distprune import checkpoint
 from distprune.schedule import ScheduledPruner
 
 from .processes import Job
@@ -70,15 +69,9 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
             partial.mkdir(parents=True)
         dist.barrier()
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
+        dcp.save(checkpoint.get_state_dict(model, optimizer, pruner), checkpoint_id=partial)
         if self.job.rank == 0:
-            progress = {
-                "step": step,
-                "facts": self.facts,
-                "pruner": None if pruner is None else pruner.state_dict(),
-                "events": events,
-            }
+            progress = {"step": step, "facts": self.facts, "events": events}
             with (partial / PROGRESS_FILE).open("w") as file:
                 json.dump(progress, file)
                 file.flush()
@@ -109,20 +102,7 @@ class Checkpoints:
                 f"{latest} was written with {progress['facts']}, and this run has {self.facts}; "
                 "expected the same. Choose another --output, or remove the folder."
             )
-        if progress["events"] and pruner is not None:
-            # Masks can be loaded only where there are some. These prune nothing.
-            prune.global_unstructured(pruner.parameters, prune.L1Unstructured, amount=0)
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=latest)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        if pruner is not None:
-            pruner.load_state_dict(progress["pruner"])
+        checkpoint.load(latest, model, optimizer, pruner)
         return progress["step"], progress["events"]
 
     def _latest(self) -> Path | None:

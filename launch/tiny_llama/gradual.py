@@ -70,7 +70,8 @@ class _Run:
             targets = prune.select(self.model, exclude=settings.exclude)
             method = METHODS[name]
             self.pruner = ScheduledPruner(targets, self.schedule, pruning_method=method)
-        facts = ("steps", "finetune_steps", "schedule", "sparsities", "seed", "exclude")
+        facts = ("steps", "finetune_steps", "schedule", "sparsities", "seed", "exclude",
+                 "held_out_windows")  # fmt: skip
         present = {fact: getattr(settings, fact) for fact in facts}
         present |= {k: list(v) for k, v in present.items() if isinstance(v, tuple)}  # as JSON
         self.checkpoints = Checkpoints(checkpoints_folder(settings) / name, present, job)

@@ -28,6 +28,49 @@ class Settings:
 
 def parse_settings() -> Settings:
     """Read the command line; a wrong value ends every rank with the same message."""
+    parser = _parser()
+    parsed = parser.parse_args()
+
+    if parsed.held_out_windows < 1:
+        parser.error(f"expected --held-out-windows >= 1, got {parsed.held_out_windows}")
+    if parsed.steps < 1 or parsed.finetune_steps < 0:
+        parser.error(
+            "expected --steps >= 1 and --finetune-steps >= 0, "
+            f"got {parsed.steps} and {parsed.finetune_steps}"
+        )
+    if parsed.schedule == "rounds" and parsed.checkpoint_every is not None:
+        parser.error("--checkpoint-every goes with a --schedule other than rounds")
+    parsed.checkpoint_every = 50 if parsed.checkpoint_every is None else parsed.checkpoint_every
+    if parsed.schedule != "rounds" and (parsed.steps < 4 or parsed.checkpoint_every < 1):
+        parser.error(
+            "expected --steps >= 4 and --checkpoint-every >= 1 with a schedule, "
+            f"got {parsed.steps} and {parsed.checkpoint_every}"
+        )
+    if parsed.sparsities is None:
+        parsed.sparsities = [0.5, 0.7, 0.9] if parsed.schedule == "rounds" else [0.9]
+    if parsed.schedule != "rounds" and len(parsed.sparsities) != 1:
+        parser.error(
+            "expected one of --sparsities, that at the end of the schedule, "
+            f"got {parsed.sparsities}"
+        )
+    rising = [0.0, *parsed.sparsities, 1.0]
+    if any(low >= high for low, high in pairwise(rising)):
+        parser.error(f"expected --sparsities between 0 and 1 and rising, got {parsed.sparsities}")
+    return Settings(
+        parsed.wrap,
+        parsed.output,
+        parsed.steps,
+        parsed.finetune_steps,
+        tuple(parsed.sparsities),
+        parsed.seed,
+        tuple(parsed.exclude),
+        parsed.schedule,
+        parsed.checkpoint_every,
+        parsed.held_out_windows,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train, prune and fine-tune a small Llama on sharded weights.",
         fromfile_prefix_chars="@",  # @configs/NAME.args: one argument per line
@@ -74,8 +117,7 @@ def parse_settings() -> Settings:
     parser.add_argument(
         "--checkpoint-every",
         type=int,
-        default=50,
-        help="steps between checkpoints; with a schedule only",
+        help="steps between checkpoints, with a schedule (default 50)",
     )
     parser.add_argument(
         "--held-out-windows",
@@ -95,39 +137,4 @@ def parse_settings() -> Settings:
         default=["lm_head", "*embed_tokens"],
         help="patterns of modules that stay dense",
     )
-    parsed = parser.parse_args()
-
-    if parsed.held_out_windows < 1:
-        parser.error(f"expected --held-out-windows >= 1, got {parsed.held_out_windows}")
-    if parsed.steps < 1 or parsed.finetune_steps < 0:
-        parser.error(
-            "expected --steps >= 1 and --finetune-steps >= 0, "
-            f"got {parsed.steps} and {parsed.finetune_steps}"
-        )
-    if parsed.schedule != "rounds" and (parsed.steps < 4 or parsed.checkpoint_every < 1):
-        parser.error(
-            "expected --steps >= 4 and --checkpoint-every >= 1 with a schedule, "
-            f"got {parsed.steps} and {parsed.checkpoint_every}"
-        )
-    if parsed.sparsities is None:
-        parsed.sparsities = [0.5, 0.7, 0.9] if parsed.schedule == "rounds" else [0.9]
-    if parsed.schedule != "rounds" and len(parsed.sparsities) != 1:
-        parser.error(
-            "expected one of --sparsities, that at the end of the schedule, "
-            f"got {parsed.sparsities}"
-        )
-    rising = [0.0, *parsed.sparsities, 1.0]
-    if any(low >= high for low, high in pairwise(rising)):
-        parser.error(f"expected --sparsities between 0 and 1 and rising, got {parsed.sparsities}")
-    return Settings(
-        parsed.wrap,
-        parsed.output,
-        parsed.steps,
-        parsed.finetune_steps,
-        tuple(parsed.sparsities),
-        parsed.seed,
-        tuple(parsed.exclude),
-        parsed.schedule,
-        parsed.checkpoint_every,
-        parsed.held_out_windows,
-    )
+    return parser

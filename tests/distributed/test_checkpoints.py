@@ -254,7 +254,7 @@ def mixed_structure(wrapping: str, path: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-2", "fsdp2_root-3", "tp-2"]
+    "wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-3", "tp-2"]
 )
 def test_a_dense_checkpoint_into_a_pruned_model(wrapping, tmp_path):
     size = wraps.world_size(wrapping)

@@ -289,7 +289,7 @@ def test_in_somebody_elses_project(tmp_path):
     text = done.stdout
     assert done.returncode == 1, text + done.stderr
     assert "4 failed, 4 passed" in text, text
-    assert text.count("rank 1 of 2: Traceback") == 2, text
+    assert text.count("rank 1 of 2: Traceback") >= 2, text  # in the summary again, if CI is set
     assert text.count("AssertionError: what the rank had to say") >= 2
     assert text.count("rank 1 of 2: no answer, killed") >= 2
     assert text.count(" in hangs") >= 2
