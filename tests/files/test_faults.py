@@ -394,21 +394,23 @@ def losing_rank_one(source, target, told, name):
 
 
 def test_a_rank_that_hangs_ends_the_others(source, tmp_path):
-    assert run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target")[0] == "RanksError"
+    kinds = run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target", tmp_path / "told")
+    assert kinds[0] == "RanksError"
     assert not (tmp_path / "target").exists()
 
 
 @small_units()
-def hanging_on_rank_one(source, target):
+def hanging_on_rank_one(source, target, told):
     group = dist.new_group(timeout=timedelta(seconds=1))
-    began = []
 
     def hang():
-        if dist.get_rank() == 1 and not began:
-            began.append(time.sleep(2.5))
+        while dist.get_rank() == 1 and not told.exists():
+            time.sleep(0.05)
         return False
 
     try:
         prune(source, target, communicator=world(group), stop=hang)
     except FilesError as error:
         return type(error).__name__
+    finally:
+        told.touch()
