@@ -265,6 +265,39 @@ def test_two_runs_on_one_destination(source, tmp_path):
     assert not lock.exists()
 
 
+def test_a_destination_that_appears_during_the_run_is_not_replaced(source, tmp_path):
+    target = tmp_path / "target"
+    with Steps(20, target.mkdir) as steps, pytest.raises(OutputError, match="exists"):
+        prune(source, target)
+    assert steps.has_acted and not list(target.iterdir())
+    target.rmdir()
+    prune(source, target)
+
+
+def test_weights_are_on_the_disk_before_a_journal_says_so(source, tmp_path, monkeypatch):
+    """A loss of power cannot be made here; the order of syncs can be seen."""
+    fsync, synced = os.fsync, []
+
+    def noting(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    prune(source, tmp_path / "target")
+    files = {path.name for path in source.iterdir()}
+    journals = [i for i, name in enumerate(synced) if name.startswith("done-")]
+    assert len(journals) > 3
+    for before, journal in zip([0, *journals], journals, strict=False):
+        assert files & set(synced[before:journal])
+    assert files <= set(synced[: journals[-1]])
+    report = synced.index("report.json.new")
+    assert report > journals[-1] and synced[report + 1 :] == [
+        "distprune",
+        "distprune",
+        tmp_path.name,
+    ]
+
+
 def test_locks_of_the_dead_and_of_other_hosts(source, tmp_path):
     lock = tmp_path / "target.partial.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
@@ -361,21 +394,23 @@ def losing_rank_one(source, target, told, name):
 
 
 def test_a_rank_that_hangs_ends_the_others(source, tmp_path):
-    assert run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target")[0] == "RanksError"
+    kinds = run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target", tmp_path / "told")
+    assert kinds[0] == "RanksError"
     assert not (tmp_path / "target").exists()
 
 
 @small_units()
-def hanging_on_rank_one(source, target):
+def hanging_on_rank_one(source, target, told):
     group = dist.new_group(timeout=timedelta(seconds=1))
-    began = []
 
     def hang():
-        if dist.get_rank() == 1 and not began:
-            began.append(time.sleep(2.5))
+        while dist.get_rank() == 1 and not told.exists():
+            time.sleep(0.05)
         return False
 
     try:
         prune(source, target, communicator=world(group), stop=hang)
     except FilesError as error:
         return type(error).__name__
+    finally:
+        told.touch()
