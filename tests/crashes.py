@@ -7,7 +7,16 @@ import traceback
 
 import torch
 
-STEPS = ("copy_file_range", "fsync", "mkdir", "posix_fallocate", "pwrite", "rename", "unlink")
+STEPS = (
+    "copy_file_range",
+    "fsync",
+    "mkdir",
+    "posix_fallocate",
+    "pwrite",
+    "rename",
+    "unlink",
+    "write",
+)
 
 
 class Steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -28,27 +30,35 @@ _EPILOG = """
 
 [bold]Exit codes[/bold]
 
-  0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint, 4 disk or destination,
-  5 ranks that differ or are lost, 130 and 143 interrupted (SIGINT, SIGTERM).
+  0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint,
+4 disk or destination, 5 ranks that differ or are lost, 130 and 143 interrupted (SIGINT, SIGTERM).
 """
 
+
+def _flowing(text: str) -> str:
+    """Help that breaks where the terminal does, not where the source does."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(each.replace("\n", " ") for each in paragraphs)
+
+
 app = typer.Typer(
-    help=_HELP,
-    epilog=_EPILOG,
+    help=_flowing(_HELP),
+    epilog=_flowing(_EPILOG),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("plan", rich_help_panel="Prune")(planning.plan)
-app.command("prune", rich_help_panel="Prune")(pruning.prune)
-app.command("apply", rich_help_panel="Prune")(applying.apply)
-app.command("inspect", rich_help_panel="Look")(looking.inspect)
-app.command("verify", rich_help_panel="Look")(verifying.verify)
-app.command("diff", rich_help_panel="Look")(looking.diff)
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Prune": (planning.plan, pruning.prune, applying.apply),
+    "Look": (looking.inspect, verifying.verify, looking.diff),
+    "Recipes and support": (environment.env,),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        app.command(help=_flowing(_command.__doc__ or ""), rich_help_panel=_panel)(_command)
 app.add_typer(recipes.app, name="recipe", rich_help_panel="Recipes and support")
-app.command("env", rich_help_panel="Recipes and support")(environment.env)
 
 
 def _show_version(wanted: bool) -> None:

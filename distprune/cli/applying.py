@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from distprune.cli import exits, ranks
-from distprune.cli.console import Terminal, count, percent
+from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter, Reading
@@ -64,6 +64,7 @@ def apply(
     terminal.text(
         f"{destination}: the masks prune {count(applied.num_pruned)} of "
         f"{count(applied.num_elements)} elements "
-        f"({percent(applied.num_pruned, applied.num_elements)}) in {applied.num_tensors} tensors; "
+        f"({percent(applied.num_pruned, applied.num_elements)}) in "
+        f"{counted(applied.num_tensors, 'tensor')}; "
         f"{count(applied.num_zeroed)} of them were not zero before."
     )

@@ -89,6 +89,11 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def counted(value: int, what: str) -> str:
+    """ "1 tensor", "2 tensors"."""
+    return f"{value:,} {what}" if value == 1 else f"{value:,} {what}s"
+
+
 def percent(part: int, whole: int) -> str:
     """Two digits after the point; never 100.00 or 0.00 where it is not exactly that."""
     if not whole:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from distprune.cli import choosing
-from distprune.cli.console import Terminal, count, percent, size
+from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.files.planning import Plan
 from distprune.files.policy import Choice
@@ -93,13 +93,13 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool) -> None:
 
 def summary(plan: Plan) -> str:
     """One sentence."""
-    files, others = len(plan.checkpoint.files), len(plan.checkpoint.others)
+    files = counted(len(plan.checkpoint.files), "weight file")
+    others = counted(len(plan.checkpoint.others), "other file")
     return (
         f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
-        f"({percent(plan.num_to_prune, plan.num_elements)}) in {len(plan.tensors)} of "
-        f"{len(plan.choices)} tensors, {_ranking(plan)}; {size(plan.checkpoint.num_bytes)} in "
-        f"{files} weight file{'' if files == 1 else 's'}, {others} other "
-        f"file{'' if others == 1 else 's'} copied."
+        f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
+        f"{counted(len(plan.choices), 'tensor')}, {_ranking(plan)}; "
+        f"{size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
     )
 
 

@@ -52,7 +52,7 @@ def draw(
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.bar(range(len(sparsities)), [100 * value for value in sparsities.values()], width=1.0)
+    left.bar(range(len(sparsities)), [100 * value for value in sparsities.values()])
     left.set(ylim=(0, 100), ylabel="zeros, %", title="Sparsity")
     names = list(sparsities)
     step = max(1, math.ceil(len(names) / 16))

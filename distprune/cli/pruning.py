@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distprune.cli import choosing, exits, planning, ranks
-from distprune.cli.console import Terminal, count, percent, size
+from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import AsJson, Plot, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
 from distprune.files.errors import Interrupted
@@ -159,7 +159,8 @@ def _show(terminal: Terminal, report: Report, destination: Path) -> None:
         terminal.table(("tensor", *numbers), rows, right=numbers)
     terminal.text(
         f"Pruned {count(report.num_pruned)} of {count(report.num_elements)} elements "
-        f"({percent(report.num_pruned, report.num_elements)}) in {len(report.tensors)} tensors."
+        f"({percent(report.num_pruned, report.num_elements)}) in "
+        f"{counted(len(report.tensors), 'tensor')}."
     )
     if report.threshold is not None:
         terminal.text(

@@ -7,6 +7,7 @@ of common model families; ``include`` takes their place.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -111,11 +112,15 @@ def _reason(entry: TensorEntry, *, is_asked_for: bool) -> str:
         return f"{entry.dtype} is no float"
     if entry.name in _WHOLE_NAMES:
         return _WHOLE_NAMES[entry.name]
-    parts = entry.name.split(".")
-    for pattern, reason in _NAMES:
-        if any(re.fullmatch(pattern, part) for part in parts):
-            return reason
-    return ""
+    rule = min(map(_rule_of, entry.name.split(".")))
+    return _NAMES[rule][1] if rule < len(_NAMES) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _rule_of(part: str) -> int:
+    """Which rule a part of a name falls under; names are made of few different parts."""
+    matches = (i for i, (pattern, _) in enumerate(_NAMES) if re.fullmatch(pattern, part))
+    return next(matches, len(_NAMES))
 
 
 def _entry_problems(entry: TensorEntry, recipe: FileRecipe) -> list[str]:

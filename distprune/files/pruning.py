@@ -200,11 +200,17 @@ def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
     """What has to be the same on all ranks, by what a user would call it."""
     recipe = [(f"recipe.{field}", repr(value)) for field, value in asdict(plan.recipe).items()]
     sources = [
-        (f"source {file.name}", f"{file.size} bytes, header {file.header_crc:08x}, {file.mtime_ns}")
+        (f"source {file.name!a}", f"{file.size} bytes, header {file.header_crc:08x}")
         for file in plan.checkpoint.files
     ]
     versions = list(_versions().items())
-    return [("destination", str(target)), *recipe, *versions, *sources, ("plan", plan.digest)]
+    return [
+        ("destination", ascii(str(target))),
+        *recipe,
+        *versions,
+        *sources,
+        ("plan", plan.digest),
+    ]
 
 
 def _versions() -> dict[str, str]:

@@ -55,17 +55,9 @@ class CopyUnit:
 Unit = PruneUnit | CopyUnit
 
 
-def prune_units(
-    plan: Plan, max_units: int = _MAX_UNITS, least: int = _MIN_ELEMENTS
-) -> list[PruneUnit]:
-    """All selected elements, cut into units of about equal size.
-
-    Args:
-        plan: what to do.
-        max_units: about so many at most, if tensors may be cut anywhere.
-        least: elements that a unit has at least, but for the last.
-    """
-    wanted = max(least, math.ceil(plan.num_elements / max_units))
+def prune_units(plan: Plan) -> list[PruneUnit]:
+    """All selected elements, cut into units of about equal size, in the order of ranking."""
+    wanted = max(_MIN_ELEMENTS, math.ceil(plan.num_elements / _MAX_UNITS))
     units: list[PruneUnit] = []
     spans: list[Span] = []
     missing = wanted

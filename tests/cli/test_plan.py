@@ -69,7 +69,7 @@ def test_a_thousand_files_are_planned_from_their_headers(run, tmp_path):
     source = save(tmp_path / "source", *shards)
     found = run("plan", source, "-s", "0.5").out
     assert "layers.*.mlp.weight   1,000  F32    4 x 4    16,000  prune" in found
-    assert "Prunes 8,000 of 16,000 elements" in found and "in 1000 weight files" in found
+    assert "Prunes 8,000 of 16,000 elements" in found and "in 1,000 weight files" in found
 
 
 def test_options_take_the_place_of_what_the_recipe_says(tmp_path):

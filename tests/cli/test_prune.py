@@ -12,7 +12,7 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import progress, pruning
+from distprune.cli import progress, pruning, ranks
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
 from tiny_checkpoints import encode, load, save, tree_digest
@@ -169,6 +169,20 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
+    arguments = ["prune", large(tmp_path / "source"), tmp_path / "out", "-s0.5", "--timeout", "2"]
+    first, second = (start_rank(rank, tmp_path / "store", *arguments) for rank in range(2))
+    assert first.stderr.readline().startswith("Prunes")
+    second.send_signal(signal.SIGSTOP)
+    _, err = first.communicate(timeout=60)
+    second.kill()
+    second.communicate()
+    assert first.returncode == 5 and "a rank was lost, or did not answer in time" in err
+    assert "Traceback" not in err and not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / "source")
+
+
 def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert run("prune", source, tmp_path / "undisturbed", "-s", "0.5").code == 0
     with monkeypatch.context() as patch:
@@ -177,6 +191,31 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert done.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
     assert tree_digest(tmp_path / "out", RUN) == tree_digest(tmp_path / "undisturbed", RUN)
+
+
+def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
+    assert ranks.Stop()() is False
+    monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getppid()))
+    assert ranks.Stop()() is False
+    monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getpid()))
+    assert ranks.Stop()() is True
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch):
+    stop, ended = ranks.Stop(), []
+    monkeypatch.setattr(ranks.os, "_exit", ended.append)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop() and stop.code == 143 and ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [130]
+
+
+def test_options_are_taken_out_of_a_command_line():
+    for given in (["--nproc", "2"], ["--nproc=2"]):
+        assert ranks.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
+            "prune", "a", "-s", "2"
+        ]  # fmt: skip
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):

@@ -16,10 +16,11 @@ import torch.distributed as dist
 import tiny_checkpoints
 from crashes import Steps, disk_is_full, kill_self, run_forked
 from distprune.collectives import world
-from distprune.files import partial, planning, pruning, units
+from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
 from distprune.files.recipe import FileRecipe
 from distprune.testing import RankError, run_ranks
+from small_units import small_units
 from tiny_checkpoints import encode, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -30,19 +31,10 @@ WAYS = {
 }
 
 
-def small_units():
-    units.prune_units.__defaults__ = (128, 200)
-    units._COPY_BYTES = 300
-    partial._FLUSH_BYTES = 900
-
-
 @pytest.fixture(autouse=True)
-def many_small_units(monkeypatch):
-    for owner, name in (
-        (units.prune_units, "__defaults__"), (units, "_COPY_BYTES"), (partial, "_FLUSH_BYTES")
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    small_units()
+def many_small_units():
+    with small_units():
+        yield
 
 
 @functools.cache
@@ -114,7 +106,13 @@ def test_killed_again_and_again(source, tmp_path):
 
 @pytest.mark.parametrize(
     ("where", "names"),
-    [("allocating", ("posix_fallocate",)), ("writing", ("pwrite",)), ("syncing", ("fsync",))],
+    [
+        ("allocating", ("posix_fallocate",)),
+        ("writing", ("pwrite",)),
+        ("copying", ("copy_file_range",)),
+        ("syncing", ("fsync",)),
+        ("reporting", ("write",)),
+    ],
 )
 def test_a_full_disk_is_told_and_survived(source, tmp_path, where, names):
     wanted, _ = undisturbed(source, tmp_path)
@@ -174,9 +172,9 @@ def test_too_little_room_is_found_before_anything_is_written(tmp_path):
     assert sum(f.stat().st_size for folder in left for f in folder.rglob("*") if f.is_file()) == 0
 
 
+@small_units()
 def outcome(source, target, way="global"):
     """What a run says, by kind and text."""
-    small_units()
     try:
         return "Report", prune(source, target, way).num_pruned
     except FilesError as error:
@@ -203,8 +201,8 @@ def test_stopped_as_asked_it_goes_on_with_any_number_of_ranks(source, tmp_path):
     assert tree_digest(target, RUN) == wanted
 
 
+@small_units()
 def stopped_on_the_last_rank(source, target):
-    small_units()
     calls = []
 
     def stop():
@@ -265,6 +263,39 @@ def test_two_runs_on_one_destination(source, tmp_path):
         prune(source, target)
     assert statuses == [0]
     assert not lock.exists()
+
+
+def test_a_destination_that_appears_during_the_run_is_not_replaced(source, tmp_path):
+    target = tmp_path / "target"
+    with Steps(20, target.mkdir) as steps, pytest.raises(OutputError, match="exists"):
+        prune(source, target)
+    assert steps.has_acted and not list(target.iterdir())
+    target.rmdir()
+    prune(source, target)
+
+
+def test_weights_are_on_the_disk_before_a_journal_says_so(source, tmp_path, monkeypatch):
+    """A loss of power cannot be made here; the order of syncs can be seen."""
+    fsync, synced = os.fsync, []
+
+    def noting(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    prune(source, tmp_path / "target")
+    files = {path.name for path in source.iterdir()}
+    journals = [i for i, name in enumerate(synced) if name.startswith("done-")]
+    assert len(journals) > 3
+    for before, journal in zip([0, *journals], journals, strict=False):
+        assert files & set(synced[before:journal])
+    assert files <= set(synced[: journals[-1]])
+    report = synced.index("report.json.new")
+    assert report > journals[-1] and synced[report + 1 :] == [
+        "distprune",
+        "distprune",
+        tmp_path.name,
+    ]
 
 
 def test_locks_of_the_dead_and_of_other_hosts(source, tmp_path):
@@ -363,20 +394,23 @@ def losing_rank_one(source, target, told, name):
 
 
 def test_a_rank_that_hangs_ends_the_others(source, tmp_path):
-    assert run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target")[0] == "RanksError"
+    kinds = run_ranks(hanging_on_rank_one, 2, source, tmp_path / "target", tmp_path / "told")
+    assert kinds[0] == "RanksError"
     assert not (tmp_path / "target").exists()
 
 
-def hanging_on_rank_one(source, target):
+@small_units()
+def hanging_on_rank_one(source, target, told):
     group = dist.new_group(timeout=timedelta(seconds=1))
-    began = []
 
     def hang():
-        if dist.get_rank() == 1 and not began:
-            began.append(time.sleep(2.5))
+        while dist.get_rank() == 1 and not told.exists():
+            time.sleep(0.05)
         return False
 
     try:
         prune(source, target, communicator=world(group), stop=hang)
     except FilesError as error:
         return type(error).__name__
+    finally:
+        told.touch()

@@ -7,11 +7,12 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import planning, pruning, rewriting, streaming, units, verifying
+from distprune.files import planning, pruning, rewriting, streaming, verifying
 from distprune.files.errors import FilesError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import read_report
 from distprune.testing import run_ranks
+from small_units import small_units
 from tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -70,12 +71,11 @@ def expected(tensors, way, names=SELECTED):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, spans and chunks, as large tensors have them."""
-    monkeypatch.setattr(units, "_MIN_ELEMENTS", 40)
-    monkeypatch.setattr(units, "_COPY_BYTES", 100)
-    monkeypatch.setattr(units.prune_units, "__defaults__", (128, 40))
     for module in (streaming, rewriting, verifying):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    with small_units(num_elements=44, copy_bytes=100):  # no multiple of 8
+        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,8 +105,9 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
     assert tree_digest(source) == before
 
 
+@small_units(num_elements=40)
 def prune_here(source, target, way):
-    """On every rank of a group, or alone."""
+    """On every rank of a group."""
     plan = pruning.plan_together(source, FileRecipe(**way))
     return pruning.prune(plan, target).num_pruned
 
@@ -118,18 +119,13 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
         digests = set()
         for world_size in (1, 2, 3):
             target = tmp_path / f"target{which}on{world_size}"
-            run_ranks(prune_in_small_units, world_size, source, target, way)
+            run_ranks(prune_here, world_size, source, target, way)
             digests.add(tree_digest(target, RUN))
         file_oracle.check(source, target, masks, load)
         assert len(digests) == 1
 
 
 KINDS_2 = {f"model.layers.{n}.k.weight": weights(n)[SELECTED[1]] for n in range(3, 9)}
-
-
-def prune_in_small_units(source, target, way):
-    units.prune_units.__defaults__ = (128, 40)
-    return prune_here(source, target, way)
 
 
 def test_convolutions_and_experts_have_their_inputs_where_they_are(tmp_path, small_pieces):

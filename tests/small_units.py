@@ -1,0 +1,17 @@
+"""Work in many small units, as on a large checkpoint; undone afterwards, in the ranks too."""
+
+import contextlib
+from unittest import mock
+
+from distprune.files import partial, units
+
+
+@contextlib.contextmanager
+def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
+    """Also a decorator, for functions that run on ranks."""
+    with (
+        mock.patch.object(units, "_MIN_ELEMENTS", num_elements),
+        mock.patch.object(units, "_COPY_BYTES", copy_bytes),
+        mock.patch.object(partial, "_FLUSH_BYTES", flush_bytes),
+    ):
+        yield
