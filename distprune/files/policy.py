@@ -145,18 +145,25 @@ def _matched(
     tensors: Sequence[TensorEntry],
     problems: list[str],
 ) -> set[str]:
-    """Names that match one of the patterns; a pattern without any is a problem."""
+    """Names of tensors that match one of the patterns, by themselves or by their module's name.
+
+    As in the library's ``select``. A pattern that matches nothing is a problem.
+    """
     found: set[str] = set()
     for pattern in patterns or ():
         matches = _matcher(pattern)
-        names = [entry.name for entry in tensors if matches(entry.name)]
+        names = [
+            entry.name
+            for entry in tensors
+            if matches(entry.name) or matches(entry.name.rpartition(".")[0])
+        ]
         if not names:
             known = [entry.name for entry in tensors]
             close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
             example = (close or known[:1] or ["(none)"])[0]
             problems.append(
                 f"{field}: {pattern!r} matches none of the {len(known)} tensors; a pattern has to "
-                f"match a whole name such as {example}."
+                f"match the whole name of a tensor, such as {example}, or of its module."
             )
         found.update(names)
     return found

@@ -69,6 +69,13 @@ def test_patterns(tmp_path):
     assert reasons(found)["model.layers.2.self_attn.q_proj.weight"] == "excluded"
     found = plan(source, FileRecipe(0.5, exclude=(r"re:model\.layers\.\d+\.self.*",)))
     assert len(found.tensors) == 2
+    # By the name of a module, as in the library.
+    found = plan(source, FileRecipe(0.5, include=("*.q_proj", "lm_head"), exclude=("*.2.*",)))
+    assert [tensor.entry.name for tensor in found.tensors] == [
+        "lm_head.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.10.self_attn.q_proj.weight",
+    ]
 
 
 @pytest.mark.parametrize(
