@@ -121,7 +121,10 @@ class LocalShard:
 
     def live_values(self) -> Tensor:
         """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
-        return self.values if self.mask is None else self.values * self.mask
+        if self.mask is None:
+            return self.values
+        # Scores of another dtype may have left a mask of theirs.
+        return self.values * self.mask.to(dtype=self.values.dtype)
 
 
 @dataclass(frozen=True)

@@ -485,3 +485,21 @@ def test_hooks_can_be_removed_by_hand():
     assert not ours._forward_pre_hooks
     assert torch.equal(ours.weight, theirs.weight)
     assert int((ours.bias == 0).sum()) == 2
+
+
+def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after():
+    """Scores in float64 give torch a float64 mask; the next pruning is one of float32 weights."""
+    weight = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
+    results = []
+    for library in (distprune, torch_prune):
+        module = nn.Linear(2, 2)
+        module.weight.data.copy_(weight)
+        library.l1_unstructured(module, "weight", 1)
+        library.l1_unstructured(module, "weight", 1, importance_scores=weight.double())
+        module(torch.ones(1, 2))
+        torch.manual_seed(0)
+        library.random_unstructured(module, "weight", 1)
+        results.append((module.weight_mask.dtype, module.weight_mask, torch.rand(1)))
+    (our_dtype, ours, our_next), (their_dtype, theirs, their_next) = results
+    assert our_dtype == their_dtype == torch.float32
+    assert torch.equal(ours, theirs) and torch.equal(our_next, their_next)
