@@ -334,6 +334,10 @@ def _combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor
                 "Pruning methods of PRUNING_TYPE 'structured' need a 'dim' attribute; "
                 f"{type(method).__name__} has none."
             )
+        if not isinstance(method.dim, numbers.Integral):
+            raise TypeError(
+                f"dim={method.dim!r} is a {type(method.dim).__name__}; expected an int."
+            )
         dim = method.dim + t.dim() if method.dim < 0 else method.dim
         if not 0 <= dim < t.dim():
             raise IndexError(

@@ -503,3 +503,12 @@ def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after():
     (our_dtype, ours, our_next), (their_dtype, theirs, their_next) = results
     assert our_dtype == their_dtype == torch.float32
     assert torch.equal(ours, theirs) and torch.equal(our_next, their_next)
+
+
+def test_a_dim_that_is_no_integer_on_a_pruned_bias():
+    """Out of range too; torch indexes with it, and raises TypeError."""
+    for library in (distprune, torch_prune):
+        module = nn.Linear(1, 1)
+        library.l1_unstructured(module, "bias", 0)
+        with pytest.raises(TypeError):
+            library.ln_structured(module, "bias", 0, n=1, dim=1.0)
