@@ -145,6 +145,7 @@ def texts(value: Any) -> tuple[str, ...]:
 
 
 def shown(value: Any) -> str:
+    """A value and its type, for a message; shortened if it is long."""
     text = repr(value)
     return f"{text if len(text) < 80 else text[:76] + ' ...'} ({type(value).__name__})"
 

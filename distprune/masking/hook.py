@@ -28,8 +28,8 @@ class PruningHook:
     _module_ref: weakref.ref[nn.Module] | None = None
     # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
-    # Of the parameter that was looked at last: another one tells of a wrapper.
-    _seen: int = 0
+    # Of the parameter that was looked at last: another one tells of a wrapper. None: it was told.
+    _seen: int | None = 0
     # The DDP wrapper that was told about the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
 
@@ -67,7 +67,7 @@ class PruningHook:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
         original = module._parameters.get(self._tensor_name + "_orig")
-        if id(original) != self._seen:
+        if self._seen is not None and id(original) != self._seen:
             self._seen = id(original)
             self._check_wrapping(module, original)
         _tell_ddp(self)
@@ -89,6 +89,8 @@ class PruningHook:
             or (id(module), name + "_orig") in managed_parameters()
             or is_flattened(module, name)
         ):
+            # FSDP registers another tensor at every forward: look no more.
+            self._seen = None
             warnings.warn(
                 f"{label} was wrapped after it had been pruned: its mask is whole on every rank, "
                 "and FSDP cannot free the masked weights. Call distprune.shard_masks(model) after "

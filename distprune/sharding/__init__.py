@@ -94,7 +94,7 @@ class ShardReader:
     def _read(
         self, module: nn.Module, name: str, label: str, managed: Any | None, mask: Tensor | None
     ) -> LocalShard:
-        if managed is not None and not hasattr(managed, "sharded"):
+        if _is_flat(managed):
             from distprune.sharding import flat
 
             return flat.local_shard(label, managed, mask)
@@ -125,7 +125,7 @@ class ShardReader:
     def communicator(self, module: nn.Module, name: str) -> Communicator:
         """The ranks that hold a sharded parameter together."""
         managed = self.managed(module, name)
-        if managed is not None and not hasattr(managed, "sharded"):
+        if _is_flat(managed):
             return over_groups(managed.groups, managed.ranks)
         parameters = module._parameters
         registered = parameters.get(name, parameters.get(name + "_orig"))
@@ -165,6 +165,11 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
         f"shape {tuple(shard.shape)}."
     )
+
+
+def _is_flat(managed: Any | None) -> bool:
+    """Whether a wrapper's record is one of FSDP1's, which has no DTensor."""
+    return managed is not None and not hasattr(managed, "sharded")
 
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:

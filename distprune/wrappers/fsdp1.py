@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
-from torch.distributed.fsdp import (
-    FlatParameter,
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from distprune.wrappers.fsdp1_mask import FlatMask, is_summoned, local_slice
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from distprune.collectives import Communicator, over_groups
+from distprune.collectives import over_groups
 
 _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_optim")
 _PIECES = "_distprune_masked_pieces"
@@ -272,8 +272,7 @@ def _joined(flags: np.ndarray, group: Any) -> np.ndarray:
     words = np.zeros(-(-len(flags) // 64), dtype=np.int64)
     packed = np.packbits(flags)
     words.view(np.uint8)[: len(packed)] = packed
-    communicator: Communicator = over_groups([group])
-    joined = communicator.sum(torch.from_numpy(words)).numpy()
+    joined = over_groups([group]).sum(torch.from_numpy(words)).numpy()
     return np.unpackbits(joined.view(np.uint8), count=len(flags)).astype(bool)
 
 

@@ -296,7 +296,7 @@ def test_errors_are_the_same_on_every_rank(case):
     assert re.match(ERRORS[case], first), first
 
 
-def renamed(_: int) -> tuple[list[str], int]:
+def renamed() -> tuple[list[str], int]:
     """Experts under names of their own, and a stage that is placed by a prefix."""
     rank = dist.get_rank()
     expert = fill(nn.Linear(4, 4), "normal", "float32", seed=rank)
@@ -312,4 +312,4 @@ def renamed(_: int) -> tuple[list[str], int]:
 
 def test_names_that_the_caller_makes_unique():
     names = ["experts.weight@0", "experts.weight@1", "layers.0.weight", "layers.1.weight"]
-    assert run_ranks(renamed, 2, 0) == [(names, 32)] * 2
+    assert run_ranks(renamed, 2) == [(names, 32)] * 2

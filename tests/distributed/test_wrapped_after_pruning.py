@@ -99,8 +99,8 @@ def problems(wrapping: str, how: str) -> list[str]:
         wrong.append("other hooks")
     for layer in layers:
         prune.remove(layer, "weight")
-        torch_prune_names = [name for name in vars(layer) if name.startswith("_distprune")]
-        wrong += [f"left after remove: {name}" for name in torch_prune_names]
+        left = [name for name in vars(layer) if name.startswith("_distprune")]
+        wrong += [f"left after remove: {name}" for name in left]
     return wrong
 
 
