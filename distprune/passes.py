@@ -1,167 +1,160 @@
 """The passes over the scores: chunk by chunk, so that scratch memory does not grow.
 
-The only code that touches every element. Selection decides what to count and
-what to write; a pass does it for this rank's part. Chunks of CPU tensors are
-compared by numpy, which is vectorised and takes threads without barriers; every
-other device runs the same steps as torch operations.
+Selection decides what to count and what to write; a pass does it for this rank's part,
+see kernels.py for what is done to a chunk.
+
+[Note: draft] The read that counts around the k-th key writes masks too, as if the cut were
+where its interval begins: nearly all elements lie on one side of the interval, and are
+never looked at again. Once the cut is known, only those that were found in the interval are
+set right. Masks are new tensors until all ranks have theirs, so a draft can be thrown away.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.geometry import IndexMap
+from distprune import kernels
+from distprune.kernels import Candidates, Count, Cut, Found, Interval
+from distprune.memory import Scratch
 
 T = TypeVar("T")
 
-# Elements per chunk: on a CPU keys and flags stay in the second-level cache; on
-# an accelerator launches are few and scratch stays under a gigabyte.
-_CPU_CHUNK = 1 << 17
+# Elements per chunk: on a CPU keys and flags stay in the second-level cache, or nearly, and the
+# calls of several threads do not wait for each other; on an accelerator launches are few and
+# scratch stays under a gigabyte.
+_CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
 
 
-class KeySource(Protocol):
-    """Where the keys of one local shard come from; see keys.py."""
-
-    is_thread_safe: bool
-
-    def load(self, start: int, stop: int) -> Tensor: ...
-
-    def gather(self, positions: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True)
-class Candidates:
-    """One rank's part of one parameter, as selection sees it.
+class Reading:
+    """What one read of this rank's parameters told.
 
     Attributes:
-        keys: of the flat local elements.
-        live: flat mask in force; 1 = competes. None: all do.
-        index: from flat positions to global indices.
-        counted: the flat positions that this rank counts (replicas share).
-        numel: elements of the whole parameter.
-        device: of the keys.
+        counts: per parameter, the counted live keys <= each pivot.
+        num_below: per parameter, the counted live keys below the interval; 0 without one.
+        found: per parameter, what lies in the interval, chunk by chunk.
+        interval: of keys.
     """
 
-    keys: KeySource
-    live: Tensor | None
-    index: IndexMap
-    counted: range
-    numel: int
-    device: torch.device
+    counts: list[list[int]]
+    num_below: list[int]
+    found: list[list[Found]]
+    interval: Interval | None
 
+    def counted(self) -> Iterator[Tensor]:
+        """The keys found in the interval that this rank counts, 1-d, on the CPU."""
+        for which in range(len(self.found)):
+            yield from self.counted_of(which)
 
-@dataclass(frozen=True)
-class Cut:
-    """Where the total order is cut: what lies before it is pruned.
-
-    Attributes:
-        threshold: elements with a smaller key go, with a larger one stay.
-        parameter: among equal keys, parameters before this one (in the caller's list) go ...
-        index: ... and of this one, the elements with a smaller global index.
-    """
-
-    threshold: int
-    parameter: int
-    index: int
+    def counted_of(self, which: int) -> Iterator[Tensor]:
+        """The same of one parameter."""
+        for found in self.found[which]:
+            if found.is_counted:
+                yield found.keys.cpu()
 
 
 def count_live(live: Tensor | None, counted: range) -> int:
     """Elements of a flat mask, among the counted ones, that compete."""
     if live is None:
         return len(counted)
+    spans = [(0, span) for span in _chunks(counted, live.device)]
     return sum(
-        _count_true(live[span.start : span.stop] == 1) for span in _chunks(counted, live.device)
+        _on_host(
+            _for_each(
+                lambda _, span, scratch: kernels.count_live(live[span.start : span.stop], scratch),
+                spans,
+                is_threaded=live.device.type == "cpu",
+            )
+        )
     )
 
 
-def count_and_collect(
+def read(
     parts: Sequence[Candidates],
     pivots: Sequence[int],
-    interval: tuple[int, int] | None,
-    dead: int,
-) -> tuple[list[list[int]], list[Tensor]]:
-    """One read of the counted elements.
+    interval: Interval | None,
+    drafts: Sequence[Tensor] | None = None,
+) -> Reading:
+    """One read of the counted elements, or of all local ones if there are drafts to write.
 
     Args:
         parts: this rank's parameters.
         pivots: keys.
         interval: closed interval of keys to collect, or None.
-        dead: a key above all these, that stands for what does not compete.
+        drafts: flat masks, uninitialised, one per part: see [Note: draft]. Written if there is
+            an interval.
+    """
+    writes = drafts is not None and interval is not None
+
+    def visit(which: int, span: range, scratch: Scratch) -> tuple[int, kernels.ChunkRead]:
+        out = drafts[which] if writes else None
+        return which, kernels.read(parts[which], span, pivots, interval, out, scratch)
+
+    rows: list[tuple[int, list[Count]]] = []
+    found: list[list[Found]] = [[] for _ in parts]
+    for which, chunk in _for_each_chunk(visit, parts, only_counted=not writes):
+        if chunk.found is not None and chunk.found.positions.numel():
+            found[which].append(chunk.found)
+        if chunk.found is None or chunk.found.is_counted:
+            rows.append((which, [chunk.num_below, *chunk.counts]))
+    totals = [[0] * (1 + len(pivots)) for _ in parts]
+    numbers = iter(_on_host([count for _, row in rows for count in row]))
+    for which, row in rows:
+        for j in range(len(row)):
+            totals[which][j] += next(numbers)
+    return Reading([row[1:] for row in totals], [row[0] for row in totals], found, interval)
+
+
+def finish(
+    reading: Reading, part: Candidates, position: int, cut: Cut, draft: Tensor
+) -> int | None:
+    """Make a draft of a mask final, without another read; see [Note: draft].
+
+    Args:
+        reading: the read that wrote it.
+        part: the parameter.
+        position: of the parameter in the list that was read, and cut.
+        cut: where the order is cut.
+        draft: flat mask of the part, all of it.
 
     Returns:
-        Per parameter: how many live keys are <= each pivot; and the live keys in
-        the interval, 1-d.
+        How many counted live elements were pruned; None if the cut lies elsewhere, and the mask
+        has to be written anew.
     """
-    counts = [[0] * len(pivots) for _ in parts]
-    collected: list[list[Tensor]] = [[] for _ in parts]
-
-    def visit(which: int, span: range) -> tuple[int, list[int], Tensor | None]:
-        keys = _live_keys(parts[which], span, dead)
-        if keys.device.type == "cpu":
-            raw = keys.numpy()
-            below = [int(np.count_nonzero(raw <= raw.dtype.type(pivot))) for pivot in pivots]
-            if interval is None:
-                return which, below, None
-            low, high = (raw.dtype.type(bound) for bound in interval)
-            found = torch.from_numpy(raw[np.flatnonzero((raw >= low) & (raw <= high))])
-        else:
-            below = [torch.count_nonzero(keys <= pivot) for pivot in pivots]
-            if interval is None:
-                return which, below, None
-            found = keys[(keys >= interval[0]) & (keys <= interval[1])]
-        return which, below, found
-
-    for which, below, found in _for_each_chunk(visit, parts):
-        for j, count in enumerate(below):
-            counts[which][j] += count
-        if found is not None and found.numel():
-            collected[which].append(found)
-    empty = torch.empty(0, dtype=torch.int64)
-    return (
-        [[int(count) for count in row] for row in counts],
-        [torch.cat(found).cpu() if found else empty for found in collected],
-    )
-
-
-def count_before(parts: Sequence[Candidates], cut: Cut) -> list[int]:
-    """How many counted live elements of each part lie before a cut; parts are in its order."""
-    counts = [0] * len(parts)
-
-    def visit(which: int, span: range) -> tuple[int, int]:
-        part = parts[which]
-        keys = part.keys.load(span.start, span.stop)
-        before = _before_cut(part, which, cut, keys, span)
-        if part.live is not None:
-            before &= _is_live(part, span)
-        return which, _count_true(before)
-
-    for which, count in _for_each_chunk(visit, parts):
-        counts[which] += count
-    return counts
+    assert reading.interval is not None
+    low, high = reading.interval
+    num_pruned = reading.num_below[position]
+    if low <= cut.threshold <= high:
+        cleared = [
+            (kernels.prune_found(part, position, cut, found, draft), found.is_counted)
+            for found in reading.found[position]
+        ]
+        return num_pruned + sum(_on_host([count for count, is_counted in cleared if is_counted]))
+    kept_from = cut.threshold + 1 if position < cut.parameter else cut.threshold
+    is_exact = position != cut.parameter or cut.index == 0
+    return num_pruned if is_exact and kept_from == low else None
 
 
 def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tensor]:
     """Global indices in [low, high) of the counted live elements with a key, chunk by chunk."""
+    scratch = Scratch()
     for span in _chunks(part.counted, part.device):
-        equal = part.keys.load(span.start, span.stop) == key
-        if part.live is not None:
-            equal &= _is_live(part, span)
-        positions = equal.nonzero().squeeze(1)
+        positions = kernels.positions_of(part, span, key, scratch)
         if positions.numel():
-            indices = part.index(positions + span.start)
+            indices = part.index(positions)
             yield indices[(indices >= low) & (indices < high)].cpu()
 
 
-def sample(part: Candidates, size: int, generator: torch.Generator) -> Tensor:
-    """About ``size`` live keys from all over the counted elements, 1-d.
+def sample(part: Candidates, size: int, generator: np.random.Generator) -> Tensor:
+    """About ``size`` live keys from all over the counted elements, 1-d, on the CPU.
 
     Sixteen neighbours are read per place, as a cache line brings them anyway.
     """
@@ -169,23 +162,19 @@ def sample(part: Candidates, size: int, generator: torch.Generator) -> Tensor:
     burst = 16 if num_counted >= 4096 else 1
     num_rows = num_counted // burst
     wanted = size / burst
-    num_drawn = int(wanted) + int(torch.rand((), generator=generator).item() < wanted % 1)
-    num_drawn = min(num_rows, num_drawn)
+    num_drawn = min(num_rows, int(wanted) + int(generator.random() < wanted % 1))
     if num_drawn == 0:
         return torch.empty(0, dtype=torch.int64)
     # One place per stratum, jittered: regular data cannot hide between the places.
-    jitter = torch.rand(num_drawn, dtype=torch.float64, generator=generator)
-    rows = ((torch.arange(num_drawn, dtype=torch.float64) + jitter) * (num_rows / num_drawn)).long()
-    rows.clamp_(max=num_rows - 1)
-    positions = (rows.unsqueeze(1) * burst + torch.arange(burst)).view(-1) + part.counted.start
-    positions = positions.to(part.device)
-    keys = part.keys.gather(positions)
-    if part.live is not None:
-        keys = keys[part.live[positions] == 1]
-    return keys.cpu()
+    places = np.arange(num_drawn) + generator.random(num_drawn)
+    rows = np.minimum((places * (num_rows / num_drawn)).astype(np.int64), num_rows - 1)
+    positions = (rows[:, None] * burst + np.arange(burst)).reshape(-1) + part.counted.start
+    return kernels.gather(part, torch.from_numpy(positions).to(part.device)).cpu()
 
 
-def write_keep(part: Candidates, position: int, cut: Cut, out: Tensor, *, fresh: bool) -> int:
+def write_keep(
+    part: Candidates, position: int, cut: Cut, out: Tensor, previous: Tensor | None
+) -> int:
     """Write the mask of a parameter: zero what lies before the cut, leave the rest.
 
     Args:
@@ -193,65 +182,17 @@ def write_keep(part: Candidates, position: int, cut: Cut, out: Tensor, *, fresh:
         position: of the parameter in the caller's list.
         cut: where the order is cut.
         out: flat mask, any dtype; contiguous.
-        fresh: ``out`` is uninitialised: survivors become 1. Otherwise they keep
-            the value that they have.
+        previous: flat mask whose values survivors keep; None: they become 1. It may be ``out``.
 
     Returns:
         How many counted live elements were pruned.
     """
 
-    def visit(_: int, span: range) -> int:
-        keys = part.keys.load(span.start, span.stop)
-        pruned = _before_cut(part, position, cut, keys, span)
-        if part.live is not None:
-            pruned &= _is_live(part, span)
-        target = out[span.start : span.stop]
-        if fresh:
-            torch.logical_not(pruned, out=target)
-        else:
-            target.mul_(torch.logical_not(pruned))
-        first = max(span.start, part.counted.start) - span.start
-        last = min(span.stop, part.counted.stop) - span.start
-        return _count_true(pruned[first:last]) if last > first else 0
+    def visit(_: int, span: range, scratch: Scratch) -> Count:
+        num_pruned = kernels.write(part, span, position, cut, out, previous, scratch)
+        return num_pruned if span.start in part.counted else 0
 
-    return sum(_for_each_chunk(visit, [part], whole=out.numel()))
-
-
-def _before_cut(part: Candidates, position: int, cut: Cut, keys: Tensor, span: range) -> Tensor:
-    """bool [len(span)]: which elements come before the cut."""
-    if position < cut.parameter:
-        return _compare(keys, "<=", cut.threshold)
-    pruned = _compare(keys, "<", cut.threshold)
-    if position == cut.parameter and cut.index > 0:
-        ties = (keys == cut.threshold).nonzero().squeeze(1)
-        if ties.numel():
-            pruned[ties[part.index(ties + span.start) < cut.index]] = True
-    return pruned
-
-
-def _compare(keys: Tensor, relation: str, key: int) -> Tensor:
-    if keys.device.type == "cpu":
-        raw, bound = keys.numpy(), keys.numpy().dtype.type(key)
-        return torch.from_numpy(raw <= bound if relation == "<=" else raw < bound)
-    return keys <= key if relation == "<=" else keys < key
-
-
-def _count_true(flags: Tensor) -> int:
-    if flags.device.type == "cpu":
-        return int(np.count_nonzero(flags.numpy()))
-    return int(torch.count_nonzero(flags))
-
-
-def _is_live(part: Candidates, span: range) -> Tensor:
-    assert part.live is not None
-    return part.live[span.start : span.stop] == 1
-
-
-def _live_keys(part: Candidates, span: range, dead: int) -> Tensor:
-    keys = part.keys.load(span.start, span.stop)
-    if part.live is None:
-        return keys
-    return keys.masked_fill_(~_is_live(part, span), dead)
+    return sum(_on_host(_for_each_chunk(visit, [part], only_counted=False)))
 
 
 def _chunks(positions: range, device: torch.device) -> Iterator[range]:
@@ -260,18 +201,71 @@ def _chunks(positions: range, device: torch.device) -> Iterator[range]:
         yield range(start, min(start + size, positions.stop))
 
 
+def _local_chunks(part: Candidates, num_local: int) -> Iterator[range]:
+    """Chunks of all local elements, none of them counted in part only."""
+    for positions in (
+        range(part.counted.start),
+        part.counted,
+        range(part.counted.stop, num_local),
+    ):
+        yield from _chunks(positions, part.device)
+
+
+def _on_host(counts: Sequence[Count]) -> list[int]:
+    """Counts as numbers: those of a device come over together."""
+    waiting = [count for count in counts if isinstance(count, Tensor)]
+    if not waiting:
+        return list(counts)
+    arrived = iter(torch.stack(waiting).tolist())
+    return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
+
+
 def _for_each_chunk(
-    visit: Callable[[int, range], T], parts: Sequence[Candidates], whole: int | None = None
+    visit: Callable[[int, range, Scratch], T], parts: Sequence[Candidates], *, only_counted: bool
 ) -> list[T]:
     """Visit every chunk of every part, on as many threads as torch would use."""
     work = [
         (which, span)
         for which, part in enumerate(parts)
-        for span in _chunks(part.counted if whole is None else range(whole), part.device)
+        for span in (
+            _chunks(part.counted, part.device)
+            if only_counted
+            else _local_chunks(part, part.num_local)
+        )
     ]
-    num_threads = min(torch.get_num_threads(), len(work))
-    threaded = all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
-    if num_threads <= 1 or not threaded:
-        return [visit(which, span) for which, span in work]
-    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(visit, *zip(*work, strict=True)))
+    is_threaded = all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
+    return _for_each(visit, work, is_threaded=is_threaded)
+
+
+def _for_each(
+    visit: Callable[[int, range, Scratch], T],
+    work: Sequence[tuple[int, range]],
+    *,
+    is_threaded: bool,
+) -> list[T]:
+    """Results in the order of the work."""
+    num_threads = min(torch.get_num_threads(), len(work)) if is_threaded else 1
+    results: list[T | None] = [None] * len(work)
+    errors: list[BaseException] = []
+    # One iterator for all: a thread takes the next chunk when it has time.
+    todo = iter(enumerate(work))
+
+    def take() -> None:
+        scratch = Scratch()
+        try:
+            for i, (which, span) in todo:
+                results[i] = visit(which, span, scratch)
+                if errors:
+                    return
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=take) for _ in range(num_threads - 1)]
+    for thread in others:
+        thread.start()
+    take()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]
