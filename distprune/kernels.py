@@ -3,31 +3,29 @@
 The only code that touches every element. Both forms do the same steps with the same result;
 the second is the reference of the first. numpy compares straight into bytes and holds no lock
 meanwhile, so that chunks can go to threads; torch's own threads meet at a barrier after each of
-these short operations. On other devices nothing here waits for the device except the search for
-what lies in an interval, once per chunk.
+these short operations. On other devices nothing here waits for the device: counts come to the
+host together, when a pass is over (see :func:`on_host`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distprune import memory
 from distprune.geometry import IndexMap
 from distprune.keys import Keys
-from distprune.memory import INTEGERS, Array, Scratch, select
+from distprune.memory import INTEGERS, SERIAL, Array, Scratch, select
 
 # Closed interval of keys.
 Interval = tuple[int, int]
 # A count, on the host or still on its way there.
 Count = int | Tensor
-
-# So few elements no torch operation spreads over threads, which are taken already.
-_SERIAL = 1 << 15
 
 
 class KeySource(Protocol):
@@ -83,16 +81,25 @@ class Found:
     """The live elements of one chunk whose keys lie in an interval.
 
     Attributes:
-        start: flat position where the chunk begins.
-        positions: integers [m], from there.
+        span: flat positions of the chunk.
+        positions: integers [m] from where the chunk begins.
         keys: [m].
         is_counted: whether this rank counts them.
+        number: how many there are. A device may have had room for fewer, or more than enough
+            (then the rest of ``positions`` and ``keys`` means nothing).
     """
 
-    start: int
+    span: range
     positions: Tensor
     keys: Tensor
     is_counted: bool
+    number: Count
+
+    def first(self, number: int) -> Found:
+        """The same with what means something, once it is known how much does."""
+        return replace(
+            self, positions=self.positions[:number], keys=self.keys[:number], number=number
+        )
 
 
 @dataclass(frozen=True)
@@ -110,9 +117,18 @@ class ChunkRead:
     found: Found | None
 
 
+def on_host(counts: Sequence[Count]) -> list[int]:
+    """Counts as numbers. Waits for a device once, for all of them."""
+    waiting = [count for count in counts if isinstance(count, Tensor)]
+    if not waiting:
+        return list(counts)  # type: ignore[arg-type]
+    arrived = iter(torch.stack(waiting).tolist())
+    return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
+
+
 def count_live(live: Tensor, scratch: Scratch) -> Count:
     """Elements of a chunk of a mask that are exactly 1."""
-    if _takes_numpy(live.device):
+    if memory.takes_numpy(live.device):
         return int(np.count_nonzero(_live_on_cpu(live, scratch)))
     return torch.count_nonzero(live == 1)
 
@@ -124,6 +140,7 @@ def read(
     interval: Interval | None,
     out: Tensor | None,
     scratch: Scratch,
+    room: int | None = None,
 ) -> ChunkRead:
     """Count the keys around pivots, and collect those in an interval.
 
@@ -133,10 +150,12 @@ def read(
         pivots, interval: keys.
         out: flat mask of the whole part, uninitialised: the span of it becomes the mask in force
             with everything below the interval pruned. Needs an interval.
+        room: how many elements a device may collect without waiting for their number; None: it
+            waits, and has room for all.
     """
-    if _takes_numpy(part.device):
+    if memory.takes_numpy(part.device):
         return _read_on_cpu(part, span, pivots, interval, out, scratch)
-    return _read_anywhere(part, span, pivots, interval, out)
+    return _read_anywhere(part, span, pivots, interval, out, room)
 
 
 def write(
@@ -159,7 +178,7 @@ def write(
     Returns:
         How many live elements were pruned.
     """
-    if _takes_numpy(part.device):
+    if memory.takes_numpy(part.device):
         return _write_on_cpu(part, span, position, cut, out, previous, scratch)
     return _write_anywhere(part, span, position, cut, out, previous)
 
@@ -167,7 +186,7 @@ def write(
 def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:
     """Flat positions, int64 [m], of the live elements of a chunk that have a key."""
     keys = part.keys.load(span.start, span.stop, scratch).values
-    if _takes_numpy(part.device):
+    if memory.takes_numpy(part.device):
         raw = keys.numpy()
         equal = np.equal(raw, raw.dtype.type(key), out=scratch.array("keep", raw.size, bool))
         if part.live is not None:
@@ -181,12 +200,16 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
     return positions + span.start
 
 
-def gather(part: Candidates, positions: Tensor) -> Tensor:
-    """Keys of the live ones among some flat positions, int64 [m]."""
+def gather(part: Candidates, positions: Tensor, dead: int) -> Tensor:
+    """Keys at some flat positions, int64 [m]; ``dead`` where an element does not compete."""
     keys = part.keys.gather(positions)
     if part.live is None:
         return keys
-    return select(keys, select(part.live, positions) == 1)
+    live = select(part.live, positions) == 1
+    if memory.takes_numpy(part.device):
+        keys.numpy()[~live.numpy()] = dead
+        return keys
+    return torch.where(live, keys, dead)
 
 
 def prune_found(part: Candidates, position: int, cut: Cut, found: Found, out: Tensor) -> Count:
@@ -204,17 +227,13 @@ def prune_found(part: Candidates, position: int, cut: Cut, found: Found, out: Te
         before = found.keys < cut.threshold
     if position == cut.parameter and cut.index > 0:
         ties = (found.keys == cut.threshold).nonzero().squeeze(1)
-        before[ties] = part.index(found.positions[ties].long() + found.start) < cut.index
-    if _takes_numpy(out.device) and out.itemsize in INTEGERS:
-        bits = out[found.start :].view(INTEGERS[out.itemsize]).numpy()
+        before[ties] = part.index(found.positions[ties].long() + found.span.start) < cut.index
+    if memory.takes_numpy(out.device) and out.itemsize in INTEGERS:
+        bits = out[found.span.start : found.span.stop].view(INTEGERS[out.itemsize]).numpy()
         bits[found.positions.numpy()[before.numpy()]] = 0
     else:
-        out[found.positions.long() + found.start] = (~before).to(out.dtype)
+        out[found.positions.long() + found.span.start] = (~before).to(out.dtype)
     return torch.count_nonzero(before)
-
-
-def _takes_numpy(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 def _read_on_cpu(
@@ -250,10 +269,11 @@ def _read_on_cpu(
         positions = np.flatnonzero(inside)
         is_counted = span.start in part.counted
         found = Found(
-            span.start,
+            span,
             torch.from_numpy(positions.astype(np.int32)),
             torch.from_numpy(keys[positions]),
             is_counted,
+            positions.size,
         )
         num_below = num_live - num_keep
         counts = {low - 1: num_below, high: num_below + positions.size}
@@ -318,8 +338,8 @@ def _store_on_cpu(out: Tensor, previous: Tensor | None, stay: Array) -> None:
     if previous is not None and (previous.dtype != out.dtype or out.itemsize not in INTEGERS):
         # Seldom: masks of another dtype came from importance scores of another dtype.
         flags = torch.from_numpy(stay)
-        for start in range(0, out.numel(), _SERIAL):
-            rows = slice(start, start + _SERIAL)
+        for start in range(0, out.numel(), SERIAL):
+            rows = slice(start, start + SERIAL)
             out[rows] = previous[rows].to(out.dtype).mul_(flags[rows])
     elif out.dtype is torch.float32 and previous is None:
         np.copyto(out.numpy(), stay)
@@ -348,6 +368,7 @@ def _read_anywhere(
     pivots: Sequence[int],
     interval: Interval | None,
     out: Tensor | None,
+    room: int | None,
 ) -> ChunkRead:
     keys = part.keys.load(span.start, span.stop).values
     live = None if part.live is None else part.live[span.start : span.stop] == 1
@@ -363,11 +384,17 @@ def _read_anywhere(
     num_below = torch.count_nonzero(below)
     if live is not None:
         keep &= live
-    positions = (keep & (keys <= high)).nonzero().squeeze(1)
+    inside = keep & (keys <= high)
+    number = torch.count_nonzero(inside)
+    if room is None:
+        positions = inside.nonzero().squeeze(1)
+    else:
+        positions = torch.nonzero_static(inside, size=room, fill_value=0).squeeze(1)
     if out is not None:
         previous = None if part.live is None else part.live[span.start : span.stop]
         _store_anywhere(out[span.start : span.stop], previous, below.logical_not_())
-    found = Found(span.start, positions.int(), keys[positions], span.start in part.counted)
+    is_counted = span.start in part.counted
+    found = Found(span, positions.int(), keys[positions], is_counted, number)
     return ChunkRead(counts, num_below, found)
 
 

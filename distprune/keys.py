@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune import memory
 from distprune.geometry import IndexMap
-from distprune.memory import Array, Scratch, select
+from distprune.memory import SERIAL, Array, Scratch, select
 
 
 class Order(Enum):
@@ -177,11 +178,25 @@ class RandomKeys:
         self._device = device
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
-        return Keys(self.gather(torch.arange(start, stop, device=self._device)), RANDOM_KEYS.high)
+        if not memory.takes_numpy(self._device):
+            positions = torch.arange(start, stop, device=self._device)
+            return Keys(self.gather(positions), RANDOM_KEYS.high)
+        scratch = scratch or Scratch()
+        keys = scratch.array("keys", stop - start, np.int64)
+        for first in range(start, stop, SERIAL):
+            last = min(first + SERIAL, stop)
+            indices = self._index(torch.arange(first, last)).numpy()
+            np.add(indices, self._offset, out=keys[first - start : last - start])
+        _hash_in_place(keys, self._seed, scratch)
+        return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
 
     def gather(self, positions: Tensor) -> Tensor:
         return hash_keys(self._index(positions) + self._offset, self._seed)
 
+
+# The constants of SplitMix64.
+_WEYL = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 RANDOM_KEYS = KeyRange(torch.int64, 0, 2**63 - 2, 2**63 - 2, torch.int64, Order.ASCENDING)
 
@@ -200,7 +215,7 @@ def _keys(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
             keys.neg_()
         return Keys(keys, common.high)
     bits = scores.to(common.value_dtype).contiguous().view(common.dtype)
-    if bits.device.type == "cpu":
+    if memory.takes_numpy(bits.device):
         return _float_keys_on_cpu(bits.numpy(), common, scratch or Scratch())
     keys = torch.bitwise_and(bits, torch.iinfo(common.dtype).max).clamp_(max=common.high)
     if common.order is not Order.MAGNITUDE:
@@ -230,13 +245,30 @@ def hash_keys(indices: Tensor, seed: int) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014. int64 arithmetic wraps, so every device agrees.
     """
-    x = indices * _signed(0x9E3779B97F4A7C15) + seed
+    if memory.takes_numpy(indices.device):
+        keys = indices.numpy().copy()
+        _hash_in_place(keys, seed, Scratch())
+        return torch.from_numpy(keys)
+    x = indices * _signed(_WEYL) + seed
     x ^= _shift(x, 30)
-    x *= _signed(0xBF58476D1CE4E5B9)
+    x *= _signed(_MIX[0])
     x ^= _shift(x, 27)
-    x *= _signed(0x94D049BB133111EB)
+    x *= _signed(_MIX[1])
     x ^= _shift(x, 31)
     return _shift(x, 1).clamp_(max=RANDOM_KEYS.high)
+
+
+def _hash_in_place(indices: Array, seed: int, scratch: Scratch) -> None:
+    """:func:`hash_keys` of an int64 array by numpy: no copies, and no waits for other threads."""
+    x, shifted = indices.view(np.uint64), scratch.array("shifted", indices.size, np.uint64)
+    x *= np.uint64(_WEYL)
+    x += np.uint64(seed)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        x ^= np.right_shift(x, np.uint64(shift), out=shifted)
+        x *= np.uint64(factor)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
+    x >>= np.uint64(1)
+    np.minimum(indices, RANDOM_KEYS.high, out=indices)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

@@ -19,6 +19,9 @@ from torch import Tensor
 # The integer of each size, as which bits are moved.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+# So few elements no torch operation spreads over threads: for work that has its own.
+SERIAL = 1 << 15
+
 # From this size on the advice pays, and rounding up to whole pages of 2 MiB does not matter.
 _LARGE_BYTES = 1 << 22
 
@@ -40,13 +43,18 @@ class Scratch:
         return held[:size]
 
 
+def takes_numpy(device: torch.device) -> bool:
+    """Whether elements are worked on by numpy: on a CPU; by torch operations on other devices."""
+    return device.type == "cpu"
+
+
 def select(flat: Tensor, which: Tensor) -> Tensor:
     """``flat[which]`` for int64 positions or bool flags, 1-d.
 
     On a CPU by numpy: torch spreads even this over threads, which wait for each other longer than
     it takes where cores are shared.
     """
-    if flat.device.type != "cpu" or flat.itemsize not in INTEGERS:
+    if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
         return flat[which]
     bits = flat.view(INTEGERS[flat.itemsize]).numpy()
     return torch.from_numpy(bits[which.numpy()]).view(flat.dtype)

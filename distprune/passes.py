@@ -11,6 +11,7 @@ set right. Masks are new tensors until all ranks have theirs, so a draft can be 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from distprune import kernels
 from distprune.kernels import Candidates, Count, Cut, Found, Interval
-from distprune.memory import Scratch
+from distprune.memory import Scratch, concatenate
 
 T = TypeVar("T")
 
@@ -40,41 +41,43 @@ class Reading:
     Attributes:
         counts: per parameter, the counted live keys <= each pivot.
         num_below: per parameter, the counted live keys below the interval; 0 without one.
-        found: per parameter, what lies in the interval, chunk by chunk.
         interval: of keys.
+        found: per parameter, what lies in the interval, chunk by chunk.
+        keys: per parameter, the counted keys in the interval, 1-d, on the CPU.
     """
 
     counts: list[list[int]]
     num_below: list[int]
-    found: list[list[Found]]
     interval: Interval | None
-
-    def counted(self) -> Iterator[Tensor]:
-        """The keys found in the interval that this rank counts, 1-d, on the CPU."""
-        for which in range(len(self.found)):
-            yield from self.counted_of(which)
-
-    def counted_of(self, which: int) -> Iterator[Tensor]:
-        """The same of one parameter."""
-        for found in self.found[which]:
-            if found.is_counted:
-                yield found.keys.cpu()
+    found: list[list[Found]]
+    keys: list[Tensor]
 
 
 def count_live(live: Tensor | None, counted: range) -> int:
     """Elements of a flat mask, among the counted ones, that compete."""
-    if live is None:
-        return len(counted)
-    spans = [(0, span) for span in _chunks(counted, live.device)]
-    return sum(
-        _on_host(
-            _for_each(
-                lambda _, span, scratch: kernels.count_live(live[span.start : span.stop], scratch),
-                spans,
-                is_threaded=live.device.type == "cpu",
-            )
-        )
-    )
+    return count_each_live([live], [counted])[0]
+
+
+def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
+    """The same of several masks; they come over from a device together."""
+
+    def visit(which: int, span: range, scratch: Scratch) -> Count:
+        return kernels.count_live(live[which][span.start : span.stop], scratch)
+
+    work = [
+        (which, span)
+        for which, (mask, positions) in enumerate(zip(live, counted, strict=True))
+        if mask is not None
+        for span in _chunks(positions, mask.device)
+    ]
+    on_cpu = all(mask is None or mask.device.type == "cpu" for mask in live)
+    numbers = kernels.on_host(_for_each(visit, work, is_threaded=on_cpu))
+    totals = [
+        len(positions) if mask is None else 0 for mask, positions in zip(live, counted, strict=True)
+    ]
+    for (which, _), number in zip(work, numbers, strict=True):
+        totals[which] += number
+    return totals
 
 
 def read(
@@ -82,6 +85,7 @@ def read(
     pivots: Sequence[int],
     interval: Interval | None,
     drafts: Sequence[Tensor] | None = None,
+    expected_share: float = 1.0,
 ) -> Reading:
     """One read of the counted elements, or of all local ones if there are drafts to write.
 
@@ -91,31 +95,56 @@ def read(
         interval: closed interval of keys to collect, or None.
         drafts: flat masks, uninitialised, one per part: see [Note: draft]. Written if there is
             an interval.
+        expected_share: of all elements, that the interval is expected to hold. Where a device
+            meets many more in a chunk, that chunk is read again.
     """
     writes = drafts is not None and interval is not None
 
-    def visit(which: int, span: range, scratch: Scratch) -> tuple[int, kernels.ChunkRead]:
+    def visit(
+        which: int, span: range, scratch: Scratch, *, is_again: bool = False
+    ) -> tuple[int, kernels.ChunkRead]:
         out = drafts[which] if writes else None
-        return which, kernels.read(parts[which], span, pivots, interval, out, scratch)
+        room = None if is_again else min(len(span), int(4 * expected_share * len(span)) + 1024)
+        return which, kernels.read(parts[which], span, pivots, interval, out, scratch, room)
 
-    rows: list[tuple[int, list[Count]]] = []
-    found: list[list[Found]] = [[] for _ in parts]
-    for which, chunk in _for_each_chunk(visit, parts, only_counted=not writes):
-        if chunk.found is not None and chunk.found.positions.numel():
-            found[which].append(chunk.found)
-        if chunk.found is None or chunk.found.is_counted:
-            rows.append((which, [chunk.num_below, *chunk.counts]))
+    chunks = _for_each_chunk(visit, parts, only_counted=not writes)
+    numbers = iter(
+        kernels.on_host(
+            [
+                count
+                for _, chunk in chunks
+                for count in (
+                    0 if chunk.found is None else chunk.found.number,
+                    chunk.num_below,
+                    *chunk.counts,
+                )
+            ]
+        )
+    )
     totals = [[0] * (1 + len(pivots)) for _ in parts]
-    numbers = iter(_on_host([count for _, row in rows for count in row]))
-    for which, row in rows:
-        for j in range(len(row)):
-            totals[which][j] += next(numbers)
-    return Reading([row[1:] for row in totals], [row[0] for row in totals], found, interval)
+    found: list[list[Found]] = [[] for _ in parts]
+    for which, chunk in chunks:
+        number = next(numbers)
+        row = [next(numbers) for _ in range(1 + len(pivots))]
+        if chunk.found is None or chunk.found.is_counted:
+            totals[which] = [total + count for total, count in zip(totals[which], row, strict=True)]
+        if chunk.found is not None and number:
+            here = chunk.found
+            if number > here.positions.numel():
+                here = visit(which, here.span, Scratch(), is_again=True)[1].found
+            found[which].append(here.first(number))
+    return Reading(
+        [row[1:] for row in totals],
+        [row[0] for row in totals],
+        interval,
+        found,
+        _on_cpu([[here.keys for here in each if here.is_counted] for each in found]),
+    )
 
 
 def finish(
     reading: Reading, part: Candidates, position: int, cut: Cut, draft: Tensor
-) -> int | None:
+) -> Count | None:
     """Make a draft of a mask final, without another read; see [Note: draft].
 
     Args:
@@ -128,16 +157,18 @@ def finish(
     Returns:
         How many counted live elements were pruned; None if the cut lies elsewhere, and the mask
         has to be written anew.
+
+    Cost: what was found in the interval is looked at, and nothing else.
     """
     assert reading.interval is not None
     low, high = reading.interval
-    num_pruned = reading.num_below[position]
+    num_pruned: Count = reading.num_below[position]
     if low <= cut.threshold <= high:
-        cleared = [
-            (kernels.prune_found(part, position, cut, found, draft), found.is_counted)
-            for found in reading.found[position]
-        ]
-        return num_pruned + sum(_on_host([count for count, is_counted in cleared if is_counted]))
+        for found in reading.found[position]:
+            number = kernels.prune_found(part, position, cut, found, draft)
+            if found.is_counted:
+                num_pruned = num_pruned + number
+        return num_pruned
     kept_from = cut.threshold + 1 if position < cut.parameter else cut.threshold
     is_exact = position != cut.parameter or cut.index == 0
     return num_pruned if is_exact and kept_from == low else None
@@ -153,15 +184,26 @@ def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tens
             yield indices[(indices >= low) & (indices < high)].cpu()
 
 
-def sample(part: Candidates, size: int, generator: np.random.Generator) -> Tensor:
-    """About ``size`` live keys from all over the counted elements, 1-d, on the CPU.
+def sample(
+    parts: Sequence[Candidates], rate: float, dead: int, generator: np.random.Generator
+) -> Tensor:
+    """Keys of about that share of the counted elements of all parameters, 1-d, on the CPU.
+
+    ``dead`` stands for an element that does not compete.
+    """
+    drawn = [_sample_one(part, rate, dead, generator) for part in parts]
+    return concatenate(_on_cpu([drawn]))
+
+
+def _sample_one(part: Candidates, rate: float, dead: int, generator: np.random.Generator) -> Tensor:
+    """Its keys, on its device, from all over the counted elements.
 
     Sixteen neighbours are read per place, as a cache line brings them anyway.
     """
     num_counted = len(part.counted)
     burst = 16 if num_counted >= 4096 else 1
     num_rows = num_counted // burst
-    wanted = size / burst
+    wanted = math.ceil(num_counted * rate) / burst
     num_drawn = min(num_rows, int(wanted) + int(generator.random() < wanted % 1))
     if num_drawn == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -169,12 +211,12 @@ def sample(part: Candidates, size: int, generator: np.random.Generator) -> Tenso
     places = np.arange(num_drawn) + generator.random(num_drawn)
     rows = np.minimum((places * (num_rows / num_drawn)).astype(np.int64), num_rows - 1)
     positions = (rows[:, None] * burst + np.arange(burst)).reshape(-1) + part.counted.start
-    return kernels.gather(part, torch.from_numpy(positions).to(part.device)).cpu()
+    return kernels.gather(part, torch.from_numpy(positions).to(part.device), dead)
 
 
 def write_keep(
     part: Candidates, position: int, cut: Cut, out: Tensor, previous: Tensor | None
-) -> int:
+) -> Count:
     """Write the mask of a parameter: zero what lies before the cut, leave the rest.
 
     Args:
@@ -192,7 +234,7 @@ def write_keep(
         num_pruned = kernels.write(part, span, position, cut, out, previous, scratch)
         return num_pruned if span.start in part.counted else 0
 
-    return sum(_on_host(_for_each_chunk(visit, [part], only_counted=False)))
+    return sum(_for_each_chunk(visit, [part], only_counted=False))
 
 
 def _chunks(positions: range, device: torch.device) -> Iterator[range]:
@@ -211,13 +253,14 @@ def _local_chunks(part: Candidates, num_local: int) -> Iterator[range]:
         yield from _chunks(positions, part.device)
 
 
-def _on_host(counts: Sequence[Count]) -> list[int]:
-    """Counts as numbers: those of a device come over together."""
-    waiting = [count for count in counts if isinstance(count, Tensor)]
-    if not waiting:
-        return list(counts)
-    arrived = iter(torch.stack(waiting).tolist())
-    return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
+def _on_cpu(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Each list of 1-d tensors joined to one; they come over from a device together."""
+    filled = [[tensor for tensor in each if tensor.numel()] for each in tensors]
+    flat = [tensor for each in filled for tensor in each]
+    if all(tensor.device.type == "cpu" for tensor in flat):
+        return [concatenate(each) for each in filled]
+    sizes = [sum(tensor.numel() for tensor in each) for each in filled]
+    return list(torch.cat([tensor.to(flat[0].device) for tensor in flat]).cpu().split(sizes))
 
 
 def _for_each_chunk(

@@ -12,7 +12,7 @@ from distprune.budget import choose
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import dim_coordinates, index_map
-from distprune.kernels import Candidates, KeySource
+from distprune.kernels import Candidates, Count, KeySource, on_host
 from distprune.keys import (
     RANDOM_KEYS,
     ComputedKeys,
@@ -226,14 +226,15 @@ def _ranked(
     flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
     shares, selection = choose(call, parts, k, keys, flat)
     drafted = None if selection is None else selection.drafted
-    num_pruned = []
+    counts: list[Count] = []
     for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        count = None
+        count: Count | None = None
         if drafted is not None:
             count = finish(drafted, part, which, share.cut, flat[which])
         if count is None:
             count = write_keep(part, share.position, share.cut, flat[which], part.live)
-        num_pruned.append(count)
+        counts.append(count)
+    num_pruned = on_host(counts)
     held_at = [share.held_at for share in shares]
     if keys is RANDOM_KEYS or selection is None:
         return Decision(masks, num_pruned, held_at=held_at)

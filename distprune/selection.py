@@ -208,7 +208,7 @@ class _Kth:
         return concatenate(
             [
                 part.index(
-                    select(found.positions, found.keys == self.threshold).long() + found.start
+                    select(found.positions, found.keys == self.threshold).long() + found.span.start
                 ).cpu()
                 for found in self.reading.found[position]
                 if found.is_counted
@@ -244,15 +244,15 @@ class _Search:
         self.local_counts[low - 1] = [0] * len(self.parts)
         num_rounds = 0
         while high > low:
-            inside = upto - below
+            inside, share = upto - below, 1.0
             if inside <= _COLLECT_ALL:
                 pivots, interval = set(), (low, high)
             else:
                 bracket = self._bracket(k - below, inside, low, high, num_rounds)
-                pivots, interval = yield from bracket
+                pivots, interval, share = yield from bracket
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
                 pivots = pivots | {high}
-            reading = self._read(sorted(pivots), interval)
+            reading = self._read(sorted(pivots), interval, share)
             counts, histogram = yield from self._share(sorted(pivots), reading)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
@@ -275,27 +275,26 @@ class _Search:
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
-            self._read([pivot], None)
+            self._read([pivot], None, 0.0)
         return self.local_counts[pivot]
 
     def _bracket(
         self, k: int, inside: int, low: int, high: int, num_rounds: int
-    ) -> Search[tuple[set[int], Interval | None]]:
+    ) -> Search[tuple[set[int], Interval | None, float]]:
         """Pivots around the k-th of the ``inside`` keys in [low, high], and what to collect.
 
-        The same on every rank: everything is decided by summed histograms.
+        Both are the same on every rank: they are decided by summed histograms. The third result
+        is about the share of this rank's elements that there is to collect.
         """
         total = sum(part.numel for part in self.parts)
         # 4 n^(2/3) balances the cost of the sample and of the keys that it leaves.
         rate = min(1.0, max(4096.0, 4 * total ** (2 / 3)) * 2**num_rounds / total)
-        drawn = [
-            sample(part, math.ceil(len(part.counted) * rate), self.generator) for part in self.parts
-        ]
-        keys = _within(concatenate(drawn), low, high)
+        drawn = sample(self.parts, rate, self.keys.high + 1, self.generator)
+        keys = _within(drawn, low, high)
         histogram = yield _histogram(keys, low, high)
         size = int(histogram.sum())
         if size == 0:
-            return _eight_pivots(low, high), None
+            return _eight_pivots(low, high), None, 0.0
         centre = k / inside * size
         margin = _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
         pivots: set[int] = set()
@@ -323,8 +322,11 @@ class _Search:
                     last = key[0] - 1
         pivots = {pivot for pivot in pivots if low <= pivot < high}
         if not pivots and inside > max(_COLLECT_ALL, total // 50):
-            return _eight_pivots(low, high), None
-        return pivots, (first, last) if first <= last else None
+            return _eight_pivots(low, high), None, 0.0
+        if first > last:
+            return pivots, None, 0.0
+        share = _within(keys, first, last).numel() / max(1, drawn.numel())
+        return pivots, (first, last), share
 
     def _order_statistic(
         self, keys: Tensor, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
@@ -337,9 +339,9 @@ class _Search:
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
 
-    def _read(self, pivots: list[int], interval: Interval | None) -> Reading:
+    def _read(self, pivots: list[int], interval: Interval | None, share: float) -> Reading:
         """One pass; drafts masks if it can."""
-        reading = read(self.parts, pivots, interval, self.drafts)
+        reading = read(self.parts, pivots, interval, self.drafts, share)
         if self.drafts is not None and interval is not None:
             self.drafted = reading
         for j, pivot in enumerate(pivots):
@@ -352,8 +354,8 @@ class _Search:
             [sum(self.local_counts[pivot]) for pivot in pivots], dtype=torch.int64
         )
         if reading.interval is not None:
-            collected = concatenate(list(reading.counted()))
-            shared = torch.cat([shared, _histogram(collected, *reading.interval)])
+            histogram = _histogram(concatenate(reading.keys), *reading.interval)
+            shared = torch.cat([shared, histogram])
         shared = yield shared
         return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
 
@@ -361,7 +363,7 @@ class _Search:
         self, k: int, low: int, high: int, below: int, histogram: Tensor, reading: Reading
     ) -> Search[_Kth]:
         """Radix-select the k-th of the collected keys in [low, high]."""
-        keys = concatenate(list(reading.counted()))
+        keys = concatenate(reading.keys)
         rank = k - 1
         if (low, high) != reading.interval:
             keys = _within(keys, low, high)
@@ -372,11 +374,12 @@ class _Search:
                 break
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
-        under, ties = list(reading.num_below), []
-        for which in range(len(self.parts)):
-            found = concatenate(list(reading.counted_of(which))).numpy()
-            under[which] += int(np.count_nonzero(found < low))
-            ties.append(int(np.count_nonzero(found == low)))
+        found = [each.numpy() for each in reading.keys]
+        ties = [int(np.count_nonzero(each == low)) for each in found]
+        under = [
+            less + int(np.count_nonzero(each < low))
+            for less, each in zip(reading.num_below, found, strict=True)
+        ]
         return _Kth(low, below + k - 1 - rank, under, ties, reading)
 
     def _raise_nan(self) -> Search[None]:
