@@ -340,7 +340,7 @@ def _store_on_cpu(out: Tensor, previous: Tensor | None, stay: Array) -> None:
         flags = torch.from_numpy(stay)
         for start in range(0, out.numel(), SERIAL):
             rows = slice(start, start + SERIAL)
-            out[rows] = previous[rows].to(out.dtype).mul_(flags[rows])
+            out[rows] = previous[rows].to(out.dtype) * flags[rows]
     elif out.dtype is torch.float32 and previous is None:
         np.copyto(out.numpy(), stay)
     elif out.itemsize not in INTEGERS:
@@ -371,31 +371,36 @@ def _read_anywhere(
     room: int | None,
 ) -> ChunkRead:
     keys = part.keys.load(span.start, span.stop).values
-    live = None if part.live is None else part.live[span.start : span.stop] == 1
-    counts = [
-        torch.count_nonzero(upto if live is None else upto.logical_and_(live))
-        for upto in (keys <= pivot for pivot in pivots)
-    ]
-    if interval is None:
-        return ChunkRead(counts, 0, None)
-    low, high = interval
-    keep = keys >= low
-    below = ~keep if live is None else live > keep
-    num_below = torch.count_nonzero(below)
-    if live is not None:
-        keep &= live
-    inside = keep & (keys <= high)
-    number = torch.count_nonzero(inside)
-    if room is None:
-        positions = inside.nonzero().squeeze(1)
-    else:
-        positions = torch.nonzero_static(inside, size=room, fill_value=0).squeeze(1)
-    if out is not None:
-        previous = None if part.live is None else part.live[span.start : span.stop]
-        _store_anywhere(out[span.start : span.stop], previous, below.logical_not_())
-    is_counted = span.start in part.counted
-    found = Found(span, positions.int(), keys[positions], is_counted, number)
-    return ChunkRead(counts, num_below, found)
+    previous = None if part.live is None else part.live[span.start : span.stop]
+    live = None if previous is None else previous == 1
+    num_live = keys.numel() if live is None else torch.count_nonzero(live)
+    counts: dict[int, Count] = {}
+    num_below: Count = 0
+    found = None
+    if interval is not None:
+        low, high = interval
+        target = None if out is None else out[span.start : span.stop]
+        in_place = target is not None and _are_bool(target, previous)
+        keep = torch.ge(keys, low, out=target) if in_place else keys >= low
+        if live is not None:
+            keep &= live
+        inside = (keys <= high).logical_and_(keep)
+        number = torch.count_nonzero(inside)
+        num_below = num_live - torch.count_nonzero(keep)
+        counts = {low - 1: num_below, high: num_below + number}
+        if room is None:
+            positions = inside.nonzero().squeeze(1)
+        else:
+            positions = torch.nonzero_static(inside, size=room, fill_value=0).squeeze(1)
+        is_counted = span.start in part.counted
+        found = Found(span, positions.int(), keys[positions], is_counted, number)
+        if target is not None and not in_place:
+            _store_anywhere(target, previous, keep if live is None else keep == live)
+    for pivot in pivots:
+        if pivot not in counts:
+            upto = keys <= pivot
+            counts[pivot] = torch.count_nonzero(upto if live is None else upto.logical_and_(live))
+    return ChunkRead([counts[pivot] for pivot in pivots], num_below, found)
 
 
 def _write_anywhere(
