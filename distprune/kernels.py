@@ -221,18 +221,13 @@ def prune_found(part: Candidates, position: int, cut: Cut, found: Found, out: Te
     Returns:
         How many.
     """
-    if position < cut.parameter:
-        before = found.keys <= cut.threshold
-    else:
-        before = found.keys < cut.threshold
+    if memory.takes_numpy(part.device):
+        return _prune_found_on_cpu(part, position, cut, found, out)
+    before = found.keys <= cut.threshold if position < cut.parameter else found.keys < cut.threshold
     if position == cut.parameter and cut.index > 0:
         ties = (found.keys == cut.threshold).nonzero().squeeze(1)
         before[ties] = part.index(found.positions[ties].long() + found.span.start) < cut.index
-    if memory.takes_numpy(out.device) and out.itemsize in INTEGERS:
-        bits = out[found.span.start : found.span.stop].view(INTEGERS[out.itemsize]).numpy()
-        bits[found.positions.numpy()[before.numpy()]] = 0
-    else:
-        out[found.positions.long() + found.span.start] = (~before).to(out.dtype)
+    out[found.positions.long() + found.span.start] = (~before).to(out.dtype)
     return torch.count_nonzero(before)
 
 
@@ -321,6 +316,25 @@ def _write_on_cpu(
         np.greater_equal(stay, live, out=stay)
     _store_on_cpu(target, before, stay)
     return keys.size - int(np.count_nonzero(stay))
+
+
+def _prune_found_on_cpu(
+    part: Candidates, position: int, cut: Cut, found: Found, out: Tensor
+) -> int:
+    keys, positions = found.keys.numpy(), found.positions.numpy()
+    threshold = keys.dtype.type(cut.threshold)
+    before = keys <= threshold if position < cut.parameter else keys < threshold
+    if position == cut.parameter and cut.index > 0:
+        ties = np.flatnonzero(keys == threshold)
+        local = positions[ties].astype(np.int64) + found.span.start
+        before[ties] = part.index(torch.from_numpy(local)).numpy() < cut.index
+    pruned = positions[before]
+    target = out[found.span.start : found.span.stop]
+    if out.itemsize in INTEGERS:
+        target.view(INTEGERS[out.itemsize]).numpy()[pruned] = 0
+    else:
+        target[torch.from_numpy(pruned).long()] = 0
+    return pruned.size
 
 
 def _live_on_cpu(live: Tensor, scratch: Scratch) -> Array:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 # scratch stays under a gigabyte.
 _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
+# More threads than this spend their time on waiting for the interpreter's lock.
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def _on_cpu(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _for_each_chunk(
     visit: Callable[[int, range, Scratch], T], parts: Sequence[Candidates], *, only_counted: bool
 ) -> list[T]:
-    """Visit every chunk of every part, on as many threads as torch would use."""
+    """Visit every chunk of every part."""
     work = [
         (which, span)
         for which, part in enumerate(parts)
@@ -286,8 +288,11 @@ def _for_each(
     *,
     is_threaded: bool,
 ) -> list[T]:
-    """Results in the order of the work."""
-    num_threads = min(torch.get_num_threads(), len(work)) if is_threaded else 1
+    """Results in the order of the work, on a thread for each large chunk's worth of it."""
+    num_elements = sum(len(span) for _, span in work)
+    num_threads = min(torch.get_num_threads(), _MAX_THREADS, 1 + num_elements // _CPU_CHUNK)
+    if not is_threaded:
+        num_threads = 1
     results: list[T | None] = [None] * len(work)
     errors: list[BaseException] = []
     # One iterator for all: a thread takes the next chunk when it has time.
