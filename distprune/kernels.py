@@ -4,7 +4,7 @@ The only code that touches every element. Both forms do the same steps with the 
 the second is the reference of the first. numpy compares straight into bytes and holds no lock
 meanwhile, so that chunks can go to threads; torch's own threads meet at a barrier after each of
 these short operations. On other devices nothing here waits for the device: counts come to the
-host together, when a pass is over (see :func:`on_host`).
+host together, when a pass is over (see memory.on_host).
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from torch import Tensor
 from distprune import memory
 from distprune.geometry import IndexMap
 from distprune.keys import Keys
-from distprune.memory import INTEGERS, SERIAL, Array, Scratch, select
+from distprune.memory import INTEGERS, SERIAL, Array, Count, Scratch, select
 
 # Closed interval of keys.
 Interval = tuple[int, int]
-# A count, on the host or still on its way there.
-Count = int | Tensor
 
 
 class KeySource(Protocol):
@@ -115,15 +113,6 @@ class ChunkRead:
     counts: list[Count]
     num_below: Count
     found: Found | None
-
-
-def on_host(counts: Sequence[Count]) -> list[int]:
-    """Counts as numbers. Waits for a device once, for all of them."""
-    waiting = [count for count in counts if isinstance(count, Tensor)]
-    if not waiting:
-        return list(counts)  # type: ignore[arg-type]
-    arrived = iter(torch.stack(waiting).tolist())
-    return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
 
 
 def count_live(live: Tensor, scratch: Scratch) -> Count:

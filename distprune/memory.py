@@ -26,6 +26,8 @@ SERIAL = 1 << 15
 _LARGE_BYTES = 1 << 22
 
 Array = np.ndarray
+# A count, on the host or still on its way there from a device.
+Count = int | Tensor
 
 
 class Scratch:
@@ -58,6 +60,15 @@ def select(flat: Tensor, which: Tensor) -> Tensor:
         return flat[which]
     bits = flat.view(INTEGERS[flat.itemsize]).numpy()
     return torch.from_numpy(bits[which.numpy()]).view(flat.dtype)
+
+
+def on_host(counts: Sequence[Count]) -> list[int]:
+    """Counts as numbers. Waits for a device once, for all of them."""
+    waiting = [count for count in counts if isinstance(count, Tensor)]
+    if not waiting:
+        return list(counts)  # type: ignore[arg-type]
+    arrived = iter(torch.stack(waiting).tolist())
+    return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
 
 
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from distprune import kernels
-from distprune.kernels import Candidates, Count, Cut, Found, Interval
-from distprune.memory import Scratch, concatenate
+from distprune.kernels import Candidates, Cut, Found, Interval
+from distprune.memory import Count, Scratch, concatenate, on_host
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
         for span in _chunks(positions, mask.device)
     ]
     on_cpu = all(mask is None or mask.device.type == "cpu" for mask in live)
-    numbers = kernels.on_host(_for_each(visit, work, is_threaded=on_cpu))
+    numbers = on_host(_for_each(visit, work, is_threaded=on_cpu))
     totals = [
         len(positions) if mask is None else 0 for mask, positions in zip(live, counted, strict=True)
     ]
@@ -111,7 +111,7 @@ def read(
 
     chunks = _for_each_chunk(visit, parts, only_counted=not writes)
     numbers = iter(
-        kernels.on_host(
+        on_host(
             [
                 count
                 for _, chunk in chunks

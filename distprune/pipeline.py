@@ -16,16 +16,14 @@ from torch import Tensor, nn
 
 from distprune.bounds import SparsityBound
 from distprune.call import Decision, PruningCall
+from distprune.checksum import checksums
 from distprune.collectives import Communicator, attempt
-from distprune.geometry import IndexMap
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook
-from distprune.passes import count_live
+from distprune.passes import count_each_live
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
 from distprune.target import Scores, Target
-
-_CHECKSUM_CHUNK = 1 << 18
 
 
 class DecidesMasks(Protocol):
@@ -167,19 +165,19 @@ def _count_and_compare(
     """
 
     def count() -> list[list[int]]:
+        shards = [target.shard for target in targets]
+        live = count_each_live(
+            [None if shard.mask is None else shard.flat(shard.mask) for shard in shards],
+            [shard.counted for shard in shards],
+        )
+        # What is compared: values and mask of every replicated parameter.
+        compared = [_compared(target, reads_values) for target in targets]
+        sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))
         rows = []
-        for target in targets:
-            shard = target.shard
-            flat_mask = None if shard.mask is None else shard.flat(shard.mask)
-            checksum = 0
-            if shard.num_replicas > 1:
-                if reads_values:
-                    values = shard.values if target.scores is None else target.scores
-                    checksum = _checksum(shard.flat(values), shard.index)
-                if flat_mask is not None:
-                    checksum += 3 * _checksum(flat_mask, shard.index)
-            first = checksum if shard.replica == 0 else 0
-            rows.append([count_live(flat_mask, shard.counted), _wrap(checksum), _wrap(first)])
+        for shard, num_live, tensors in zip(shards, live, compared, strict=True):
+            both = sum((1 + 2 * i) * next(sums) for i in range(len(tensors)))
+            first = both if shard.replica == 0 else 0
+            rows.append([num_live, _wrap(both), _wrap(first)])
         return rows
 
     rows, error = attempt(count)
@@ -200,23 +198,12 @@ def _count_and_compare(
     return [live for live, _, _ in shared]
 
 
-def _checksum(flat: Tensor, index: IndexMap) -> int:
-    """Bits weighted by a function of their global index, summed as integers modulo 2**64.
-
-    The index tells apart replicas that hold the same values, or as many zeros, elsewhere;
-    the order of the elements in memory does not matter.
-    """
-    per_element = 1
-    if flat.is_complex():
-        flat, per_element = torch.view_as_real(flat).view(-1), 2
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _CHECKSUM_CHUNK):
-        bits = flat[start : start + _CHECKSUM_CHUNK].contiguous().view(integer).long()
-        positions = torch.arange(start, start + bits.numel(), device=flat.device)
-        where = index(positions // per_element) * per_element + positions % per_element
-        total += (bits * where.mul_(where + 0x9E3779B9)).sum() + bits.sum()
-    return int(total)
+def _compared(target: Target, reads_values: bool) -> list[Tensor]:
+    shard = target.shard
+    if shard.num_replicas == 1:
+        return []
+    ranked = [shard.values if target.scores is None else target.scores] if reads_values else []
+    return ranked if shard.mask is None else [*ranked, shard.mask]
 
 
 def _wrap(value: int) -> int:

@@ -12,7 +12,7 @@ from distprune.budget import choose
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import dim_coordinates, index_map
-from distprune.kernels import Candidates, Count, KeySource, on_host
+from distprune.kernels import Candidates, KeySource
 from distprune.keys import (
     RANDOM_KEYS,
     ComputedKeys,
@@ -22,6 +22,7 @@ from distprune.keys import (
     TensorKeys,
     key_range,
 )
+from distprune.memory import Count, on_host
 from distprune.passes import count_live, finish, write_keep
 from distprune.selection import select_lowest
 from distprune.sharding import is_dtensor, local_part

@@ -12,7 +12,7 @@ from distprune import kernels, passes
 from distprune.collectives import Communicator
 from distprune.kernels import Cut
 from distprune.keys import Order, key_range
-from distprune.memory import Scratch, empty_like
+from distprune.memory import Scratch, empty_like, on_host
 from distprune.passes import finish
 from distprune.selection import select_lowest
 from virtual_shards import candidates
@@ -58,7 +58,7 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
                 chunk = kernels.read(part, range(n), pivots, (low, high), drafted, Scratch())
                 cut = Cut(high, 0, 150)
                 count = kernels.write(part, range(n), 0, cut, written, previous, Scratch())
-            numbers = kernels.on_host([chunk.num_below, *chunk.counts, chunk.found.number, count])
+            numbers = on_host([chunk.num_below, *chunk.counts, chunk.found.number, count])
             results.append((numbers, chunk.found.positions, chunk.found.keys, drafted, written))
         assert previous is None or torch.equal(previous, untouched)
         assert results[0][0] == results[1][0]
