@@ -451,10 +451,10 @@ def _outcome(run: subprocess.CompletedProcess) -> list[Any]:
     return [None, None, f"failed with {status}: {_brief(why)}"]
 
 
-def _brief(message: str, length: int = 100) -> str:
-    """Torch's own words about memory come after those on where in its code that was."""
+def _brief(message: str) -> str:
+    """The sentence about memory, if there is one, without where in torch's code that was."""
     start = max(message.find("DefaultCPUAllocator"), 0)
-    return message[start : start + length].strip()
+    return message[start:].partition(". Error code")[0].strip()[:100]
 
 
 def run_torch_alone(num_elements: int, dtype: torch.dtype, amount: float, limit: int) -> None:
