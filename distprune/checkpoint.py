@@ -266,9 +266,9 @@ def _is_misplaced(name: str, parameter: DTensor) -> bool:
         return False
     held = dtensor.local_shard(name, parameter, None).coordinates
     sizes, offsets = dcp.written_box(parameter)
-    if 0 in sizes or any(rows.numel() == 0 for rows in held):
-        return (0 in sizes) != any(rows.numel() == 0 for rows in held)
-    first = tuple(int(rows[0]) for rows in held)
+    if 0 in sizes or not all(held):
+        return (0 in sizes) != (not all(held))
+    first = tuple(rows.start for rows in held)
     return first != tuple(offsets) or tuple(map(len, held)) != tuple(sizes)
 
 

@@ -23,7 +23,7 @@ class Split:
     which: int
 
 
-def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Tensor, ...]:
+def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[range, ...]:
     """Global coordinates, per tensor dimension, of the elements that one rank holds.
 
     Args:
@@ -31,15 +31,13 @@ def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[Tens
         splits: in the order in which the tensor was cut.
 
     Returns:
-        One int64 [local size of the dimension] per dimension. The local element
+        One range per dimension, as a chunk of a chunk is a run. The local element
         (i, j, ...) is the global element (result[0][i], result[1][j], ...).
-
-    Cost: memory of sum(shape), not of prod(shape).
     """
-    coordinates = [torch.arange(size) for size in shape]
+    coordinates = [range(size) for size in shape]
     for split in splits:
         held = coordinates[split.dim]
-        size = -(-held.numel() // split.num_chunks)
+        size = -(-len(held) // split.num_chunks)
         coordinates[split.dim] = held[split.which * size : (split.which + 1) * size]
     return tuple(coordinates)
 
@@ -49,15 +47,15 @@ class IndexMap:
     """From positions in a flat local view to row-major indices in the global tensor.
 
     Attributes:
-        coordinates: int64 [size] per dimension, slowest-varying dimension of the
-            flat view first.
+        coordinates: a range per dimension, slowest-varying dimension of the flat
+            view first.
         strides: row-major stride of the same dimensions in the global tensor.
         start: first global index when the local elements are a contiguous run.
         offset: position of the first local element in the flat view that the
             coordinates describe: more than 0 if the local elements are a run of that view.
     """
 
-    coordinates: tuple[Tensor, ...]
+    coordinates: tuple[range, ...]
     strides: tuple[int, ...]
     start: int | None
     offset: int = 0
@@ -71,14 +69,13 @@ class IndexMap:
         for coordinate, stride in zip(
             reversed(self.coordinates), reversed(self.strides), strict=True
         ):
-            size = coordinate.numel()
-            indices += coordinate.to(positions.device)[rest % size] * stride
-            rest = rest // size
+            indices += (rest % len(coordinate) + coordinate.start) * stride
+            rest = rest // len(coordinate)
         return indices
 
 
 def index_map(
-    shape: Sequence[int], coordinates: Sequence[Tensor], memory_order: Sequence[int]
+    shape: Sequence[int], coordinates: Sequence[range], memory_order: Sequence[int]
 ) -> IndexMap:
     """Build the :class:`IndexMap` of a flat view.
 
@@ -91,13 +88,9 @@ def index_map(
     start = None
     # A run: rows follow each other in dimension 0, and everything below is whole.
     if list(memory_order) == list(range(len(shape))) and all(
-        coordinates[dim].numel() == shape[dim] for dim in range(1, len(shape))
+        len(coordinates[dim]) == shape[dim] for dim in range(1, len(shape))
     ):
-        rows = coordinates[0] if shape else torch.zeros(1, dtype=torch.int64)
-        if rows.numel() == 0:
-            start = 0
-        elif int(rows[-1]) - int(rows[0]) == rows.numel() - 1:
-            start = int(rows[0]) * (strides[0] if shape else 1)
+        start = coordinates[0].start * strides[0] if shape and coordinates[0] else 0
     return IndexMap(
         tuple(coordinates[dim] for dim in memory_order),
         tuple(strides[dim] for dim in memory_order),
@@ -131,8 +124,8 @@ def memory_order(tensor: Tensor) -> list[int] | None:
     A dense tensor (contiguous, transposed, channels_last) can be read flat in
     this order without a copy.
     """
+    if tensor.is_contiguous():
+        # Dimensions of size 1 may have any stride: the natural order is one.
+        return list(range(tensor.ndim))
     dims = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), -tensor.size(dim), dim))
-    if tensor.permute(dims).is_contiguous():
-        # Dimensions of size 1 may have any stride: keep the natural order when it is one.
-        return list(range(tensor.ndim)) if tensor.is_contiguous() else dims
-    return None
+    return dims if tensor.permute(dims).is_contiguous() else None

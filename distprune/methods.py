@@ -12,7 +12,8 @@ from distprune.amount import Amount, checked_count, validate_amount
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, is_distributed
 from distprune.keys import Order
-from distprune.pruning_method import BasePruningMethod, hook_with
+from distprune.masking.hook import find_hook
+from distprune.pruning_method import BasePruningMethod, PruningContainer, joined
 
 
 class Identity(BasePruningMethod):
@@ -259,10 +260,19 @@ class CustomFromMask(BasePruningMethod):
 
 
 def chosen_hook(module: nn.Module, name: str) -> BasePruningMethod:
-    """What to register for a mask that a global pruning chose."""
-    method = CustomFromMask(None)
-    method._tensor_name = name
-    return hook_with(module, name, method)
+    """What to register for a mask that a global pruning chose.
+
+    All those masks are the module's buffer, so one object stands for every global pruning of a
+    parameter, however often it is in the container: a schedule's history takes no memory.
+    """
+    present = find_hook(module, name)
+    last = None if present is None else present[1]
+    if isinstance(last, PruningContainer) and len(last):
+        last = last[-1]
+    if type(last) is not CustomFromMask or not last._is_in_buffer:
+        last = CustomFromMask(None)
+        last._tensor_name = name
+    return last if present is None else joined(present[1], last)
 
 
 def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:

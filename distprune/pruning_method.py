@@ -264,7 +264,8 @@ class PruningContainer(BasePruningMethod):
 
     def bind(self, module: nn.Module) -> None:
         super().bind(module)
-        for method in self._pruning_methods:
+        # A schedule leaves one method a hundred times: see methods.chosen_hook.
+        for method in {id(each): each for each in self._pruning_methods}.values():
             method.bind(module)
 
     def __len__(self) -> int:
@@ -303,13 +304,17 @@ def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePr
     A new container, so that nothing has changed if the pruning fails after all.
     """
     present = find_hook(module, name)
-    if present is None:
-        return method
-    earlier = present[1]
+    return method if present is None else joined(present[1], method)
+
+
+def joined(earlier: PruningHook, method: BasePruningMethod) -> PruningContainer:
+    """A container of the methods that a hook stands for, and another one."""
     assert isinstance(earlier, BasePruningMethod)
-    return PruningContainer(
-        *(earlier if isinstance(earlier, PruningContainer) else (earlier,)), method
-    )
+    container = PruningContainer(method)
+    # Not one by one: they have been checked, and may be many.
+    past = earlier._pruning_methods if isinstance(earlier, PruningContainer) else (earlier,)
+    container._pruning_methods = (*past, method)
+    return container
 
 
 def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) -> Tensor:

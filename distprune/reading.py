@@ -70,6 +70,8 @@ def _bounds_of(
     min_sparsity: SparsityBound | None,
     max_sparsity: SparsityBound | None,
 ) -> Bounds | None:
+    if min_sparsity is None and max_sparsity is None:
+        return None
     bounded = [Bounded(t.label, (t.label, *t.places), t.shard.numel) for t in targets]
     return to_bounds(bounded, min_sparsity, max_sparsity)
 
@@ -89,6 +91,9 @@ def _read(
     places: dict[Hashable, list[tuple[nn.Module, str]]] = {}
     shards: dict[Hashable, tuple[str, LocalShard]] = {}
     tied: set[Hashable] = set()
+    inside = set(communicator.ranks)
+    # By identity: parameters of one mesh share their list of ranks, which may be long.
+    checked: dict[int, tuple[int, ...]] = {}
     for position, pair in enumerate(pairs):
         module, name = _checked_pair(pair, position)
         label = getattr(pair, "fqn", None)
@@ -108,7 +113,9 @@ def _read(
         if len(getattr(pair, "places", ())) > 1:
             tied.add(key)
         if key not in shards:
-            _check_ranks(shard, communicator)
+            if shard.ranks is not None and id(shard.ranks) not in checked:
+                _check_ranks(shard, shard.ranks, inside)
+                checked[id(shard.ranks)] = shard.ranks
             shards[key] = (label, shard)
     labels = [label for label, _ in shards.values()]
     if pipeline_parallel and len(set(labels)) < len(labels):
@@ -150,12 +157,12 @@ def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
     return unwrap(module), name
 
 
-def _check_ranks(shard: LocalShard, communicator: Communicator) -> None:
-    outside = sorted(set(shard.ranks or ()) - set(communicator.ranks))
+def _check_ranks(shard: LocalShard, ranks: tuple[int, ...], inside: set[int]) -> None:
+    outside = sorted(set(ranks) - inside)
     if outside:
         raise ValueError(
             f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
-            f"the call (ranks {list(communicator.ranks)}); expected a group that holds all of them."
+            f"the call (ranks {sorted(inside)}); expected a group that holds all of them."
         )
 
 
@@ -210,19 +217,23 @@ def _count_copies_on_other_meshes(
     is_first = torch.zeros(len(kinds), communicator.size, dtype=torch.int64)
     for row, ranks in enumerate(kinds):
         is_first[row, communicator.index] = communicator.rank == ranks[0]
-    is_first = communicator.sum(is_first)
+    # By kind: which of how many meshes this rank's is.
+    copies = {}
+    for ranks, row in zip(kinds, communicator.sum(is_first), strict=True):
+        firsts = row.nonzero().squeeze(1).tolist()
+        copies[ranks] = (firsts.index(communicator.ranks.index(ranks[0])), len(firsts))
     found = []
     for target in targets:
         shard = target.shard
         if _is_on_part(shard, communicator):
-            firsts = is_first[kinds.index(shard.ranks)].nonzero().squeeze(1).tolist()
-            which = firsts.index(communicator.ranks.index(shard.ranks[0]))
+            which, num_copies = copies[shard.ranks]
             shard = replace(
                 shard,
                 replica=which * shard.num_replicas + shard.replica,
-                num_replicas=len(firsts) * shard.num_replicas,
+                num_replicas=num_copies * shard.num_replicas,
             )
-        found.append(replace(target, shard=shard))
+            target = replace(target, shard=shard)
+        found.append(target)
     return found
 
 

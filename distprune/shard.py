@@ -28,7 +28,7 @@ class LocalShard:
         values: this rank's part, N-d, detached; may be empty.
         mask: this rank's part of the mask in force, same shape; None if unpruned.
         shape: the global shape.
-        coordinates: int64 [local size] per dimension: where the part sits.
+        coordinates: a range per dimension: where the part sits.
         order: dimensions in the order of memory; flat views follow it.
         index: from positions in a flat view to global row-major indices.
         replica: which copy of these elements this rank holds ...
@@ -44,7 +44,7 @@ class LocalShard:
     values: Tensor
     mask: Tensor | None
     shape: torch.Size
-    coordinates: tuple[Tensor, ...]
+    coordinates: tuple[range, ...]
     order: tuple[int, ...]
     index: IndexMap
     replica: int = 0
@@ -78,15 +78,10 @@ class LocalShard:
         return local.permute(self.order).reshape(-1)
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor of the global shape; a view if it is one block."""
+        """This rank's part of a full tensor of the global shape, a view."""
         for dim, rows in enumerate(self.coordinates):
-            if rows.numel() == full.shape[dim]:
-                continue
-            first = int(rows[0]) if rows.numel() else 0
-            if rows.numel() == 0 or int(rows[-1]) - first == rows.numel() - 1:
-                full = full.narrow(dim, first, rows.numel())
-            else:
-                full = full.index_select(dim, rows.to(full.device))
+            if len(rows) != full.shape[dim]:
+                full = full.narrow(dim, rows.start, len(rows))
         return full
 
     def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +94,8 @@ class LocalShard:
         Returns:
             A view [rows, ...] and int64 [rows]; several rows may share a channel.
         """
-        return local.movedim(axis, 0), self.coordinates[axis]
+        channels = self.coordinates[axis]
+        return local.movedim(axis, 0), torch.arange(channels.start, channels.stop)
 
     def new_mask(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised local mask, laid out in memory as the values are."""

@@ -73,7 +73,7 @@ def candidates(whole, live, kind, common, size, rank):
 
     def part(tensor):
         for dim, rows in enumerate(coordinates):
-            tensor = tensor.index_select(dim, rows)
+            tensor = tensor.narrow(dim, rows.start, len(rows))
         return tensor.reshape(-1)
 
     flat = part(whole)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.masking import live_property
-from distprune.wrappers import is_flattened, managed_parameters
+from distprune.wrappers import is_managed
 
 
 class PruningHook:
@@ -84,11 +84,8 @@ class PruningHook:
                 "expected a mask that is sharded like the parameter. Call "
                 "distprune.shard_masks(model) after parallelize_module."
             )
-        if (
-            (is_parallel and mask.placements != original.placements)
-            or (id(module), name + "_orig") in managed_parameters()
-            or is_flattened(module, name)
-        ):
+        is_spread = is_parallel and mask.placements != original.placements
+        if is_spread or is_managed(module, name):
             # FSDP registers another tensor at every forward: look no more.
             self._seen = None
             warnings.warn(

@@ -12,7 +12,6 @@ The module gets a subclass of its class, made once per class and set of names, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,8 +76,7 @@ def _live_class(base: type, names: tuple[str, ...]) -> type:
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
     }
-    for name in names:
-        attributes[name] = property(_getter(name), _refuse)
+    attributes |= {name: _live_value(name) for name in names}
     if hasattr(base, "_orig_cls_mro_index"):
         from distprune.wrappers import fsdp2
 
@@ -86,11 +84,14 @@ def _live_class(base: type, names: tuple[str, ...]) -> type:
     return type(base.__name__, (base,), attributes)
 
 
-def _getter(name: str) -> Callable[[nn.Module], Tensor]:
+@functools.cache
+def _live_value(name: str) -> property:
+    """One for all classes: a list of experts may have hundreds of names."""
+
     def get(module: nn.Module) -> Tensor:
         return masked_value(module, name)
 
-    return get
+    return property(get, _refuse)
 
 
 def _refuse(module: nn.Module, value: Any) -> None:

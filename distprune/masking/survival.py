@@ -15,13 +15,16 @@ KEY = "_apply"
 
 def install(module: nn.Module, name: str) -> None:
     """Keep the mask of ``module.<name>`` from now on."""
-    module.__dict__.setdefault(KEY, _ApplyKeepingMasks(module)).names.add(name)
+    apply = module.__dict__.get(KEY)
+    if apply is None:
+        apply = module.__dict__[KEY] = _ApplyKeepingMasks(module)
+    apply.names.add(name)
 
 
 def uninstall(module: nn.Module) -> None:
     """Undo :meth:`install`, once the module has no mask any more."""
     apply = module.__dict__.get(KEY)
-    if apply is not None and not apply.masks():
+    if apply is not None and not apply.has_masks():
         del module.__dict__[KEY]
 
 
@@ -35,6 +38,11 @@ class _ApplyKeepingMasks:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.names: set[str] = set()
+
+    def has_masks(self) -> bool:
+        """Whether one is there; stops at the first."""
+        buffers = self._module._buffers
+        return any(isinstance(buffers.get(name + "_mask"), Tensor) for name in self.names)
 
     def masks(self) -> dict[str, Tensor]:
         """The masks that are there; FSDP1 takes the parameters away during ``_apply``."""

@@ -39,7 +39,11 @@ class ShardReader:
     def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
         self._replica = replica
         self._num_replicas = num_replicas
-        self._managed = managed_parameters()
+        # Made when it is needed: a call for one parameter need not look at all others.
+        self._managed: dict[tuple[int, str], Any] | None = None
+        # By mesh and by FSDP1 module: lists of ranks are long, and parameters share them.
+        self._places: dict[Any, Any] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}
 
     def managed(self, module: nn.Module, name: str) -> Any | None:
         """A wrapper's record (wrappers.Managed) of a parameter, pruned or not.
@@ -47,16 +51,27 @@ class ShardReader:
         Raises:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
         """
-        places = [(id(module), registered) for registered in (name, name + "_orig")]
-        if not any(place in self._managed for place in places) and is_flattened(module, name):
+        record = _record_with_mask(module, name)
+        if record is not None:
+            return record
+        if self._managed is None:
+            self._managed = managed_parameters()
+        found = self._find(module, name)
+        if found is None and is_flattened(module, name):
             self._managed = managed_parameters(everywhere=True)
-            if not any(place in self._managed for place in places):
+            found = self._find(module, name)
+            if found is None:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
                     "FullyShardedDataParallel module is gone; expected that the wrapped model is "
                     "kept and used, not the module inside it."
                 )
-        return next((self._managed[place] for place in places if place in self._managed), None)
+        return found
+
+    def _find(self, module: nn.Module, name: str) -> Any | None:
+        assert self._managed is not None
+        found = self._managed.get((id(module), name))
+        return found if found is not None else self._managed.get((id(module), name + "_orig"))
 
     def read(self, module: nn.Module, name: str, label: str) -> LocalShard:
         """This rank's part of ``module.name``.
@@ -97,13 +112,18 @@ class ShardReader:
         if _is_flat(managed):
             from distprune.sharding import flat
 
-            return flat.local_shard(label, managed, mask)
+            if managed.state not in self._ranks:
+                self._ranks[managed.state] = managed.ranks
+            return flat.local_shard(label, managed, mask, self._ranks[managed.state])
         parameter = managed.sharded if managed is not None else _registered(module, name, label)
         _check_kind(label, parameter)
         if is_dtensor(parameter):
             from distprune.sharding import dtensor
 
-            return dtensor.local_shard(label, parameter, mask)
+            mesh = parameter.device_mesh
+            if mesh not in self._places:
+                self._places[mesh] = dtensor.MeshPlace.on(mesh)
+            return dtensor.local_shard(label, parameter, mask, self._places[mesh])
         from distprune.sharding import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
@@ -165,6 +185,18 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
         f"shape {tuple(shard.shape)}."
     )
+
+
+def _record_with_mask(module: nn.Module, name: str) -> Any | None:
+    """The wrapper's record of a pruned parameter, which its mask knows."""
+    shard_mask = module.__dict__.get(shard_mask_key(name))
+    record = None if shard_mask is None else shard_mask.managed()
+    # The mask of a copied module knows the original's.
+    if record is None or not any(
+        owner is module and registered == name + "_orig" for owner, registered in record.owners
+    ):
+        return None
+    return record
 
 
 def _is_flat(managed: Any | None) -> bool:

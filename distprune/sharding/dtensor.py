@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -13,41 +15,69 @@ from distprune.geometry import Split, dim_coordinates, index_map, memory_order
 from distprune.shard import LocalShard
 
 
-def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShard:
+@dataclass(frozen=True)
+class MeshPlace:
+    """A device mesh as this rank sees it; to be asked for once per mesh, not per parameter.
+
+    Attributes:
+        shape: of the mesh.
+        coordinate: of this rank; None if it is outside.
+        ranks: global ranks, row-major.
+    """
+
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh) -> MeshPlace:
+        coordinate = mesh.get_coordinate()
+        return cls(
+            tuple(mesh.shape),
+            None if coordinate is None else tuple(coordinate),
+            tuple(mesh.mesh.flatten().tolist()),
+        )
+
+
+def local_shard(
+    name: str, parameter: DTensor, mask: Tensor | None, place: MeshPlace | None = None
+) -> LocalShard:
     """Read this rank's part of a DTensor parameter.
 
     Args:
         name: for messages.
         parameter: on any mesh; this rank may be outside it and hold nothing.
         mask: the mask in force, laid out as the parameter.
+        place: the parameter's mesh, if that is known already.
 
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
-    splits = splits_of(name, parameter.ndim, mesh.shape, mesh.get_coordinate(), placements)
+    place = place or MeshPlace.on(mesh)
+    splits = splits_of(name, parameter.ndim, place.shape, place.coordinate, placements)
     coordinates = (
         dim_coordinates(parameter.shape, splits)
         if splits is not None
-        else tuple(torch.empty(0, dtype=torch.int64) for _ in parameter.shape)
+        else tuple(range(0) for _ in parameter.shape)
     )
-    values = parameter.detach().to_local()
+    values = _local(parameter)
     if values.numel() == 0 and values.ndim == len(coordinates):
         # An empty shard may be empty in dimensions that the placements leave whole.
         coordinates = tuple(
             rows[:size] for rows, size in zip(coordinates, values.shape, strict=True)
         )
-    expected = tuple(rows.numel() for rows in coordinates)
+    expected = tuple(map(len, coordinates))
     if splits is None:
         values = values.new_empty(expected)
     if tuple(values.shape) != expected:
         raise NotImplementedError(
             f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
-            f"{placements} on a mesh of shape {tuple(mesh.shape)} should give {expected}. "
+            f"{placements} on a mesh of shape {place.shape} should give {expected}. "
             "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
         )
     order = memory_order(values) or list(range(values.ndim))
-    replica, num_replicas = replica_of(mesh.shape, mesh.get_coordinate(), placements)
+    replica, num_replicas = replica_of(place.shape, place.coordinate, placements)
     return LocalShard(
         name=name,
         parameter=parameter,
@@ -59,9 +89,9 @@ def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShar
         index=index_map(parameter.shape, coordinates, order),
         replica=replica,
         num_replicas=num_replicas,
-        ranks=tuple(mesh.mesh.flatten().tolist()),
+        ranks=place.ranks,
         # Not which ranks: the same parameter may be on several meshes of one shape.
-        layout=f"{placements} on a mesh of shape {tuple(mesh.shape)}",
+        layout=f"{placements} on a mesh of shape {place.shape}",
         mesh=mesh,
         placements=placements,
         key=id(parameter),
@@ -71,7 +101,12 @@ def local_shard(name: str, parameter: DTensor, mask: Tensor | None) -> LocalShar
 def _local_mask(mask: Tensor, values: Tensor, is_inside: bool) -> Tensor:
     """This rank's part; a rank outside the mesh knows that there is a mask, and holds none."""
     assert isinstance(mask, DTensor)
-    return mask.to_local() if is_inside else torch.empty_like(values, dtype=mask.dtype)
+    return _local(mask) if is_inside else torch.empty_like(values, dtype=mask.dtype)
+
+
+def _local(tensor: DTensor) -> Tensor:
+    with torch.no_grad():  # else to_local() is an operation of autograd, which takes longer
+        return tensor.to_local().detach()
 
 
 def splits_of(

@@ -10,7 +10,7 @@ from distprune.geometry import run_index_map
 from distprune.shard import FlatShard
 
 
-def local_shard(name: str, piece: Any, mask: Tensor | None) -> FlatShard:
+def local_shard(name: str, piece: Any, mask: Tensor | None, ranks: tuple[int, ...]) -> FlatShard:
     """Read this rank's run of a parameter.
 
     Args:
@@ -18,6 +18,7 @@ def local_shard(name: str, piece: Any, mask: Tensor | None) -> FlatShard:
         piece: FSDP1's record (wrappers.fsdp1.FlatPiece) of the parameter.
         mask: the mask in force: this rank's run of it, or, on a parameter that was pruned
             before it was wrapped, the whole.
+        ranks: those of the piece, one tuple for all pieces of a wrapper.
 
     Raises:
         NotImplementedError: the parameter has gaps or overlaps in memory.
@@ -41,7 +42,7 @@ def local_shard(name: str, piece: Any, mask: Tensor | None) -> FlatShard:
         index=index,
         replica=replica,
         num_replicas=num_replicas,
-        ranks=piece.ranks,
+        ranks=ranks,
         layout=piece.layout,
         key=piece.key,
     )

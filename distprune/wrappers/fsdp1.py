@@ -8,6 +8,7 @@ How a mask acts on it: fsdp1_mask.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ class FlatPiece:
     @property
     def layout(self) -> str:
         """For messages, and for comparing ranks."""
-        return f"FSDP1 {self.state.sharding_strategy.name} over {len(self.ranks)} ranks"
+        num_ranks = math.prod(group.size() for group in self.groups)
+        return f"FSDP1 {self.state.sharding_strategy.name} over {num_ranks} ranks"
 
     def check_fields(self) -> None:
         """Raise NotImplementedError naming the private fields that this torch lacks."""

@@ -52,6 +52,10 @@ class FlatMask:
         assert mask is not None
         return mask
 
+    def managed(self) -> Any:
+        """FSDP1's record of the parameter."""
+        return self._piece
+
     def attach(self) -> None:
         """Let the next all-gather, the gradient and state dicts see this mask."""
         piece = self._piece

@@ -145,6 +145,7 @@ class ShardMask:
         # The tensor refers to this object; a reference back would be a cycle through
         # C++ that the garbage collector cannot see.
         self._fsdp_param_ref = weakref.ref(managed.fsdp_param)
+        self._group_ref = weakref.ref(managed.group)
         self._handle: RemovableHandle | None = None
 
     @property
@@ -164,6 +165,13 @@ class ShardMask:
                 "like the parameter. Pass a whole mask to custom_from_mask."
             )
         return local
+
+    def managed(self) -> ManagedParameter | None:
+        """FSDP2's record of the parameter; None if it is gone."""
+        fsdp_param, group = self._fsdp_param_ref(), self._group_ref()
+        if fsdp_param is None or group is None:
+            return None
+        return ManagedParameter(fsdp_param, group)
 
     def attach(self) -> None:
         """Let the next all-gather, and the gradient hook, see the mask."""
@@ -267,9 +275,25 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
     for group in _groups():
         for fsdp_param in group.fsdp_params:
             managed = ManagedParameter(fsdp_param, group)
-            for module, name in managed.owners:
-                found[id(module), name] = managed
+            info = fsdp_param._module_info
+            found[id(info.module), info.param_name] = managed
+            if info.shared_modules:
+                found |= {(id(module), name): managed for module, name in managed.owners}
     return found
+
+
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Whether FSDP2 shards what it registers on a module under a name."""
+    for group in _groups():
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            if info.module is module and info.param_name == name:
+                return True
+            if info.shared_modules:
+                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                if any(owner is module and n == name for owner, n in shared):
+                    return True
+    return False
 
 
 def _is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:

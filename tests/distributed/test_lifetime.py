@@ -1,15 +1,18 @@
-"""A pruned model is freed like a dense one: the mask on its shards keeps nothing alive."""
+"""A pruned model is freed like a dense one; pruning it again and again leaves nothing behind."""
 
 import gc
+import types
 import weakref
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import distprune as prune
 import wraps
 from distprune.testing import run_ranks
-from models import Net
+from models import Net, seeded
 
 
 def freed(wrapping: str, removed: bool) -> list[bool]:
@@ -55,3 +58,64 @@ def gradient_masks() -> int:
 
 def test_hooks_do_not_pile_up():
     assert run_ranks(gradient_masks, 2) == [1, 1]
+
+
+def living() -> Counter:
+    """What pruning makes and could forget, by kind."""
+    dist.barrier()
+    gc.collect()
+    counts: Counter = Counter()
+    for each in gc.get_objects():
+        kind = type(each)
+        if issubclass(kind, torch.Tensor):
+            counts["tensors"] += 1
+        elif issubclass(kind, type):
+            counts["classes"] += 1
+        elif issubclass(kind, types.FunctionType | types.MethodType):
+            counts["functions"] += 1
+        elif kind.__module__.startswith(("distprune", "torch")):
+            counts[kind.__qualname__] += 1
+    counts["process groups"] = len(dist.distributed_c10d._world.pg_map)
+    return counts
+
+
+def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
+    """What there is more or less of around the 50th pruning than around the first ones."""
+    model = wraps.wrap(seeded(Net(wraps.runnable_sizes(wrapping))), wrapping)
+    targets = prune.select(model)
+    module, name = targets[0]
+
+    def prune_and_run() -> None:
+        prune.global_unstructured(targets, prune.L1Unstructured, amount=0.02)
+        with torch.no_grad():
+            model(torch.ones(2, wraps.runnable_sizes(wrapping)[0]))
+        if removed:
+            prune.l1_unstructured(module, name, 1)
+            for each in targets:
+                prune.remove(*each)
+
+    def fewest_living(num_rounds: int) -> Counter:
+        """Over some rounds: a backend's threads hold what they sent last for a moment longer."""
+        fewest = None
+        for _ in range(num_rounds):
+            prune_and_run()
+            counts = living()
+            fewest = counts if fewest is None else fewest & counts
+        return fewest
+
+    for _ in range(3):  # from the second pruning on there are containers
+        prune_and_run()
+    early = fewest_living(5)
+    for _ in range(40):
+        prune_and_run()
+    late = fewest_living(5)
+    return {kind: (early[kind], late[kind]) for kind in early | late if early[kind] != late[kind]}
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["pruned again", "removed"])
+@pytest.mark.parametrize(
+    "wrapping", ["plain-1", "ddp-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"]
+)
+def test_nothing_grows_over_many_prunings(wrapping, removed):
+    for grown in run_ranks(growth, wraps.world_size(wrapping), wrapping, removed):
+        assert grown == {}

@@ -18,9 +18,10 @@ NORMS = (0, 0.5, 1, 2, 3, math.inf, -math.inf)
 def norms_over(values, dim, n, split_dim, size):
     def on_rank(communicator):
         coordinates = dim_coordinates(values.shape, [Split(split_dim, size, communicator.index)])
-        part = values.index_select(split_dim, coordinates[split_dim])
+        held = [torch.arange(rows.start, rows.stop) for rows in coordinates]
+        part = values.index_select(split_dim, held[split_dim])
         channels = values.shape[dim]
-        rows, channel_of_row = part.movedim(dim, 0), coordinates[dim]
+        rows, channel_of_row = part.movedim(dim, 0), held[dim]
         if communicator.index % 2:  # every element as a row, as FSDP1's runs have it
             elements = rows.flatten(1)
             channel_of_row = channel_of_row.repeat_interleave(elements.shape[1])

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from distprune.sharding import dtensor
+from distprune.sharding import ShardReader, dtensor
 from fake_ranks import run_fake_ranks
 
 
@@ -83,3 +83,21 @@ def test_fsdp2_over_tensor_parallelism(rows, columns):
     """Uneven strided shards included, where torch's own helper is wrong."""
     owned = run_fake_ranks(fsdp_over_tp, 32, rows, columns)
     assert [sum(column) for column in zip(*owned, strict=True)] == [rows * columns, 8 * rows]
+
+
+def lists_of_ranks(mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    module = nn.Module()
+    for name in "abc":
+        whole = torch.zeros(8, 3)
+        weight = distribute_tensor(whole, mesh, [Shard(0)] * len(mesh_shape), src_data_rank=None)
+        setattr(module, name, nn.Parameter(weight))
+    reader = ShardReader()
+    return [reader.read(module, name, name).ranks for name in "abc"]
+
+
+def test_parameters_of_one_mesh_share_their_list_of_ranks():
+    """Ten thousand parameters on as many ranks would have a hundred million numbers otherwise."""
+    first, *others = run_fake_ranks(lists_of_ranks, 1024, (128, 8), ranks=[5])[0]
+    assert first == tuple(range(1024))
+    assert all(ranks is first for ranks in others)
