@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         if num_elements < 100_000:
             raise ValueError(f"num_elements={num_elements}; expected at least 100,000.")
-        width = max(64, 64 * round((num_elements / (NUM_LAYERS * PER_LAYER + 16)) ** 0.5 / 64))
+        width = 16 * round((num_elements / (NUM_LAYERS * PER_LAYER + 16)) ** 0.5 / 16)
         num_layers = max(1, round((num_elements / width**2 - 16) / PER_LAYER))
         self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
         self.norm = nn.RMSNorm(width, device="meta")
@@ -175,13 +175,13 @@ class Expected:
 
 
 def oracle(
-    values: Sequence[Tensor], amount: float, earlier: Sequence[Tensor] | None = None
+    values: Sequence[Tensor], amount: float | int, earlier: Sequence[Tensor] | None = None
 ) -> Expected:
     """The exact cut, found by numpy's partition of the bits of all live magnitudes.
 
     Args:
         values: whole parameters of one floating-point dtype, in the order of the call.
-        amount: a share of the live elements, in (0, 1).
+        amount: a share of the live elements, in (0, 1), or a count of them.
         earlier: masks of earlier prunings, 1 = live; None: all are.
 
     Cost: memory for a second copy of the values.
@@ -189,7 +189,7 @@ def oracle(
     num_live = sum(v.numel() for v in values)
     if earlier is not None:
         num_live = sum(int(_keep(mask).sum()) for mask in earlier)
-    count = round(amount * num_live)
+    count = amount if isinstance(amount, int) else round(amount * num_live)
     if not 0 < count < num_live:
         raise ValueError(f"amount={amount} prunes {count} of {num_live} elements; it needs a cut.")
     bits = np.empty(num_live, _bits(values[0][:1]).dtype)

@@ -44,7 +44,7 @@ def tables(options: Options) -> Iterator[Table]:
         ["after import torch", "seconds of import torch", "seconds on top of it"],
         rows,
         [Verdict(BOUND, rows[-1][2])],
-        [f"medians of {rounds} rounds, in turn; both times are of the same interpreter"],
+        [f"Medians of {rounds} rounds, in turn; both times are of the same interpreter."],
     )
 
 

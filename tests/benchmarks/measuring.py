@@ -49,7 +49,8 @@ class Measurement:
         seconds: wall time.
         peak_extra_bytes: the highest resident set during the call, less that before it. What the
             call leaves behind is in it.
-        retained_bytes: the resident set after the call, less that before it.
+        retained_bytes: the resident set after the call, once what is free was given back, less
+            that before it.
         result: what the call returned. It stays in memory as long as this does: keep it small.
     """
 
@@ -68,7 +69,7 @@ def measured(call: Callable[[], Any]) -> Measurement:
     result = call()
     seconds = time.perf_counter() - started
     peak = max(_status("VmHWM"), before)
-    gc.collect()
+    release_memory()
     return Measurement(seconds, peak - before, resident_bytes() - before, result)
 
 
