@@ -2,7 +2,7 @@
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make test    lint, then run all tests
-#   make bench   measure time, memory and communication of one pruning call
+#   make bench   measure time, memory and communication, and compare them with bounds
 #   make clean   delete the .venv and everything that was made
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -40,7 +40,7 @@ test: lint
 
 bench: $(READY)
 	@echo "== measuring"
-	$(BIN)/python tests/benchmarks/bench_global_unstructured.py $(ARGS)
+	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from distprune.bounds import Bounds
 from distprune.call import PruningCall
 from distprune.collectives import Communicator
+from distprune.kernels import Candidates, Cut
 from distprune.keys import KeyRange
-from distprune.passes import Candidates, Cut, count_before
 from distprune.selection import Selection, search_lowest, search_together, select_lowest
 
 FLOOR, CEILING = "min_sparsity", "max_sparsity"
@@ -57,9 +57,16 @@ class Room:
 
 
 def choose(
-    call: PruningCall, parts: Sequence[Candidates], k: int, keys: KeyRange
+    call: PruningCall,
+    parts: Sequence[Candidates],
+    k: int,
+    keys: KeyRange,
+    drafts: Sequence[Tensor],
 ) -> tuple[list[Share], Selection | None]:
     """Choose exactly ``k`` elements of a call in total order, within its bounds if it has any.
+
+    Args:
+        drafts: flat masks, uninitialised, that the selection may draft; not where there are bounds.
 
     Returns:
         What every parameter gives; and the selection that decided where no bound did, if any.
@@ -72,7 +79,7 @@ def choose(
         room = room_for(k, call.bounds, [shard.numel for shard in call.shards], call.num_live)
         return select_within(parts, names, call.num_live, k, keys, call.communicator, room)
     selection = select_lowest(
-        parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True
+        parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True, drafts=drafts
     )
     shares = [Share(position, selection.cut) for position in range(len(parts))]
     return shares, selection if k else None
@@ -127,8 +134,8 @@ def select_within(
     Raises:
         ValueError: a live score is NaN; names its parameters.
 
-    Cost: per round of [Note: active set] a selection among the free parameters and one
-    more read of them; rounds are few in practice, and at most one more than parameters. Then
+    Cost: per round of [Note: active set] a selection among the free parameters; rounds are few in
+    practice, and at most one more than parameters. Then
     one selection in each parameter that is held, all of them side by side: about ten
     all-reduces, of up to 16 KiB per parameter.
     """
@@ -145,9 +152,9 @@ def select_within(
             keys,
             communicator,
             refuse_nan=not held,  # the first round reads everything
+            count_each=True,
         )
-        counts = communicator.sum(torch.tensor(count_before(among, selection.cut))).tolist()
-        fixed = _out_of_room(free, counts, room)
+        fixed = _out_of_room(free, selection.num_before, room)
         if not fixed:
             break
         held |= fixed

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distprune import memory
 from distprune.geometry import IndexMap
+from distprune.memory import SERIAL, Array, Scratch, select
 
 
 class Order(Enum):
@@ -102,6 +105,18 @@ def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
     )
 
 
+class Keys(NamedTuple):
+    """Keys of some elements.
+
+    Attributes:
+        values: 1-d, of the dtype of their range; good until the same scratch is used again.
+        highest: a key that none of them exceeds.
+    """
+
+    values: Tensor
+    highest: int
+
+
 class TensorKeys:
     """Keys of the scores in a flat tensor.
 
@@ -117,13 +132,13 @@ class TensorKeys:
         self._scores = scores.detach()
         self._common = common
 
-    def load(self, start: int, stop: int) -> Tensor:
-        """Keys of positions [start, stop): a fresh tensor."""
-        return to_keys(self._scores[start:stop], self._common)
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        """Keys of positions [start, stop)."""
+        return _keys(self._scores[start:stop], self._common, scratch)
 
     def gather(self, positions: Tensor) -> Tensor:
         """Keys at some positions, int64 [m]."""
-        return to_keys(self._scores[positions], self._common)
+        return to_keys(select(self._scores, positions), self._common)
 
 
 class ComputedKeys:
@@ -137,11 +152,11 @@ class ComputedKeys:
         self._score = score
         self._common = common
 
-    def load(self, start: int, stop: int) -> Tensor:
-        return to_keys(self._score(self._values[start:stop]).detach(), self._common)
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
 
     def gather(self, positions: Tensor) -> Tensor:
-        return to_keys(self._score(self._values[positions]).detach(), self._common)
+        return to_keys(self._score(select(self._values, positions)).detach(), self._common)
 
 
 class RandomKeys:
@@ -162,36 +177,66 @@ class RandomKeys:
         self._index = index
         self._device = device
 
-    def load(self, start: int, stop: int) -> Tensor:
-        return self.gather(torch.arange(start, stop, device=self._device))
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        if not memory.takes_numpy(self._device):
+            positions = torch.arange(start, stop, device=self._device)
+            return Keys(self.gather(positions), RANDOM_KEYS.high)
+        scratch = scratch or Scratch()
+        keys = scratch.array("keys", stop - start, np.int64)
+        for first in range(start, stop, SERIAL):
+            last = min(first + SERIAL, stop)
+            indices = self._index(torch.arange(first, last)).numpy()
+            np.add(indices, self._offset, out=keys[first - start : last - start])
+        _hash_in_place(keys, self._seed, scratch)
+        return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
 
     def gather(self, positions: Tensor) -> Tensor:
         return hash_keys(self._index(positions) + self._offset, self._seed)
 
+
+# The constants of SplitMix64.
+_WEYL = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 RANDOM_KEYS = KeyRange(torch.int64, 0, 2**63 - 2, 2**63 - 2, torch.int64, Order.ASCENDING)
 
 
 def to_keys(scores: Tensor, common: KeyRange) -> Tensor:
     """Keys of scores: see [Note: keys]. A new tensor of ``common.dtype``."""
+    return _keys(scores, common, None).values
+
+
+def _keys(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
     if not common.is_float:
         keys = scores.to(common.dtype, copy=True)
         if common.order is Order.MAGNITUDE:
-            return keys.abs_()
-        return keys.neg_() if common.order is Order.DESCENDING else keys
+            keys.abs_()
+        elif common.order is Order.DESCENDING:
+            keys.neg_()
+        return Keys(keys, common.high)
     bits = scores.to(common.value_dtype).contiguous().view(common.dtype)
-    magnitude_bits = torch.iinfo(common.dtype).max
-    if bits.device.type == "cpu":
-        # The same two operations as below; numpy has no OpenMP barrier per small call.
-        raw = bits.numpy()
-        magnitude = np.minimum(raw & raw.dtype.type(magnitude_bits), raw.dtype.type(common.high))
-        keys = torch.from_numpy(magnitude)
-    else:
-        keys = torch.bitwise_and(bits, magnitude_bits).clamp_(max=common.high)
-    if common.order is Order.MAGNITUDE:
-        return keys
-    negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
-    return torch.where(negative & (keys <= common.largest_number), -keys, keys)
+    if memory.takes_numpy(bits.device):
+        return _float_keys_on_cpu(bits.numpy(), common, scratch or Scratch())
+    keys = torch.bitwise_and(bits, torch.iinfo(common.dtype).max).clamp_(max=common.high)
+    if common.order is not Order.MAGNITUDE:
+        negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
+        keys = torch.where(negative & (keys <= common.largest_number), -keys, keys)
+    return Keys(keys, common.high)
+
+
+def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
+    """The same operations by numpy, which has no OpenMP barrier per small call."""
+    integer = bits.dtype.type
+    keys = scratch.array("keys", bits.size, bits.dtype)
+    np.bitwise_and(bits, integer(np.iinfo(integer).max), out=keys)
+    highest = int(keys.max(initial=0))
+    if highest > common.largest_number:  # seldom: one look is cheaper than clamping all
+        np.minimum(keys, integer(common.high), out=keys)
+        highest = common.high
+    if common.order is not Order.MAGNITUDE:
+        negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
+        np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
+    return Keys(torch.from_numpy(keys), highest)
 
 
 def hash_keys(indices: Tensor, seed: int) -> Tensor:
@@ -200,13 +245,30 @@ def hash_keys(indices: Tensor, seed: int) -> Tensor:
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014. int64 arithmetic wraps, so every device agrees.
     """
-    x = indices * _signed(0x9E3779B97F4A7C15) + seed
+    if memory.takes_numpy(indices.device):
+        keys = indices.numpy().copy()
+        _hash_in_place(keys, seed, Scratch())
+        return torch.from_numpy(keys)
+    x = indices * _signed(_WEYL) + seed
     x ^= _shift(x, 30)
-    x *= _signed(0xBF58476D1CE4E5B9)
+    x *= _signed(_MIX[0])
     x ^= _shift(x, 27)
-    x *= _signed(0x94D049BB133111EB)
+    x *= _signed(_MIX[1])
     x ^= _shift(x, 31)
     return _shift(x, 1).clamp_(max=RANDOM_KEYS.high)
+
+
+def _hash_in_place(indices: Array, seed: int, scratch: Scratch) -> None:
+    """:func:`hash_keys` of an int64 array by numpy: no copies, and no waits for other threads."""
+    x, shifted = indices.view(np.uint64), scratch.array("shifted", indices.size, np.uint64)
+    x *= np.uint64(_WEYL)
+    x += np.uint64(seed)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        x ^= np.right_shift(x, np.uint64(shift), out=shifted)
+        x *= np.uint64(factor)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
+    x >>= np.uint64(1)
+    np.minimum(indices, RANDOM_KEYS.high, out=indices)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

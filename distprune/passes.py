@@ -1,191 +1,224 @@
 """The passes over the scores: chunk by chunk, so that scratch memory does not grow.
 
-The only code that touches every element. Selection decides what to count and
-what to write; a pass does it for this rank's part. Chunks of CPU tensors are
-compared by numpy, which is vectorised and takes threads without barriers; every
-other device runs the same steps as torch operations.
+Selection decides what to count and what to write; a pass does it for this rank's part,
+see kernels.py for what is done to a chunk.
+
+[Note: draft] The read that counts around the k-th key writes masks too, as if the cut were
+where its interval begins: nearly all elements lie on one side of the interval, and are
+never looked at again. Once the cut is known, only those that were found in the interval are
+set right. Masks are new tensors until all ranks have theirs, so a draft can be thrown away.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.geometry import IndexMap
+from distprune import kernels
+from distprune.kernels import Candidates, Count, Cut, Found, Interval
+from distprune.memory import Scratch, concatenate
 
 T = TypeVar("T")
 
-# Elements per chunk: on a CPU keys and flags stay in the second-level cache; on
-# an accelerator launches are few and scratch stays under a gigabyte.
-_CPU_CHUNK = 1 << 17
+# Elements per chunk: on a CPU keys and flags stay in the second-level cache, or nearly, and the
+# calls of several threads do not wait for each other; on an accelerator launches are few and
+# scratch stays under a gigabyte.
+_CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
-
-
-class KeySource(Protocol):
-    """Where the keys of one local shard come from; see keys.py."""
-
-    is_thread_safe: bool
-
-    def load(self, start: int, stop: int) -> Tensor: ...
-
-    def gather(self, positions: Tensor) -> Tensor: ...
+# More threads than this spend their time on waiting for the interpreter's lock.
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """One rank's part of one parameter, as selection sees it.
+class Reading:
+    """What one read of this rank's parameters told.
 
     Attributes:
-        keys: of the flat local elements.
-        live: flat mask in force; 1 = competes. None: all do.
-        index: from flat positions to global indices.
-        counted: the flat positions that this rank counts (replicas share).
-        numel: elements of the whole parameter.
-        device: of the keys.
+        counts: per parameter, the counted live keys <= each pivot.
+        num_below: per parameter, the counted live keys below the interval; 0 without one.
+        interval: of keys.
+        found: per parameter, what lies in the interval, chunk by chunk.
+        keys: per parameter, the counted keys in the interval, 1-d, on the CPU.
     """
 
-    keys: KeySource
-    live: Tensor | None
-    index: IndexMap
-    counted: range
-    numel: int
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where the total order is cut: what lies before it is pruned.
-
-    Attributes:
-        threshold: elements with a smaller key go, with a larger one stay.
-        parameter: among equal keys, parameters before this one (in the caller's list) go ...
-        index: ... and of this one, the elements with a smaller global index.
-    """
-
-    threshold: int
-    parameter: int
-    index: int
+    counts: list[list[int]]
+    num_below: list[int]
+    interval: Interval | None
+    found: list[list[Found]]
+    keys: list[Tensor]
 
 
 def count_live(live: Tensor | None, counted: range) -> int:
     """Elements of a flat mask, among the counted ones, that compete."""
-    if live is None:
-        return len(counted)
-    return sum(
-        _count_true(live[span.start : span.stop] == 1) for span in _chunks(counted, live.device)
-    )
+    return count_each_live([live], [counted])[0]
 
 
-def count_and_collect(
+def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
+    """The same of several masks; they come over from a device together."""
+
+    def visit(which: int, span: range, scratch: Scratch) -> Count:
+        return kernels.count_live(live[which][span.start : span.stop], scratch)
+
+    work = [
+        (which, span)
+        for which, (mask, positions) in enumerate(zip(live, counted, strict=True))
+        if mask is not None
+        for span in _chunks(positions, mask.device)
+    ]
+    on_cpu = all(mask is None or mask.device.type == "cpu" for mask in live)
+    numbers = kernels.on_host(_for_each(visit, work, is_threaded=on_cpu))
+    totals = [
+        len(positions) if mask is None else 0 for mask, positions in zip(live, counted, strict=True)
+    ]
+    for (which, _), number in zip(work, numbers, strict=True):
+        totals[which] += number
+    return totals
+
+
+def read(
     parts: Sequence[Candidates],
     pivots: Sequence[int],
-    interval: tuple[int, int] | None,
-    dead: int,
-) -> tuple[list[list[int]], list[Tensor]]:
-    """One read of the counted elements.
+    interval: Interval | None,
+    drafts: Sequence[Tensor] | None = None,
+    expected_share: float = 1.0,
+) -> Reading:
+    """One read of the counted elements, or of all local ones if there are drafts to write.
 
     Args:
         parts: this rank's parameters.
         pivots: keys.
         interval: closed interval of keys to collect, or None.
-        dead: a key above all these, that stands for what does not compete.
-
-    Returns:
-        Per parameter: how many live keys are <= each pivot; and the live keys in
-        the interval, 1-d.
+        drafts: flat masks, uninitialised, one per part: see [Note: draft]. Written if there is
+            an interval.
+        expected_share: of all elements, that the interval is expected to hold. Where a device
+            meets many more in a chunk, that chunk is read again.
     """
-    counts = [[0] * len(pivots) for _ in parts]
-    collected: list[list[Tensor]] = [[] for _ in parts]
+    writes = drafts is not None and interval is not None
 
-    def visit(which: int, span: range) -> tuple[int, list[int], Tensor | None]:
-        keys = _live_keys(parts[which], span, dead)
-        if keys.device.type == "cpu":
-            raw = keys.numpy()
-            below = [int(np.count_nonzero(raw <= raw.dtype.type(pivot))) for pivot in pivots]
-            if interval is None:
-                return which, below, None
-            low, high = (raw.dtype.type(bound) for bound in interval)
-            found = torch.from_numpy(raw[np.flatnonzero((raw >= low) & (raw <= high))])
-        else:
-            below = [torch.count_nonzero(keys <= pivot) for pivot in pivots]
-            if interval is None:
-                return which, below, None
-            found = keys[(keys >= interval[0]) & (keys <= interval[1])]
-        return which, below, found
+    def visit(
+        which: int, span: range, scratch: Scratch, *, is_again: bool = False
+    ) -> tuple[int, kernels.ChunkRead]:
+        out = drafts[which] if writes else None
+        room = None if is_again else min(len(span), int(4 * expected_share * len(span)) + 1024)
+        return which, kernels.read(parts[which], span, pivots, interval, out, scratch, room)
 
-    for which, below, found in _for_each_chunk(visit, parts):
-        for j, count in enumerate(below):
-            counts[which][j] += count
-        if found is not None and found.numel():
-            collected[which].append(found)
-    empty = torch.empty(0, dtype=torch.int64)
-    return (
-        [[int(count) for count in row] for row in counts],
-        [torch.cat(found).cpu() if found else empty for found in collected],
+    chunks = _for_each_chunk(visit, parts, only_counted=not writes)
+    numbers = iter(
+        kernels.on_host(
+            [
+                count
+                for _, chunk in chunks
+                for count in (
+                    0 if chunk.found is None else chunk.found.number,
+                    chunk.num_below,
+                    *chunk.counts,
+                )
+            ]
+        )
+    )
+    totals = [[0] * (1 + len(pivots)) for _ in parts]
+    found: list[list[Found]] = [[] for _ in parts]
+    for which, chunk in chunks:
+        number = next(numbers)
+        row = [next(numbers) for _ in range(1 + len(pivots))]
+        if chunk.found is None or chunk.found.is_counted:
+            totals[which] = [total + count for total, count in zip(totals[which], row, strict=True)]
+        if chunk.found is not None and number:
+            here = chunk.found
+            if number > here.positions.numel():
+                here = visit(which, here.span, Scratch(), is_again=True)[1].found
+            found[which].append(here.first(number))
+    return Reading(
+        [row[1:] for row in totals],
+        [row[0] for row in totals],
+        interval,
+        found,
+        _on_cpu([[here.keys for here in each if here.is_counted] for each in found]),
     )
 
 
-def count_before(parts: Sequence[Candidates], cut: Cut) -> list[int]:
-    """How many counted live elements of each part lie before a cut; parts are in its order."""
-    counts = [0] * len(parts)
+def finish(
+    reading: Reading, part: Candidates, position: int, cut: Cut, draft: Tensor
+) -> Count | None:
+    """Make a draft of a mask final, without another read; see [Note: draft].
 
-    def visit(which: int, span: range) -> tuple[int, int]:
-        part = parts[which]
-        keys = part.keys.load(span.start, span.stop)
-        before = _before_cut(part, which, cut, keys, span)
-        if part.live is not None:
-            before &= _is_live(part, span)
-        return which, _count_true(before)
+    Args:
+        reading: the read that wrote it.
+        part: the parameter.
+        position: of the parameter in the list that was read, and cut.
+        cut: where the order is cut.
+        draft: flat mask of the part, all of it.
 
-    for which, count in _for_each_chunk(visit, parts):
-        counts[which] += count
-    return counts
+    Returns:
+        How many counted live elements were pruned; None if the cut lies elsewhere, and the mask
+        has to be written anew.
+
+    Cost: what was found in the interval is looked at, and nothing else.
+    """
+    assert reading.interval is not None
+    low, high = reading.interval
+    num_pruned: Count = reading.num_below[position]
+    if low <= cut.threshold <= high:
+        for found in reading.found[position]:
+            number = kernels.prune_found(part, position, cut, found, draft)
+            if found.is_counted:
+                num_pruned = num_pruned + number
+        return num_pruned
+    kept_from = cut.threshold + 1 if position < cut.parameter else cut.threshold
+    is_exact = position != cut.parameter or cut.index == 0
+    return num_pruned if is_exact and kept_from == low else None
 
 
 def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tensor]:
     """Global indices in [low, high) of the counted live elements with a key, chunk by chunk."""
+    scratch = Scratch()
     for span in _chunks(part.counted, part.device):
-        equal = part.keys.load(span.start, span.stop) == key
-        if part.live is not None:
-            equal &= _is_live(part, span)
-        positions = equal.nonzero().squeeze(1)
+        positions = kernels.positions_of(part, span, key, scratch)
         if positions.numel():
-            indices = part.index(positions + span.start)
+            indices = part.index(positions)
             yield indices[(indices >= low) & (indices < high)].cpu()
 
 
-def sample(part: Candidates, size: int, generator: torch.Generator) -> Tensor:
-    """About ``size`` live keys from all over the counted elements, 1-d.
+def sample(
+    parts: Sequence[Candidates], rate: float, dead: int, generator: np.random.Generator
+) -> Tensor:
+    """Keys of about that share of the counted elements of all parameters, 1-d, on the CPU.
+
+    ``dead`` stands for an element that does not compete.
+    """
+    drawn = [_sample_one(part, rate, dead, generator) for part in parts]
+    return concatenate(_on_cpu([drawn]))
+
+
+def _sample_one(part: Candidates, rate: float, dead: int, generator: np.random.Generator) -> Tensor:
+    """Its keys, on its device, from all over the counted elements.
 
     Sixteen neighbours are read per place, as a cache line brings them anyway.
     """
     num_counted = len(part.counted)
     burst = 16 if num_counted >= 4096 else 1
     num_rows = num_counted // burst
-    wanted = size / burst
-    num_drawn = int(wanted) + int(torch.rand((), generator=generator).item() < wanted % 1)
-    num_drawn = min(num_rows, num_drawn)
+    wanted = math.ceil(num_counted * rate) / burst
+    num_drawn = min(num_rows, int(wanted) + int(generator.random() < wanted % 1))
     if num_drawn == 0:
         return torch.empty(0, dtype=torch.int64)
     # One place per stratum, jittered: regular data cannot hide between the places.
-    jitter = torch.rand(num_drawn, dtype=torch.float64, generator=generator)
-    rows = ((torch.arange(num_drawn, dtype=torch.float64) + jitter) * (num_rows / num_drawn)).long()
-    rows.clamp_(max=num_rows - 1)
-    positions = (rows.unsqueeze(1) * burst + torch.arange(burst)).view(-1) + part.counted.start
-    positions = positions.to(part.device)
-    keys = part.keys.gather(positions)
-    if part.live is not None:
-        keys = keys[part.live[positions] == 1]
-    return keys.cpu()
+    places = np.arange(num_drawn) + generator.random(num_drawn)
+    rows = np.minimum((places * (num_rows / num_drawn)).astype(np.int64), num_rows - 1)
+    positions = (rows[:, None] * burst + np.arange(burst)).reshape(-1) + part.counted.start
+    return kernels.gather(part, torch.from_numpy(positions).to(part.device), dead)
 
 
-def write_keep(part: Candidates, position: int, cut: Cut, out: Tensor, *, fresh: bool) -> int:
+def write_keep(
+    part: Candidates, position: int, cut: Cut, out: Tensor, previous: Tensor | None
+) -> Count:
     """Write the mask of a parameter: zero what lies before the cut, leave the rest.
 
     Args:
@@ -193,65 +226,17 @@ def write_keep(part: Candidates, position: int, cut: Cut, out: Tensor, *, fresh:
         position: of the parameter in the caller's list.
         cut: where the order is cut.
         out: flat mask, any dtype; contiguous.
-        fresh: ``out`` is uninitialised: survivors become 1. Otherwise they keep
-            the value that they have.
+        previous: flat mask whose values survivors keep; None: they become 1. It may be ``out``.
 
     Returns:
         How many counted live elements were pruned.
     """
 
-    def visit(_: int, span: range) -> int:
-        keys = part.keys.load(span.start, span.stop)
-        pruned = _before_cut(part, position, cut, keys, span)
-        if part.live is not None:
-            pruned &= _is_live(part, span)
-        target = out[span.start : span.stop]
-        if fresh:
-            torch.logical_not(pruned, out=target)
-        else:
-            target.mul_(torch.logical_not(pruned))
-        first = max(span.start, part.counted.start) - span.start
-        last = min(span.stop, part.counted.stop) - span.start
-        return _count_true(pruned[first:last]) if last > first else 0
+    def visit(_: int, span: range, scratch: Scratch) -> Count:
+        num_pruned = kernels.write(part, span, position, cut, out, previous, scratch)
+        return num_pruned if span.start in part.counted else 0
 
-    return sum(_for_each_chunk(visit, [part], whole=out.numel()))
-
-
-def _before_cut(part: Candidates, position: int, cut: Cut, keys: Tensor, span: range) -> Tensor:
-    """bool [len(span)]: which elements come before the cut."""
-    if position < cut.parameter:
-        return _compare(keys, "<=", cut.threshold)
-    pruned = _compare(keys, "<", cut.threshold)
-    if position == cut.parameter and cut.index > 0:
-        ties = (keys == cut.threshold).nonzero().squeeze(1)
-        if ties.numel():
-            pruned[ties[part.index(ties + span.start) < cut.index]] = True
-    return pruned
-
-
-def _compare(keys: Tensor, relation: str, key: int) -> Tensor:
-    if keys.device.type == "cpu":
-        raw, bound = keys.numpy(), keys.numpy().dtype.type(key)
-        return torch.from_numpy(raw <= bound if relation == "<=" else raw < bound)
-    return keys <= key if relation == "<=" else keys < key
-
-
-def _count_true(flags: Tensor) -> int:
-    if flags.device.type == "cpu":
-        return int(np.count_nonzero(flags.numpy()))
-    return int(torch.count_nonzero(flags))
-
-
-def _is_live(part: Candidates, span: range) -> Tensor:
-    assert part.live is not None
-    return part.live[span.start : span.stop] == 1
-
-
-def _live_keys(part: Candidates, span: range, dead: int) -> Tensor:
-    keys = part.keys.load(span.start, span.stop)
-    if part.live is None:
-        return keys
-    return keys.masked_fill_(~_is_live(part, span), dead)
+    return sum(_for_each_chunk(visit, [part], only_counted=False))
 
 
 def _chunks(positions: range, device: torch.device) -> Iterator[range]:
@@ -260,18 +245,75 @@ def _chunks(positions: range, device: torch.device) -> Iterator[range]:
         yield range(start, min(start + size, positions.stop))
 
 
+def _local_chunks(part: Candidates, num_local: int) -> Iterator[range]:
+    """Chunks of all local elements, none of them counted in part only."""
+    for positions in (
+        range(part.counted.start),
+        part.counted,
+        range(part.counted.stop, num_local),
+    ):
+        yield from _chunks(positions, part.device)
+
+
+def _on_cpu(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Each list of 1-d tensors joined to one; they come over from a device together."""
+    filled = [[tensor for tensor in each if tensor.numel()] for each in tensors]
+    flat = [tensor for each in filled for tensor in each]
+    if all(tensor.device.type == "cpu" for tensor in flat):
+        return [concatenate(each) for each in filled]
+    sizes = [sum(tensor.numel() for tensor in each) for each in filled]
+    return list(torch.cat([tensor.to(flat[0].device) for tensor in flat]).cpu().split(sizes))
+
+
 def _for_each_chunk(
-    visit: Callable[[int, range], T], parts: Sequence[Candidates], whole: int | None = None
+    visit: Callable[[int, range, Scratch], T], parts: Sequence[Candidates], *, only_counted: bool
 ) -> list[T]:
-    """Visit every chunk of every part, on as many threads as torch would use."""
+    """Visit every chunk of every part."""
     work = [
         (which, span)
         for which, part in enumerate(parts)
-        for span in _chunks(part.counted if whole is None else range(whole), part.device)
+        for span in (
+            _chunks(part.counted, part.device)
+            if only_counted
+            else _local_chunks(part, part.num_local)
+        )
     ]
-    num_threads = min(torch.get_num_threads(), len(work))
-    threaded = all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
-    if num_threads <= 1 or not threaded:
-        return [visit(which, span) for which, span in work]
-    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(visit, *zip(*work, strict=True)))
+    is_threaded = all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
+    return _for_each(visit, work, is_threaded=is_threaded)
+
+
+def _for_each(
+    visit: Callable[[int, range, Scratch], T],
+    work: Sequence[tuple[int, range]],
+    *,
+    is_threaded: bool,
+) -> list[T]:
+    """Results in the order of the work, on a thread for each large chunk's worth of it."""
+    num_elements = sum(len(span) for _, span in work)
+    num_threads = min(torch.get_num_threads(), _MAX_THREADS, 1 + num_elements // _CPU_CHUNK)
+    if not is_threaded:
+        num_threads = 1
+    results: list[T | None] = [None] * len(work)
+    errors: list[BaseException] = []
+    # One iterator for all: a thread takes the next chunk when it has time.
+    todo = iter(enumerate(work))
+
+    def take() -> None:
+        scratch = Scratch()
+        try:
+            for i, (which, span) in todo:
+                results[i] = visit(which, span, scratch)
+                if errors:
+                    return
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=take) for _ in range(num_threads - 1)]
+    for thread in others:
+        thread.start()
+    take()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]

@@ -12,6 +12,7 @@ from distprune.budget import choose
 from distprune.call import Decision, PruningCall
 from distprune.collectives import Communicator, attempt
 from distprune.geometry import dim_coordinates, index_map
+from distprune.kernels import Candidates, Count, KeySource, on_host
 from distprune.keys import (
     RANDOM_KEYS,
     ComputedKeys,
@@ -21,7 +22,7 @@ from distprune.keys import (
     TensorKeys,
     key_range,
 )
-from distprune.passes import Candidates, KeySource, count_live, write_keep
+from distprune.passes import count_live, finish, write_keep
 from distprune.selection import select_lowest
 from distprune.sharding import is_dtensor, local_part
 
@@ -179,12 +180,13 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
         index_map(flat.shape, dim_coordinates(flat.shape, ()), [0]),
         range(flat.numel()),
         flat.numel(),
+        flat.numel(),
         flat.device,
     )
     selection = select_lowest(
         [part], ["scores"], [flat.numel()], k, keys, Communicator(()), refuse_nan=False
     )
-    write_keep(part, 0, selection.cut, mask.view(-1), fresh=False)
+    write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
 
 
 def _tensor_keys(call: PruningCall) -> tuple[KeyRange, list[KeySource]]:
@@ -212,18 +214,27 @@ def _ranked(
             None if shard.mask is None else shard.flat(shard.mask),
             shard.index,
             shard.counted,
+            shard.values.numel(),
             shard.numel,
             shard.values.device,
         )
         for shard, source in zip(call.shards, sources, strict=True)
     ]
-    shares, selection = choose(call, parts, k, keys)
-    masks, num_pruned = [], []
+    masks = [
+        shard.new_mask(dtype) for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
+    ]
+    flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
+    shares, selection = choose(call, parts, k, keys, flat)
+    drafted = None if selection is None else selection.drafted
+    counts: list[Count] = []
     for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        mask, fresh = call.start_mask(which)
-        out = call.shards[which].flat(mask)
-        num_pruned.append(write_keep(part, share.position, share.cut, out, fresh=fresh))
-        masks.append(mask)
+        count: Count | None = None
+        if drafted is not None:
+            count = finish(drafted, part, which, share.cut, flat[which])
+        if count is None:
+            count = write_keep(part, share.position, share.cut, flat[which], part.live)
+        counts.append(count)
+    num_pruned = on_host(counts)
     held_at = [share.held_at for share in shares]
     if keys is RANDOM_KEYS or selection is None:
         return Decision(masks, num_pruned, held_at=held_at)

@@ -5,13 +5,13 @@ row-major index in the whole parameter). Ranks exchange counts and histograms,
 never scores:
 
 1. a sample brackets the k-th key;
-2. one read counts the keys around the bracket and collects those inside it;
+2. one read counts the keys around the bracket and collects those inside it, and can draft
+   the masks;
 3. the k-th key is radix-selected among the collected ones;
 4. the ties at that key are cut by parameter, then by index, the same way.
 
 The sample decides how fast this is, not what comes out: when the bracket misses,
-the next round brackets inside the interval that two exact counts leave. Nothing is
-written here.
+the next round brackets inside the interval that two exact counts leave.
 
 Source: sampled bracket after Floyd and Rivest, "Expected time bounds for
 selection", CACM 1975; radix descent after Alabi et al., "Fast k-selection
@@ -26,12 +26,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distprune.collectives import Communicator
+from distprune.kernels import Candidates, Cut, Interval
 from distprune.keys import KeyRange
-from distprune.passes import Candidates, Cut, count_and_collect, indices_at, sample
+from distprune.memory import concatenate, select
+from distprune.passes import Reading, indices_at, read, sample
 
 T = TypeVar("T")
 
@@ -39,14 +42,16 @@ T = TypeVar("T")
 Search = Generator[Tensor, Tensor, T]
 
 _BINS_LOG2 = 11
+# Keys that are binned at a time: the widened copy of them stays in the cache.
+_HISTOGRAM_CHUNK = 1 << 15
 # One more than a power of two: an interval need not start at a bin's edge.
 _BINS = (1 << _BINS_LOG2) + 1
 # A bracket this many standard deviations wide misses about once in a million.
 _SIGMAS = 5.0
 # Up to so many elements in all are collected outright: a sample would not pay.
 _COLLECT_ALL = 1 << 16
-# A bracket of so few keys is counted key by key, without collecting (16-bit dtypes).
-_FEW_KEYS = 6
+# A key that holds a larger share of the sample than this is counted, not collected.
+_HEAVY = 0.01
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,16 @@ class Selection:
         cut: where the total order is cut.
         num_ties: elements whose key equals the threshold; ...
         num_ties_pruned: ... and how many of them come before the cut.
+        num_before: per whole parameter, its elements before the cut.
+        drafted: the read that drafted masks, if masks were wanted and one did; it may have
+            drafted them for another cut.
     """
 
     cut: Cut
     num_ties: int
     num_ties_pruned: int
+    num_before: list[int]
+    drafted: Reading | None = None
 
 
 def select_lowest(
@@ -73,6 +83,8 @@ def select_lowest(
     communicator: Communicator,
     *,
     refuse_nan: bool,
+    drafts: Sequence[Tensor] | None = None,
+    count_each: bool = False,
 ) -> Selection:
     """Cut the total order of all live elements after exactly ``k`` of them.
 
@@ -84,6 +96,9 @@ def select_lowest(
         keys: the range of all keys.
         communicator: the ranks that hold the parts.
         refuse_nan: raise on a live NaN, on every rank; otherwise NaN rank last.
+        drafts: flat masks, uninitialised, one per part, to draft during the read;
+            see passes.[Note: draft].
+        count_each: whether ``Selection.num_before`` is wanted.
 
     Raises:
         ValueError: a live score is NaN; names its parameters.
@@ -93,7 +108,16 @@ def select_lowest(
     all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 % of
     them at 10**8 elements and less above.
     """
-    search = search_lowest(parts, names, num_live, k, keys, refuse_nan=refuse_nan)
+    search = search_lowest(
+        parts,
+        names,
+        num_live,
+        k,
+        keys,
+        refuse_nan=refuse_nan,
+        drafts=drafts,
+        count_each=count_each,
+    )
     return search_together([search], communicator)[0]
 
 
@@ -128,25 +152,68 @@ def search_lowest(
     keys: KeyRange,
     *,
     refuse_nan: bool,
+    drafts: Sequence[Tensor] | None = None,
+    count_each: bool = False,
 ) -> Search[Selection]:
     """:func:`select_lowest` as a search that can run beside others."""
+    nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
     if k == 0 and not (refuse_nan and keys.is_float):
-        return Selection(Cut(keys.low, 0, 0), 0, 0)
-    search = _Search(parts, names, num_live, keys, refuse_nan)
-    threshold, num_below, ties_per_part = yield from search.find(min(max(k, 1), sum(num_live)))
+        return nothing
+    search = _Search(parts, names, num_live, keys, refuse_nan, drafts)
+    found = yield from search.find(min(max(k, 1), sum(num_live)))
     if k == 0:
-        return Selection(Cut(keys.low, 0, 0), 0, 0)
-    ties = yield torch.tensor(ties_per_part, dtype=torch.int64)
-    num_ties, wanted = int(ties.sum()), k - num_below
+        return nothing
+    local = [found.ties, found.below] if count_each else [found.ties]
+    ties, *below = (yield torch.tensor(local, dtype=torch.int64).view(-1)).split(len(parts))
+    num_ties, wanted = int(ties.sum()), k - found.num_below
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
     if wanted == num_ties:
-        cut = Cut(threshold, len(parts), 0)
+        cut = Cut(found.threshold, len(parts), 0)
     else:
-        cumulative = ties.cumsum(0)
-        position = int(torch.searchsorted(cumulative, wanted))
-        wanted_here = wanted - (int(cumulative[position - 1]) if position else 0)
-        index = yield from _cut_ties(parts[position], threshold, wanted_here)
-        cut = Cut(threshold, position, index)
-    return Selection(cut, num_ties, wanted)
+        position = int(torch.searchsorted(before[1:], wanted))
+        index = yield from _cut_ties(
+            parts[position],
+            found.threshold,
+            wanted - int(before[position]),
+            found.indices_of_ties(parts[position], position),
+        )
+        cut = Cut(found.threshold, position, index)
+    # The ties of a parameter that are pruned: what the parameters before it leave of all.
+    of_ties = torch.minimum((wanted - before[:-1]).clamp(min=0), ties)
+    num_before = (below[0] + of_ties).tolist() if below else []
+    return Selection(cut, num_ties, wanted, num_before, search.drafted)
+
+
+@dataclass(frozen=True)
+class _Kth:
+    """The k-th key, and where this rank's elements are around it.
+
+    Attributes:
+        threshold: the key.
+        num_below: elements of all ranks with a smaller one.
+        below, ties: per parameter, this rank's elements with a smaller key, and with this one.
+        reading: the read that collected it; None if it was found by counting.
+    """
+
+    threshold: int
+    num_below: int
+    below: list[int]
+    ties: list[int]
+    reading: Reading | None
+
+    def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
+        """Global indices, 1-d, of this rank's ties in a parameter; None if they are not at hand."""
+        if self.reading is None:
+            return None
+        return concatenate(
+            [
+                part.index(
+                    select(found.positions, found.keys == self.threshold).long() + found.span.start
+                ).cpu()
+                for found in self.reading.found[position]
+                if found.is_counted
+            ]
+        )
 
 
 @dataclass
@@ -158,30 +225,35 @@ class _Search:
     num_live: Sequence[int]
     keys: KeyRange
     refuse_nan: bool
+    drafts: Sequence[Tensor] | None
+    # The last read that wrote drafts.
+    drafted: Reading | None = None
     # Local live keys <= a pivot, per part, for every pivot counted so far.
     local_counts: dict[int, list[int]] = field(default_factory=dict)
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
-    def find(self, k: int) -> Search[tuple[int, int, list[int]]]:
-        """The k-th key (1-based), how many are smaller, and this rank's ties per part."""
+    def find(self, k: int) -> Search[_Kth]:
+        """The k-th key (1-based)."""
         keys, total = self.keys, sum(self.num_live)
         # The k-th key lies in [low, high].
         low, high = keys.low, keys.largest_number if self.refuse_nan else keys.high
         below, upto = 0, total  # keys < low, keys <= high
         if total == 0:
-            return low, 0, [0] * len(self.parts)
+            nothing = [0] * len(self.parts)
+            return _Kth(low, 0, nothing, nothing, None)
         self.local_counts[low - 1] = [0] * len(self.parts)
         num_rounds = 0
         while high > low:
-            inside = upto - below
+            inside, share = upto - below, 1.0
             if inside <= _COLLECT_ALL:
                 pivots, interval = set(), (low, high)
             else:
                 bracket = self._bracket(k - below, inside, low, high, num_rounds)
-                pivots, interval = yield from bracket
+                pivots, interval, share = yield from bracket
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
                 pivots = pivots | {high}
-            counts, histogram, collected = yield from self._read(sorted(pivots), interval)
+            reading = self._read(sorted(pivots), interval, share)
+            counts, histogram = yield from self._share(sorted(pivots), reading)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
             edges = sorted({low - 1: below, **counts, high: upto}.items())
@@ -194,42 +266,35 @@ class _Search:
                 raise _changed()
             start, less, end, count = holding[0]
             if interval is not None and interval[0] - 1 <= start and end <= interval[1]:
-                return (
-                    yield from self._descend(
-                        k - less, start + 1, end, less, histogram, interval, collected
-                    )
-                )
+                descent = self._descend(k - less, start + 1, end, less, histogram, reading)
+                return (yield from descent)
             low, high, below, upto = start + 1, end, less, count
             num_rounds += 1
         at, under = self._local(low), self._local(low - 1)
-        return low, below, [a - b for a, b in zip(at, under, strict=True)]
+        return _Kth(low, below, under, [a - b for a, b in zip(at, under, strict=True)], None)
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
-            self.local_counts[pivot] = count_and_collect(
-                self.parts, [pivot], None, self.keys.high + 1
-            )[0]
-            self.local_counts[pivot] = [row[0] for row in self.local_counts[pivot]]
+            self._read([pivot], None, 0.0)
         return self.local_counts[pivot]
 
     def _bracket(
         self, k: int, inside: int, low: int, high: int, num_rounds: int
-    ) -> Search[tuple[set[int], tuple[int, int] | None]]:
+    ) -> Search[tuple[set[int], Interval | None, float]]:
         """Pivots around the k-th of the ``inside`` keys in [low, high], and what to collect.
 
-        The same on every rank: everything is decided by summed histograms.
+        Both are the same on every rank: they are decided by summed histograms. The third result
+        is about the share of this rank's elements that there is to collect.
         """
         total = sum(part.numel for part in self.parts)
         # 4 n^(2/3) balances the cost of the sample and of the keys that it leaves.
         rate = min(1.0, max(4096.0, 4 * total ** (2 / 3)) * 2**num_rounds / total)
-        drawn = [
-            sample(part, math.ceil(len(part.counted) * rate), self.generator) for part in self.parts
-        ]
-        keys = _within(_concatenate(drawn), low, high)
+        drawn = sample(self.parts, rate, self.keys.high + 1, self.generator)
+        keys = _within(drawn, low, high)
         histogram = yield _histogram(keys, low, high)
         size = int(histogram.sum())
         if size == 0:
-            return _eight_pivots(low, high), None
+            return _eight_pivots(low, high), None, 0.0
         centre = k / inside * size
         margin = _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
         pivots: set[int] = set()
@@ -242,7 +307,7 @@ class _Search:
                 keys, histogram, rank, low, high, margin / 5
             )
             # A key that holds much of the sample is counted, not collected.
-            heavy = key[0] == key[1] and num_equal > max(0.01 * size, margin / 5)
+            heavy = key[0] == key[1] and num_equal > max(_HEAVY * size, margin / 5)
             if is_lower:
                 pivots.add(key[0] - 1)
                 first = key[0]
@@ -255,15 +320,13 @@ class _Search:
                 if heavy:
                     pivots.add(key[0] - 1)
                     last = key[0] - 1
-        if last - first < _FEW_KEYS:
-            pivots |= set(range(first - 1, last + 1))
-            interval = None
-        else:
-            interval = (first, last)
         pivots = {pivot for pivot in pivots if low <= pivot < high}
-        if not pivots and inside > max(_COLLECT_ALL, total // 20):
-            return _eight_pivots(low, high), None
-        return pivots, interval
+        if not pivots and inside > max(_COLLECT_ALL, total // 50):
+            return _eight_pivots(low, high), None, 0.0
+        if first > last:
+            return pivots, None, 0.0
+        share = _within(keys, first, last).numel() / max(1, drawn.numel())
+        return pivots, (first, last), share
 
     def _order_statistic(
         self, keys: Tensor, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
@@ -276,36 +339,33 @@ class _Search:
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
 
-    def _read(
-        self, pivots: list[int], interval: tuple[int, int] | None
-    ) -> Search[tuple[dict[int, int], Tensor, list[Tensor]]]:
-        """One pass; global counts per pivot, and the histogram of the collected keys."""
-        local, collected = count_and_collect(self.parts, pivots, interval, self.keys.high + 1)
+    def _read(self, pivots: list[int], interval: Interval | None, share: float) -> Reading:
+        """One pass; drafts masks if it can."""
+        reading = read(self.parts, pivots, interval, self.drafts, share)
+        if self.drafts is not None and interval is not None:
+            self.drafted = reading
         for j, pivot in enumerate(pivots):
-            self.local_counts[pivot] = [row[j] for row in local]
+            self.local_counts[pivot] = [row[j] for row in reading.counts]
+        return reading
+
+    def _share(self, pivots: list[int], reading: Reading) -> Search[tuple[dict[int, int], Tensor]]:
+        """Global counts per pivot, and the histogram of the collected keys."""
         shared = torch.tensor(
             [sum(self.local_counts[pivot]) for pivot in pivots], dtype=torch.int64
         )
-        if interval is not None:
-            shared = torch.cat([shared, _histogram(_concatenate(collected), *interval)])
+        if reading.interval is not None:
+            histogram = _histogram(concatenate(reading.keys), *reading.interval)
+            shared = torch.cat([shared, histogram])
         shared = yield shared
-        counts = dict(zip(pivots, shared.tolist(), strict=False))
-        return counts, shared[len(pivots) :], collected
+        return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
 
     def _descend(
-        self,
-        k: int,
-        low: int,
-        high: int,
-        below: int,
-        histogram: Tensor,
-        interval: tuple[int, int],
-        collected: list[Tensor],
-    ) -> Search[tuple[int, int, list[int]]]:
+        self, k: int, low: int, high: int, below: int, histogram: Tensor, reading: Reading
+    ) -> Search[_Kth]:
         """Radix-select the k-th of the collected keys in [low, high]."""
-        keys = _concatenate(collected)
+        keys = concatenate(reading.keys)
         rank = k - 1
-        if (low, high) != interval:
+        if (low, high) != reading.interval:
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
         while True:
@@ -314,8 +374,13 @@ class _Search:
                 break
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
-        ties = [int((found == low).sum()) for found in collected]
-        return low, below + k - 1 - rank, ties
+        found = [each.numpy() for each in reading.keys]
+        ties = [int(np.count_nonzero(each == low)) for each in found]
+        under = [
+            less + int(np.count_nonzero(each < low))
+            for less, each in zip(reading.num_below, found, strict=True)
+        ]
+        return _Kth(low, below + k - 1 - rank, under, ties, reading)
 
     def _raise_nan(self) -> Search[None]:
         """Name the parameters; every rank knows that there are NaN."""
@@ -333,17 +398,16 @@ class _Search:
         )
 
 
-def _cut_ties(part: Candidates, key: int, wanted: int) -> Search[int]:
+def _cut_ties(part: Candidates, key: int, wanted: int, held: Tensor | None) -> Search[int]:
     """The global index below which exactly ``wanted`` elements of a parameter have a key.
 
-    Radix selection over the index, of the ties alone; one read of this parameter,
-    or two when there are more ties than are kept.
+    Radix selection over the index, of the ties alone: of those ``held``, if they are at hand;
+    otherwise one read of this parameter, or two when there are more ties than are kept.
     """
     low, high, rank = 0, part.numel - 1, wanted - 1
-    held: Tensor | None = None
     while low < high:
-        histogram = torch.zeros(_BINS, dtype=torch.int64)
         if held is None:
+            histogram = torch.zeros(_BINS, dtype=torch.int64)
             kept, num_found = [], 0
             for found in indices_at(part, key, low, high + 1):
                 histogram += _histogram(found, low, high)
@@ -352,7 +416,7 @@ def _cut_ties(part: Candidates, key: int, wanted: int) -> Search[int]:
                 if num_found <= _COLLECT_ALL:
                     kept.append(found)
             if num_found <= _COLLECT_ALL:
-                held = _concatenate(kept)
+                held = concatenate(kept)
         else:
             held = _within(held, low, high)
             histogram = _histogram(held, low, high)
@@ -364,12 +428,6 @@ def _eight_pivots(low: int, high: int) -> set[int]:
     """Without information: split the keys themselves."""
     step = max(1, (high - low + 1) // 8)
     return {low + step * i - 1 for i in range(1, 8) if low <= low + step * i - 1 < high}
-
-
-def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """Of one dtype, which empty tensors do not decide."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    return torch.cat(filled) if filled else torch.empty(0, dtype=torch.int64)
 
 
 def _within(keys: Tensor, low: int, high: int) -> Tensor:
@@ -385,11 +443,15 @@ def _bin_shift(low: int, high: int) -> int:
 
 def _histogram(keys: Tensor, low: int, high: int) -> Tensor:
     """int64 [2049] counts of keys that all lie in [low, high]."""
-    if keys.numel() == 0:
-        return torch.zeros(_BINS, dtype=torch.int64)
-    # Signed keys of a whole dtype would overflow when shifted down to zero.
-    offset = (keys >> _bin_shift(low, high)).long() - (low >> _bin_shift(low, high))
-    return torch.bincount(offset, minlength=_BINS)
+    counts = np.zeros(_BINS, dtype=np.int64)
+    shift = _bin_shift(low, high)
+    raw = keys.numpy()
+    for start in range(0, raw.size, _HISTOGRAM_CHUNK):
+        # Signed keys of a whole dtype would overflow when shifted down to zero.
+        bins = (raw[start : start + _HISTOGRAM_CHUNK] >> shift).astype(np.int64)
+        bins -= low >> shift
+        counts += np.bincount(bins, minlength=_BINS)
+    return torch.from_numpy(counts)
 
 
 def _descend_once(histogram: Tensor, rank: int, low: int, high: int) -> tuple[int, int, int, int]:

@@ -5,8 +5,8 @@ import math
 import torch
 
 from distprune.geometry import Split, dim_coordinates, index_map
+from distprune.kernels import Candidates
 from distprune.keys import TensorKeys
-from distprune.passes import Candidates
 
 
 def fill(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -86,6 +86,7 @@ def candidates(whole, live, kind, common, size, rank):
             None if live is None else part(live),
             index,
             counted,
+            n,
             whole.numel(),
             flat.device,
         ),

@@ -183,8 +183,8 @@ def compared(dtype: torch.dtype, cases: Sequence[Case], num_elements: int, round
         [
             f"Medians of {rounds} rounds, in turn with normal data. Ties: elements that equal the "
             "threshold.",
-            "Extra: the rise of the resident set while ranking, at its highest, less the masks; the "
-            "most of all rounds.",
+            "Extra: the rise of the resident set while ranking, at its highest, less the masks; "
+            "the most of all rounds.",
         ],
     )
 

@@ -28,6 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 # Each is a file beside this one, with a function ``tables(options)`` that yields tables.
 PARTS = (
     "one_process",
+    "stages",
     "adversarial",
     "schedules",
     "importing",

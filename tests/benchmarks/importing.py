@@ -28,8 +28,9 @@ def tables(options: Options) -> Iterator[Table]:
         name: lambda statements=statements: _seconds(statements)
         for name, statements in {"import torch": "pass", **CONTESTANTS}.items()
     }
-    for call in calls.values():
-        call()  # compiled files and the disk's cache
+    if not options.quick:
+        for call in calls.values():
+            call()  # compiled files and the disk's cache
     found = interleaved(calls, rounds)
     rows = [
         [

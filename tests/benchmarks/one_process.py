@@ -145,8 +145,8 @@ def compared(case: Case, rounds: int) -> Table:
         rows,
         list(verdicts(case, total, results)),
         [
-            "Medians, the contestants in turn; x: times distprune's, median of the ratios in a round "
-            "(ratio of the medians where rounds differ).",
+            "Medians, the contestants in turn; x: times distprune's, median of the ratios in a "
+            "round (ratio of the medians where rounds differ).",
             "Extra: the rise of the resident set at its highest, less the results; left: after the "
             "call, results included; the most of all rounds.",
             "Rows that begin with ... work on the gathered tensor and find the threshold only: the "
@@ -448,20 +448,29 @@ def _outcome(run: subprocess.CompletedProcess) -> list[Any]:
     status = f"exit status {run.returncode}"
     if run.returncode < 0:
         status = signal.Signals(-run.returncode).name
-    return [None, None, f"failed with {status}: {why.strip()[:100]}"]
+    return [None, None, f"failed with {status}: {_brief(why)}"]
+
+
+def _brief(message: str, length: int = 100) -> str:
+    """Torch's own words about memory come after those on where in its code that was."""
+    start = max(message.find("DefaultCPUAllocator"), 0)
+    return message[start : start + length].strip()
 
 
 def run_torch_alone(num_elements: int, dtype: torch.dtype, amount: float, limit: int) -> None:
     """In the child: torch's call under a limit, so that it fails and not the machine."""
+
+    def prune(model: nn.Module) -> None:
+        torch_prune.global_unstructured(
+            data.pairs(model), torch_prune.L1Unstructured, amount=amount
+        )
+
+    prune(data.build(100_000, dtype))  # whatever it imports or starts is there then
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     Path("/proc/self/oom_score_adj").write_text("1000")
     model = data.build(num_elements, dtype)
     total = data.num_elements(model)
-    run = measured(
-        lambda: torch_prune.global_unstructured(
-            data.pairs(model), torch_prune.L1Unstructured, amount=amount
-        )
-    )
+    run = measured(lambda: prune(model))
     masks = data.masks(model)
     assert masks is not None
     data.check_count(masks, round(amount * total))

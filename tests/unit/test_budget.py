@@ -59,7 +59,7 @@ def check(tensors, masks, k, floors, ceilings, layouts, size):
         )
         for i, ((part, cut), share) in enumerate(zip(both, shares, strict=True)):
             out = torch.ones(cut(tensors[i]).shape) if masks is None else cut(masks[i]).float()
-            write_keep(part, share.position, share.cut, out, fresh=False)
+            write_keep(part, share.position, share.cut, out, out)
             assert torch.equal(out, cut(expected[i]).float()), (i, shares)
             if share.held_at == "min_sparsity":
                 assert counts[i] == room.lowest[i]

@@ -11,16 +11,24 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["files", "files.errors", "natural_order"],
+    ["files", "files.errors", "natural_order", "memory"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["files.header", "files.recipe"],
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
-    ["strict", "shard", "keys", "masking.survival", "wrappers.fsdp1_mask", "testing.calls"],
+    [
+        "strict",
+        "shard",
+        "keys",
+        "masking.survival",
+        "masking.product",
+        "wrappers.fsdp1_mask",
+        "testing.calls",
+    ],
     ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "testing.worker"],
-    ["passes", "call", "target", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
-    ["wrappers", "masking.live_property", "testing.pool"],
+    ["kernels", "call", "target", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
+    ["wrappers", "masking.live_property", "testing.pool", "passes"],
     ["files.scores", "files.disk", "files.team"],
     ["files.groups", "files.streaming", "files.masks"],
     ["files.units"],

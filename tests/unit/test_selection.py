@@ -1,6 +1,7 @@
 """Selection over virtual ranks equals a sort, for any data, layout and number of ranks."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 import reference
 from distprune.collectives import Communicator
 from distprune.keys import Order, key_range
-from distprune.passes import write_keep
+from distprune.passes import finish, write_keep
 from distprune.selection import _COLLECT_ALL, select_lowest
 from virtual_ranks import run_virtual_ranks
 from virtual_shards import KINDS, LAYOUTS, candidates, fill
 
+DRAFT_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.complex128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -37,13 +39,29 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
         ]  # fmt: skip
         parts = [part for part, _ in both]
         names = [f"tensor {i}" for i in range(len(tensors))]
-        selection = select_lowest(parts, names, num_live, k, common, communicator, refuse_nan=True)
+        # Masks of any dtype, drafted during the read, and written anew.
+        drafts = [
+            torch.full(cut(tensor).shape, 7).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
+            for i, (tensor, (_, cut)) in enumerate(zip(tensors, both, strict=True))
+        ]
+        selection = select_lowest(
+            parts, names, num_live, k, common, communicator,
+            refuse_nan=True, drafts=drafts, count_each=True,
+        )  # fmt: skip
+        pruned_before = [n - int(keep.sum()) for n, keep in zip(num_live, expected, strict=True)]
+        assert selection.num_before == pruned_before
         num_pruned = 0
         for i, (part, cut) in enumerate(both):
             fresh = masks is None
             out = torch.full(cut(tensors[i]).shape, 7.0) if fresh else cut(masks[i]).float()
-            num_pruned += write_keep(part, i, selection.cut, out, fresh=fresh)
+            count = write_keep(part, i, selection.cut, out, None if fresh else out)
             assert torch.equal(out, cut(expected[i]).float()), (i, layouts[i])
+            if selection.drafted is not None:
+                finished = finish(selection.drafted, part, i, selection.cut, drafts[i])
+                assert finished in (count, None)
+                if finished is not None:
+                    assert torch.equal(drafts[i].float(), out), (i, layouts[i])
+            num_pruned += count
         return num_pruned, communicator.num_collectives
 
     results = run_virtual_ranks(on_rank, size)
@@ -77,10 +95,21 @@ def test_any_data_on_any_layout(data):
     check(tensors, masks, amount, layouts, size)
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_data_with_the_operations_of_other_devices(data):
+    """What a GPU runs, on the CPU."""
+    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+        test_any_data_on_any_layout.hypothesis.inner_test(data)
+
+
+@pytest.mark.parametrize("numpy", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "sorted", "half zero", "one huge value"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_elements_than_are_collected_outright(kind, dtype):
+def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
+    monkeypatch.setattr("distprune.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 1 << 13)
     generator = torch.Generator().manual_seed(5)
     shapes = [(211, 307), (5000,), (97, 101)]
     assert sum(map(math.prod, shapes)) > _COLLECT_ALL
@@ -136,7 +165,7 @@ def test_a_pruned_nan_does_not_compete():
     part, _ = candidates(whole, live, "rows", common, 1, 0)
     selection = select_lowest([part], ["w"], [3], 1, common, Communicator(()), refuse_nan=True)
     mask = live.float()
-    assert write_keep(part, 0, selection.cut, mask, fresh=False) == 1
+    assert write_keep(part, 0, selection.cut, mask, mask) == 1
     assert mask.tolist() == [0, 1, 0, 1]
 
 

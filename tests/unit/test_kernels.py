@@ -1,0 +1,183 @@
+"""The two forms of the work on a chunk agree, and the one for devices waits for them rarely."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reference
+from distprune import kernels, passes
+from distprune.collectives import Communicator
+from distprune.kernels import Cut
+from distprune.keys import Order, key_range
+from distprune.memory import Scratch, empty_like
+from distprune.passes import finish
+from distprune.selection import select_lowest
+from virtual_shards import candidates
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def part_of(scores, live=None, size=1, rank=0, kind="rows"):
+    common = key_range(scores.dtype, Order.MAGNITUDE)
+    return candidates(scores, live, kind, common, size, rank)[0]
+
+
+def previous_masks(dtype, n):
+    """None; zeros and ones; and, where the dtype has them, other values, which do not compete."""
+    flags = torch.rand(n, generator=torch.Generator().manual_seed(1)) > 0.4
+    yield None
+    yield flags.to(dtype)
+    if dtype is not torch.bool:
+        yield torch.where(torch.arange(n) % 7 == 0, 3, flags.to(dtype))
+
+
+@pytest.mark.parametrize("new_dtype", DTYPES)
+@pytest.mark.parametrize("old_dtype", DTYPES)
+def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
+    n = 300
+    scores = (torch.randn(n, generator=torch.Generator().manual_seed(0)) * 4).round() / 4
+    low, high = (int(torch.tensor(x).view(torch.int32)) for x in (0.5, 1.0))
+    pivots = [low - 1, low + 5, high, key_range(torch.float32, Order.MAGNITUDE).largest_number]
+    for previous in previous_masks(old_dtype, n):
+        if new_dtype is torch.bool and old_dtype is not torch.bool and previous is not None:
+            continue  # nobody asks for it: a bool mask stays one
+        if old_dtype.is_complex and not new_dtype.is_complex:
+            continue
+        part = part_of(scores, previous)
+        untouched = None if previous is None else previous.clone()
+        results = []
+        for numpy in (True, False):
+            drafted, written = (torch.full((n,), 1).to(new_dtype) for _ in range(2))
+            with mock.patch("distprune.memory.takes_numpy", lambda device, numpy=numpy: numpy):
+                chunk = kernels.read(part, range(n), pivots, (low, high), drafted, Scratch())
+                cut = Cut(high, 0, 150)
+                count = kernels.write(part, range(n), 0, cut, written, previous, Scratch())
+            numbers = kernels.on_host([chunk.num_below, *chunk.counts, chunk.found.number, count])
+            results.append((numbers, chunk.found.positions, chunk.found.keys, drafted, written))
+        assert previous is None or torch.equal(previous, untouched)
+        assert results[0][0] == results[1][0]
+        for one, other in zip(results[0][1:], results[1][1:], strict=True):
+            assert torch.equal(one, other)
+        live = torch.ones(n, dtype=torch.bool) if previous is None else previous == 1
+        below = live & (scores.abs() < 0.5)
+        kept = torch.ones(n) if previous is None else previous
+        assert torch.equal(results[0][3], torch.where(below, 0, kept).to(new_dtype))
+        early = scores.abs() == 1.0
+        early[150:] = False
+        before = live & ((scores.abs() < 1.0) | early)
+        assert torch.equal(results[0][4], torch.where(before, 0, kept).to(new_dtype))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        by_flags = name.startswith("index") and any(
+            each is not None and each.dtype is torch.bool
+            for each in (args[1] if isinstance(args[1], (list, tuple)) else [args[1]])
+            if each is None or isinstance(each, torch.Tensor)
+        )
+        waiting = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique")
+        if name in waiting or by_flags:
+            self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def prune_on_device(num_parameters, masks=None):
+    """The masks, and how often the host waited, of one selection with the operations of devices."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(90, 50, generator=generator) for _ in range(num_parameters)]
+    parts = [part_of(tensor, None if masks is None else masks[0]) for tensor in tensors]
+    num_live = [t.numel() if masks is None else int(masks[0].sum()) for t in tensors]
+    drafts = [torch.empty(t.numel(), dtype=torch.bool) for t in tensors]
+    names = [str(i) for i in range(num_parameters)]
+    keys = key_range(torch.float32, Order.MAGNITUDE)
+    k = sum(num_live) // 2
+    with (
+        mock.patch("distprune.memory.takes_numpy", lambda device: False),
+        mock.patch("distprune.selection._COLLECT_ALL", 1000),
+        Waits() as waits,
+    ):
+        selection = select_lowest(
+            parts, names, num_live, k, keys, Communicator(()), refuse_nan=True, drafts=drafts
+        )
+        assert selection.drafted is not None
+        for i, (part, draft) in enumerate(zip(parts, drafts, strict=True)):
+            assert finish(selection.drafted, part, i, selection.cut, draft) is not None
+    whole = None if masks is None else masks * num_parameters
+    expected = reference.prune(tensors, k, whole)
+    for draft, mask in zip(drafts, expected, strict=True):
+        assert torch.equal(draft, mask.view(-1).bool())
+    return waits.number
+
+
+@pytest.mark.parametrize("already_pruned", [False, True])
+def test_the_host_does_not_wait_for_every_parameter(already_pruned):
+    masks = [torch.rand(90, 50) > 0.3] if already_pruned else None
+    few, many = (prune_on_device(n, masks) for n in (4, 40))
+    # What waits is on histograms and the few ties, whose number does not depend on it.
+    assert many <= few + 8
+
+
+def test_a_device_that_had_too_little_room_reads_again():
+    """All keys of the interval are in one parameter, which a share of all does not tell."""
+    n = 40_000
+    scores = [torch.full((n,), 9.0), torch.linspace(1.0, 2.0, n)]
+    parts = [part_of(each) for each in scores]
+    low, high = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 2.0))
+    drafts = [torch.empty(n, dtype=torch.bool) for _ in parts]
+    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+        reading = passes.read(parts, [high], (low, high), drafts, expected_share=0.01)
+    assert reading.counts == [[0], [n]] and reading.num_below == [0, 0]
+    assert [keys.numel() for keys in reading.keys] == [0, n]
+    assert all(bool(draft.all()) for draft in drafts)
+
+
+def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
+    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 64)
+    scores = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    totals = [
+        passes.read(
+            [part_of(scores, size=3, rank=rank, kind="replicated")],
+            [int(torch.tensor(0.5).view(torch.int32))], (0, 0),
+            [torch.empty(1000, dtype=torch.bool)],
+        ).counts[0][0]
+        for rank in range(3)
+    ]  # fmt: skip
+    assert sum(totals) == int((scores.abs() <= 0.5).sum())
+
+
+def test_an_error_on_a_thread_is_raised(monkeypatch):
+    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 64)
+    part = part_of(torch.randn(1000))
+
+    def fail(*_):
+        raise ZeroDivisionError("inside of a chunk")
+
+    monkeypatch.setattr("distprune.kernels.read", fail)
+    with pytest.raises(ZeroDivisionError, match="inside of a chunk"):
+        passes.read([part], [3], None)
+
+
+def test_new_memory_is_laid_out_as_asked():
+    for values in (
+        torch.empty(1024, 2048),
+        torch.empty(2048, 1024).t(),
+        torch.empty(8, 16, 64, 256).to(memory_format=torch.channels_last),
+        torch.empty(3, 5),
+        torch.empty(0),
+    ):
+        new = empty_like(values, torch.float64)
+        assert new.shape == values.shape and new.stride() == values.stride()
+        assert new.fill_(math.pi).sum() == pytest.approx(values.numel() * math.pi)
