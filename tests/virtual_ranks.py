@@ -6,58 +6,104 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distprune.collectives import Communicator
 
 
-class _Meeting:
-    """Where the threads of one run exchange integers."""
+class _Stopped(Exception):
+    """Another rank has failed."""
+
+
+class _Turns:
+    """Threads that take turns: each runs until it waits for a sum, and lets the next one run.
+
+    So a thousand of them cost no more than their work, a run is the same every time, and a
+    rank that returns while others wait is found out at once.
+    """
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.values: list[Any] = [None] * size
+        self.size = size
+        self.has_failed = False
+        self._may_run = [threading.Semaphore(int(index == 0)) for index in range(size)]
+        self._is_done = [False] * size
+        self._num_sums = [0] * size
+        self._given: dict[int, tuple[Any, Tensor]] = {}
+        self._reduced: tuple[int, Tensor] | None = None
 
+    def exchange(self, index: int, op: Any, values: Tensor) -> Tensor:
+        which = self._num_sums[index]
+        self._num_sums[index] += 1
+        self._given[index] = op, values
+        self._let_next_run(index)
+        self.wait(index)
+        if self._reduced is None or self._reduced[0] != which:  # the first one to come back
+            self._reduced = which, self._reduce()
+        return self._reduced[1].clone()
 
-class ThreadCommunicator(Communicator):
-    """Reduces over threads; also checks that all of them reduce the same shape."""
+    def wait(self, index: int) -> None:
+        self._may_run[index].acquire()
+        if self.has_failed:
+            raise _Stopped
 
-    def __init__(self, meeting: _Meeting, index: int, size: int) -> None:
-        super().__init__((), range(size), index)
-        self._meeting = meeting
+    def leave(self, index: int) -> None:
+        self._is_done[index] = True
+        self._let_next_run(index)
 
-    def _reduce(self, values, op):
-        self.num_collectives += 1
-        self.bytes_sent += values.numel() * values.element_size()
-        self._meeting.values[self.index] = (op, values)
-        self._meeting.barrier.wait(timeout=60)
-        everyone = list(self._meeting.values)
-        self._meeting.barrier.wait(timeout=60)
-        assert len({(op, v.shape, v.dtype) for op, v in everyone}) == 1, everyone
-        stacked = torch.stack([v for _, v in everyone])
+    def _let_next_run(self, index: int) -> None:
+        following = (*range(index + 1, self.size), *range(index + 1))
+        chosen = next((other for other in following if not self._is_done[other]), None)
+        if chosen is not None:
+            self._may_run[chosen].release()
+
+    def _reduce(self) -> Tensor:
+        given, self._given = self._given, {}
+        assert len(given) == self.size, f"only ranks {sorted(given)} reduce"
+        kinds = {(op, values.shape, values.dtype) for op, values in given.values()}
+        assert len(kinds) == 1, f"the ranks reduce different things: {kinds}"
+        (op, _, _) = kinds.pop()
+        stacked = torch.stack([values for _, values in given.values()])
         if op == dist.ReduceOp.SUM:
             return stacked.sum(0)
         return stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.amin(0)
 
 
+class ThreadCommunicator(Communicator):
+    """Reduces over threads; also checks that all of them reduce the same shape."""
+
+    def __init__(self, turns: _Turns, index: int) -> None:
+        super().__init__((), range(turns.size), index)
+        self._turns = turns
+
+    def _reduce(self, values, op):
+        self.num_collectives += 1
+        self.bytes_sent += values.numel() * values.element_size()
+        return self._turns.exchange(self.index, op, values)
+
+
 def run_virtual_ranks(fn: Callable[[Communicator], Any], size: int) -> list[Any]:
     """Call fn(communicator) on ``size`` threads; the first error of any is raised."""
-    meeting = _Meeting(size)
+    turns = _Turns(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def run(index: int) -> None:
         try:
-            results[index] = fn(ThreadCommunicator(meeting, index, size))
+            turns.wait(index)
+            results[index] = fn(ThreadCommunicator(turns, index))
+        except _Stopped:
+            pass
         except BaseException as error:  # raised again below
             errors.append(error)
-            meeting.barrier.abort()
+            turns.has_failed = True
+        finally:
+            turns.leave(index)
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
     if errors:
-        raise (real or errors)[0]
+        raise errors[0]
     return results

@@ -32,6 +32,8 @@ PARTS = (
     "adversarial",
     "schedules",
     "importing",
+    "ranks",
+    "cost_model",
 )
 
 
@@ -50,7 +52,8 @@ def start_part(name: str, arguments: list[str]) -> dict[str, Any]:
     """One part, in a new process: its memory and imports are no one else's."""
     print(f"=== {name}", flush=True)
     started = time.perf_counter()
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "tables")
         out.touch()

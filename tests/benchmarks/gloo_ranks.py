@@ -1,0 +1,60 @@
+"""Call a function on gloo ranks: new processes of one thread each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+def on_gloo_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = 600.0
+) -> list[Any]:
+    """What ``function(*args)`` returns on rank 0, 1, ...: plain data that JSON can hold.
+
+    Raises:
+        TimeoutError: not every rank came to its end in ``timeout`` seconds; all are killed.
+        Exception: what a rank raised.
+    """
+    # Here, so that a process that starts is not slower than it has to be.
+    import torch.multiprocessing as mp
+
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(_run, (size, folder, timeout, function, args), size, join=False)
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{function.__name__} on {size} ranks: {timeout:g} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def _run(
+    rank: int, size: int, folder: str, timeout: float, function: Callable, args: tuple
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        rank=rank,
+        world_size=size,
+        store=dist.FileStore(str(Path(folder, "store")), size),
+        timeout=timedelta(seconds=timeout),
+    )
+    dist.barrier()
+    Path(folder, f"{rank}.json").write_text(json.dumps(function(*args)))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort an ordinary exit
