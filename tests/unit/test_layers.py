@@ -17,6 +17,7 @@ LEVELS = [
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
+    ["wrappers.product"],
     ["strict", "shard", "keys", "masking.survival", "wrappers.fsdp1_mask", "testing.calls"],
     ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "testing.worker"],
     ["passes", "call", "target", "sharding.dtensor", "sharding.flat", "sharding.replicated"],
