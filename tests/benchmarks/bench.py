@@ -30,6 +30,7 @@ PARTS = (
     "one_process",
     "adversarial",
     "schedules",
+    "training_step",
     "importing",
 )
 
