@@ -4,6 +4,8 @@ With -0.0, NaN and infinities, where a product is no select, and with a float16 
 pruned weight would overflow if it were rounded before it is masked.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ import wraps
 from checks import assert_nothing_wrong
 from distprune.naming import named_modules
 from distprune.testing import run_ranks
+from distprune.wrappers import product
 from models import Net, fill
 
 SPECIAL = [-0.0, 0.0, torch.nan, torch.inf, -torch.inf, 1e30, -7e4, 1e-40, -1e-40]
@@ -60,6 +63,12 @@ def one_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(wrapping: str, policy: str) -> list[str]:
+    """With chunks so small that these shards have several."""
+    with mock.patch.multiple(product, _SMALL=0, _CHUNK=8):
+        return differences_of_a_step(wrapping, policy)
+
+
+def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
     dtype, options = POLICIES[policy], {}
     if policy != "float32":
         is_fsdp1 = wraps.kind_of(wrapping).startswith("fsdp1")

@@ -9,6 +9,11 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
+@pytest.fixture(autouse=True, params=["in chunks", "at once"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(product, "_SMALL", 0 if request.param == "in chunks" else 1 << 60)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(INTEGERS[tensor.element_size()])
 
