@@ -329,7 +329,9 @@ def _prune_found_on_cpu(
 def _live_on_cpu(live: Tensor, scratch: Scratch) -> Array:
     """bool [m]: where a chunk of a mask is exactly 1."""
     if live.dtype is torch.bool:
-        return live.numpy()
+        # In a mask that was read from a file any byte but 0 may be true.
+        flags = scratch.array("live", live.numel(), bool)
+        return np.not_equal(live.view(torch.uint8).numpy(), 0, out=flags)
     if live.itemsize not in INTEGERS:
         return (live == 1).numpy()
     bits = live.view(INTEGERS[live.itemsize]).numpy()

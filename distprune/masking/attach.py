@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from distprune.masking import live_property, survival
 from distprune.masking.hook import PruningHook, find_hook
-from distprune.masking.product import masked_product
+from distprune.product import masked_product
 
 
 class Transaction:

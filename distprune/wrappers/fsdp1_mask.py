@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from distprune.collectives import over_groups
+from distprune.product import write_product
 
 _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_optim")
 _PIECES = "_distprune_masked_pieces"
@@ -172,8 +173,11 @@ class _MaskedPieces:
             masked = dense if is_copy else dense.clone()
             source = local_slice(handle)
             for span, mask in self._spans():
-                # A product, not a select: the same bits (-0.0, NaN) as one process gets.
-                masked[span].copy_(source[span] * mask)
+                run = masked[span]
+                if run.device == source.device:
+                    write_product(source[span], mask, out=run)
+                else:  # offloaded
+                    run.copy_(source[span] * mask)
         flat_param.data = masked
         try:
             return gather(handle, padded_unsharded_flat_param)
@@ -186,7 +190,8 @@ class _MaskedPieces:
             gradient = getattr(handle.flat_param, name, None)
             if gradient is not None:
                 for span, mask in self._spans():
-                    gradient[span].mul_(mask.to(gradient.device))
+                    run = gradient[span]
+                    write_product(run, mask.to(gradient.device), out=run)
         type(handle).prepare_gradient_for_optim(handle)
 
     def _spans(self) -> Iterator[tuple[slice, Tensor]]:

@@ -12,6 +12,7 @@ dense one is; the gradient is masked on the shard after its reduce-scatter.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from distprune.product import write_product
 
 _PARAM_FIELDS = (
     "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
@@ -192,13 +195,13 @@ class ShardMask:
         """False if the tensor was swapped behind the back of FSDP2."""
         local = self._fsdp_param.sharded_param._local_tensor
         extension = getattr(local, "fsdp_pre_all_gather", None)
-        return getattr(extension, "__self__", None) is self
+        return getattr(extension, "shard_mask", None) is self
 
     def _mark_tensor(self) -> None:
         parameter = self._fsdp_param.sharded_param
         local = parameter._local_tensor
-        local.fsdp_pre_all_gather = self.fsdp_pre_all_gather
-        local.fsdp_post_all_gather = self.fsdp_post_all_gather
+        local.fsdp_pre_all_gather = _PreAllGather(self)
+        local.fsdp_post_all_gather = _post_all_gather
         # FSDP2 looks for extensions at construction only.
         self._fsdp_param._init_extensions()
         if self._handle is not None:
@@ -225,8 +228,43 @@ class ShardMask:
             return original
         return mask.to(dtype=original.dtype) * original
 
-    # Named and typed as FSDP2 calls it; exactly five parameters.
-    def fsdp_pre_all_gather(
+    def masked_shard(self, param_dtype: torch.dtype | None) -> Tensor:
+        """What to gather: the masked shard, padded with zero rows to the size of every rank's.
+
+        Args:
+            param_dtype: of the gathered parameter, if it is a float; None for the shard's own.
+        """
+        local = self._fsdp_param.sharded_param._local_tensor
+        if param_dtype is None or not local.is_floating_point():
+            param_dtype = local.dtype
+        padded = local.new_empty(self._fsdp_param.padded_sharded_param_size, dtype=param_dtype)
+        num_rows = local.size(0)
+        write_product(local, self._mask, out=padded[:num_rows])
+        padded[num_rows:].zero_()
+        return padded
+
+    def _mask_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            gradient = parameter.grad._local_tensor
+            write_product(gradient, self._mask, out=gradient)
+
+
+class _PreAllGather:
+    """A shard's ``fsdp_pre_all_gather``.
+
+    An object, because FSDP2 looks at its signature at every all-gather: that of a method takes
+    inspect several times as long as masking a small shard.
+    """
+
+    __signature__ = inspect.Signature(
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
+    )
+
+    def __init__(self, shard_mask: ShardMask) -> None:
+        self.shard_mask = shard_mask
+
+    def __call__(
         self,
         mesh: Any,
         outer_size: torch.Size,
@@ -234,35 +272,21 @@ class ShardMask:
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], None]:
-        local = self._fsdp_param.sharded_param._local_tensor
-        dtype = local.dtype
-        if mp_policy.param_dtype is not None and dtype.is_floating_point:
-            dtype = mp_policy.param_dtype
-        # A product, not a select: the same bits (-0.0, NaN) as one process gets.
-        masked = (local * self._mask).to(dtype)
-        padded_size = self._fsdp_param.padded_sharded_param_size
-        if masked.size() == padded_size:
-            return (masked,), None
-        padded = masked.new_zeros(padded_size)
-        padded[: masked.size(0)].copy_(masked)
-        return (padded,), None
+        return (self.shard_mask.masked_shard(mp_policy.param_dtype),), None
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        if out is not None:
-            return None  # ``out`` is a view of the gathered buffer
-        # No inner tensors: FSDP2 frees the buffer as it frees a dense one.
-        return all_gather_outputs[0], ()
 
-    def _mask_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad._local_tensor.mul_(self._mask)
+def _post_all_gather(
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """A shard's ``fsdp_post_all_gather``."""
+    if out is not None:
+        return None  # ``out`` is a view of the gathered buffer
+    # No inner tensors: FSDP2 frees the buffer as it frees a dense one.
+    return all_gather_outputs[0], ()
 
 
 def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:

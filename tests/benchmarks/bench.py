@@ -31,6 +31,7 @@ PARTS = (
     "stages",
     "adversarial",
     "schedules",
+    "training_step",
     "importing",
     "ranks",
     "cost_model",

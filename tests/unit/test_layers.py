@@ -13,7 +13,7 @@ PACKAGE = Path(distprune.__file__).parent
 LEVELS = [
     ["files", "files.errors", "natural_order", "memory"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
-    ["files.header", "files.recipe"],
+    ["files.header", "files.recipe", "product"],
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
@@ -22,7 +22,6 @@ LEVELS = [
         "shard",
         "keys",
         "masking.survival",
-        "masking.product",
         "wrappers.fsdp1_mask",
         "testing.calls",
     ],

@@ -1,51 +1,86 @@
-"""The product that a pruned plain module is left with is the ordinary one, to every derivative."""
-
-import math
+"""The masked product that FSDP gathers has the bits of torch's product, in any dtype and layout."""
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
-from distprune.masking.product import masked_product
+from distprune import product
 
-CASES = [
-    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.float64), (torch.complex64, torch.complex64),
-]  # fmt: skip
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
-def operands(mask_dtype, dtype):
-    original = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
-    original[0, 0], original[1, 1], original[2, 2] = -1.0, math.inf, math.nan
-    mask = (torch.arange(30).view(6, 5) % 2).to(mask_dtype)
-    mask[5, 4] = 3
-    return mask, original.requires_grad_()
+@pytest.fixture(autouse=True, params=["in chunks", "at once"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(product, "_SMALL", 0 if request.param == "in chunks" else 1 << 60)
 
 
-@pytest.mark.parametrize("mask_dtype, dtype", CASES)
-def test_the_same_bits_as_the_plain_product(mask_dtype, dtype):
-    mask, original = operands(mask_dtype, dtype)
-    product, expected = masked_product(mask, original), mask.to(dtype) * original
-    assert product.dtype == expected.dtype and product.stride() == expected.stride()
-    as_real = torch.view_as_real if dtype.is_complex else torch.clone
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[as_real(product.detach()).itemsize]
-    assert torch.equal(as_real(product.detach()).view(bits), as_real(expected.detach()).view(bits))
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(INTEGERS[tensor.element_size()])
 
 
-def test_gradients_of_gradients():
-    mask, _ = operands(torch.float64, torch.float64)
-    finite = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: masked_product(mask, x) ** 2, finite)
-    assert torch.autograd.gradgradcheck(lambda x: masked_product(mask, x) ** 2, finite)
+def hard_values(num: int, dtype: torch.dtype) -> torch.Tensor:
+    """Both zeros, NaN with and without a sign, infinities, denormals, what overflows float16."""
+    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-40, -1e-7, 1e30, -7e4]
+    values = torch.randn(num, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values[: len(special)] = torch.tensor(special, dtype=torch.float64)[:num]
+    return values[torch.randperm(num, generator=torch.Generator().manual_seed(1))].to(dtype)
 
 
-def test_forward_mode():
-    mask = torch.tensor([0.0, 1.0, 3.0])
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.ones(3), torch.tensor([1.0, 2.0, 5.0]))
-        tangent = forward_ad.unpack_dual(masked_product(mask, dual)).tangent
-    assert tangent.tolist() == [0.0, 2.0, 15.0]
+def some_mask(num: int) -> torch.Tensor:
+    return torch.rand(num, generator=torch.Generator().manual_seed(2)) < 0.5
 
 
-def test_a_frozen_parameter_stays_out_of_the_graph():
-    assert not masked_product(torch.ones(3), torch.ones(3)).requires_grad
+def written(values: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.full(values.shape, 7, dtype=dtype)
+    product.write_product(values, mask, out)
+    return out
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_bits_are_those_of_the_product(dtype, out_dtype):
+    values, mask = hard_values(5000, dtype), some_mask(5000)
+    expected = (mask.to(dtype) * values).to(out_dtype)  # as one process computes it
+    assert torch.equal(bits(written(values, mask, out_dtype)), bits(expected))
+    assert torch.equal(bits(expected), bits((values * mask).to(out_dtype)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (1,), (1, 40), (40, 1), (7, 3, 5), (40,)])
+def test_shapes_that_chunks_do_not_divide(shape, monkeypatch):
+    monkeypatch.setattr(product, "_CHUNK", 8)
+    num = torch.Size(shape).numel()
+    values, mask = hard_values(num, torch.float32).view(shape), some_mask(num).view(shape)
+    for out_dtype in FLOATS:
+        expected = (values * mask).to(out_dtype)
+        assert torch.equal(bits(written(values, mask, out_dtype)), bits(expected))
+
+
+def test_more_than_one_chunk():
+    rows = 3 * product._CHUNK // 1000
+    values, mask = torch.randn(rows, 1000), some_mask(rows * 1000).view(rows, 1000)
+    assert torch.equal(written(values, mask, torch.float32), values * mask)
+
+
+def test_any_strides():
+    values = hard_values(600, torch.float32).view(20, 30).t()
+    mask = some_mask(1200).view(30, 40)[:, ::2]
+    assert torch.equal(bits(written(values, mask, torch.float32)), bits(values * mask))
+
+
+def test_in_place():
+    values, mask = hard_values(5000, torch.float32), some_mask(5000)
+    expected = values * mask
+    product.write_product(values, mask, out=values)
+    assert torch.equal(bits(values), bits(expected))
+
+
+def test_integers():
+    values, mask = torch.arange(-50, 50), some_mask(100)
+    assert torch.equal(written(values, mask, torch.int64), values * mask)
+
+
+def test_any_byte_but_zero_is_true():
+    """So torch reads bools, and nothing keeps a file from having such bytes."""
+    bytes_ = torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
+    out = written(torch.tensor([3.0, 3.0, 3.0, 3.0]), bytes_.view(torch.bool), torch.float32)
+    assert out.tolist() == [0.0, 3.0, 3.0, 3.0]
