@@ -287,8 +287,7 @@ class _Search:
         is about the share of this rank's elements that there is to collect.
         """
         total = sum(part.numel for part in self.parts)
-        # 4 n^(2/3) balances the cost of the sample and of the keys that it leaves.
-        rate = min(1.0, max(4096.0, 4 * total ** (2 / 3)) * 2**num_rounds / total)
+        rate = min(1.0, sample_size(total) * 2**num_rounds / total)
         drawn = sample(self.parts, rate, self.keys.high + 1, self.generator)
         keys = _within(drawn, low, high)
         histogram = yield _histogram(keys, low, high)
@@ -296,7 +295,7 @@ class _Search:
         if size == 0:
             return _eight_pivots(low, high), None, 0.0
         centre = k / inside * size
-        margin = _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
+        margin = margin_of(centre, size)
         pivots: set[int] = set()
         first, last = low, high  # the interval to collect
         for rank, is_lower in ((centre - margin, True), (centre + margin, False)):
@@ -396,6 +395,17 @@ class _Search:
             "element. NaN has no place in a ranking: repair the weights, or mask them first "
             "with custom_from_mask."
         )
+
+
+def sample_size(num_elements: int) -> float:
+    """Keys that are sampled of so many, over all ranks."""
+    # 4 n^(2/3) balances the cost of the sample and of the keys that it leaves.
+    return min(num_elements, max(4096.0, 4 * num_elements ** (2 / 3)))
+
+
+def margin_of(centre: float, size: float) -> float:
+    """How far, in ranks of a sample, its bracket reaches to either side of ``centre``."""
+    return _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
 
 
 def _cut_ties(part: Candidates, key: int, wanted: int, held: Tensor | None) -> Search[int]:

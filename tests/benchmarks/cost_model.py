@@ -238,8 +238,8 @@ def scratch_keys(num_elements: int) -> tuple[float, float]:
     """
     if num_elements <= selection._COLLECT_ALL:
         return 0.0, num_elements
-    num_sampled = min(num_elements, max(4096.0, 4 * num_elements ** (2 / 3)))
-    margin = selection._SIGMAS * math.sqrt(num_sampled / 4) + 4
+    num_sampled = selection.sample_size(num_elements)
+    margin = selection.margin_of(num_sampled / 2, num_sampled)
     return num_sampled, 2 * margin / num_sampled * num_elements
 
 
@@ -416,9 +416,9 @@ class Gpu:
     """
 
     bandwidth: float = 2.8e12
-    traffic: tuple[tuple[str, float], ...] = (("float32", 71.0), ("bfloat16", 37.0))
+    traffic: tuple[tuple[str, float], ...] = (("float32", 40.0), ("bfloat16", 26.0))
     launch: float = 5e-6
-    launches_per_chunk: int = 12
+    launches_per_chunk: int = 14
     chunk: int = 1 << 24
     latencies: tuple[tuple[int, float], ...] = ((8, 30e-6), (64, 0.1e-3), (1024, 0.25e-3))
     link: float = 25e9
@@ -465,7 +465,7 @@ def predictions(model: Model) -> Table:
         row.append(model.of_host(len(shapes)))
         row += [
             num_local / 1e6,
-            (sampled + collected) * 4 / num_ranks / 1e6,
+            (4 * sampled + 12 * collected) / num_ranks / 1e6,
             model.num_bytes(len(shapes)) / 1024,
             "computed",
         ]
@@ -487,7 +487,8 @@ def predictions(model: Model) -> Table:
             f"{gpu.launch * 1e6:g} us per chunk of 2^{gpu.chunk.bit_length() - 1} elements, NCCL "
             "all-reduces of 30 us, 0.1 ms and 0.25 ms at 8, 64 and 1024 ranks, a link of "
             f"{gpu.link / 1e9:g} GB/s; the host's part, fixed and per parameter, as fitted above.",
-            "Memory per rank, computed: a mask of one byte per element; sample and candidates of "
-            "4-byte keys, spread evenly. Bytes sent do not depend on the number of ranks.",
+            "Memory per rank, computed: a mask of one byte per element; 4 bytes per sampled key, "
+            "and 12 per candidate (its key twice, and where it is), spread evenly. Bytes sent do "
+            "not depend on the number of ranks.",
         ],
     )  # fmt: skip
