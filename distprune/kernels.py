@@ -30,6 +30,7 @@ class KeySource(Protocol):
     """Where the keys of one local shard come from; see keys.py."""
 
     is_thread_safe: bool
+    itemsize: int
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
 

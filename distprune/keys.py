@@ -131,6 +131,7 @@ class TensorKeys:
     def __init__(self, scores: Tensor, common: KeyRange) -> None:
         self._scores = scores.detach()
         self._common = common
+        self.itemsize = common.dtype.itemsize
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
@@ -151,6 +152,7 @@ class ComputedKeys:
         self._values = values
         self._score = score
         self._common = common
+        self.itemsize = common.dtype.itemsize
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
@@ -170,6 +172,7 @@ class RandomKeys:
     """
 
     is_thread_safe = True
+    itemsize = 8
 
     def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:
         self._seed = seed

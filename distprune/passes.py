@@ -23,15 +23,16 @@ from torch import Tensor
 
 from distprune import kernels
 from distprune.kernels import Candidates, Cut, Found, Interval
-from distprune.memory import Count, Scratch, concatenate, on_host
+from distprune.memory import Array, Count, Scratch, concatenate, on_host
 
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 
-# Elements per chunk: on a CPU keys and flags stay in the second-level cache, or nearly, and the
-# calls of several threads do not wait for each other; on an accelerator launches are few and
-# scratch stays under a gigabyte.
-_CPU_CHUNK = 1 << 18
-_DEVICE_CHUNK = 1 << 24
+# Bytes of values per chunk: on a CPU keys and flags stay in the cache, and the interpreter's lock
+# is not asked for too often; on an accelerator launches are few and scratch stays under a gigabyte.
+_CPU_CHUNK = 1 << 21
+_DEVICE_CHUNK = 1 << 26
 # More threads than this spend their time on waiting for the interpreter's lock.
 _MAX_THREADS = 8
 
@@ -70,10 +71,11 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
         (which, span)
         for which, (mask, positions) in enumerate(zip(live, counted, strict=True))
         if mask is not None
-        for span in _chunks(positions, mask.device)
+        for span in _chunks(positions, mask.device, mask.itemsize)
     ]
     on_cpu = all(mask is None or mask.device.type == "cpu" for mask in live)
-    numbers = on_host(_for_each(visit, work, is_threaded=on_cpu))
+    num_bytes = sum(len(span) for _, span in work)
+    numbers = on_host(_for_each(visit, work, _num_threads(num_bytes) if on_cpu else 1))
     totals = [
         len(positions) if mask is None else 0 for mask, positions in zip(live, counted, strict=True)
     ]
@@ -145,41 +147,54 @@ def read(
 
 
 def finish(
-    reading: Reading, part: Candidates, position: int, cut: Cut, draft: Tensor
-) -> Count | None:
-    """Make a draft of a mask final, without another read; see [Note: draft].
+    reading: Reading, parts: Sequence[Candidates], cut: Cut, drafts: Sequence[Tensor]
+) -> list[Count | None]:
+    """Make drafts of masks final, without another read; see [Note: draft].
 
     Args:
-        reading: the read that wrote it.
-        part: the parameter.
-        position: of the parameter in the list that was read, and cut.
+        reading: the read that wrote them.
+        parts: the parameters that were read, and cut, in this order.
         cut: where the order is cut.
-        draft: flat mask of the part, all of it.
+        drafts: flat masks of the parts, all of them.
 
     Returns:
-        How many counted live elements were pruned; None if the cut lies elsewhere, and the mask
-        has to be written anew.
+        Per parameter, how many counted live elements were pruned; None if the cut lies elsewhere,
+        and the mask has to be written anew.
 
     Cost: what was found in the interval is looked at, and nothing else.
     """
     assert reading.interval is not None
     low, high = reading.interval
-    num_pruned: Count = reading.num_below[position]
-    if low <= cut.threshold <= high:
+    if not low <= cut.threshold <= high:
+        return [
+            reading.num_below[position] if _is_exact(position, cut, low) else None
+            for position in range(len(parts))
+        ]
+
+    def visit(position: int, part: Candidates, _: Scratch) -> Count:
+        num_pruned: Count = reading.num_below[position]
         for found in reading.found[position]:
-            number = kernels.prune_found(part, position, cut, found, draft)
+            number = kernels.prune_found(part, position, cut, found, drafts[position])
             if found.is_counted:
                 num_pruned = num_pruned + number
         return num_pruned
+
+    # A cache line is written for every element.
+    num_found = sum(found.positions.numel() for each in reading.found for found in each)
+    num_threads = _num_threads(64 * num_found) if _on_threads(parts) else 1
+    return list(_for_each(visit, list(enumerate(parts)), num_threads))
+
+
+def _is_exact(position: int, cut: Cut, low: int) -> bool:
+    """Whether a draft that keeps all keys from ``low`` on is what a cut elsewhere asks for."""
     kept_from = cut.threshold + 1 if position < cut.parameter else cut.threshold
-    is_exact = position != cut.parameter or cut.index == 0
-    return num_pruned if is_exact and kept_from == low else None
+    return kept_from == low and (position != cut.parameter or cut.index == 0)
 
 
 def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tensor]:
     """Global indices in [low, high) of the counted live elements with a key, chunk by chunk."""
     scratch = Scratch()
-    for span in _chunks(part.counted, part.device):
+    for span in _chunks(part.counted, part.device, part.keys.itemsize):
         positions = kernels.positions_of(part, span, key, scratch)
         if positions.numel():
             indices = part.index(positions)
@@ -193,27 +208,33 @@ def sample(
 
     ``dead`` stands for an element that does not compete.
     """
-    drawn = [_sample_one(part, rate, dead, generator) for part in parts]
-    return concatenate(_on_cpu([drawn]))
+    places = [_places(len(part.counted), rate, generator) for part in parts]
+
+    def visit(part: Candidates, which: Array, _: Scratch) -> Tensor:
+        positions = torch.from_numpy(which + part.counted.start)
+        return kernels.gather(part, positions.to(part.device), dead)
+
+    work = [(part, which) for part, which in zip(parts, places, strict=True) if which.size]
+    # What is read for a sampled key is its share of a cache line, and the wait for it.
+    num_threads = (
+        _num_threads(64 * sum(which.size for which in places)) if _on_threads(parts) else 1
+    )
+    return concatenate(_on_cpu([_for_each(visit, work, num_threads)]))
 
 
-def _sample_one(part: Candidates, rate: float, dead: int, generator: np.random.Generator) -> Tensor:
-    """Its keys, on its device, from all over the counted elements.
+def _places(num_counted: int, rate: float, generator: np.random.Generator) -> Array:
+    """int64, from all over a range of positions.
 
     Sixteen neighbours are read per place, as a cache line brings them anyway.
     """
-    num_counted = len(part.counted)
     burst = 16 if num_counted >= 4096 else 1
     num_rows = num_counted // burst
     wanted = math.ceil(num_counted * rate) / burst
     num_drawn = min(num_rows, int(wanted) + int(generator.random() < wanted % 1))
-    if num_drawn == 0:
-        return torch.empty(0, dtype=torch.int64)
     # One place per stratum, jittered: regular data cannot hide between the places.
-    places = np.arange(num_drawn) + generator.random(num_drawn)
-    rows = np.minimum((places * (num_rows / num_drawn)).astype(np.int64), num_rows - 1)
-    positions = (rows[:, None] * burst + np.arange(burst)).reshape(-1) + part.counted.start
-    return kernels.gather(part, torch.from_numpy(positions).to(part.device), dead)
+    places = (np.arange(num_drawn) + generator.random(num_drawn)) * (num_rows / max(1, num_drawn))
+    rows = np.minimum(places.astype(np.int64), num_rows - 1)
+    return (rows[:, None] * burst + np.arange(burst)).reshape(-1)
 
 
 def write_keep(
@@ -239,20 +260,17 @@ def write_keep(
     return sum(_for_each_chunk(visit, [part], only_counted=False))
 
 
-def _chunks(positions: range, device: torch.device) -> Iterator[range]:
-    size = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+def _chunks(positions: range, device: torch.device, itemsize: int) -> Iterator[range]:
+    size = max(1, (_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK) // itemsize)
     for start in range(positions.start, positions.stop, size):
         yield range(start, min(start + size, positions.stop))
 
 
-def _local_chunks(part: Candidates, num_local: int) -> Iterator[range]:
+def _local_chunks(part: Candidates) -> Iterator[range]:
     """Chunks of all local elements, none of them counted in part only."""
-    for positions in (
-        range(part.counted.start),
-        part.counted,
-        range(part.counted.stop, num_local),
-    ):
-        yield from _chunks(positions, part.device)
+    counted = part.counted
+    for positions in (range(counted.start), counted, range(counted.stop, part.num_local)):
+        yield from _chunks(positions, part.device, part.keys.itemsize)
 
 
 def _on_cpu(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -266,43 +284,46 @@ def _on_cpu(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def _for_each_chunk(
-    visit: Callable[[int, range, Scratch], T], parts: Sequence[Candidates], *, only_counted: bool
-) -> list[T]:
+    visit: Callable[[int, range, Scratch], R], parts: Sequence[Candidates], *, only_counted: bool
+) -> list[R]:
     """Visit every chunk of every part."""
     work = [
         (which, span)
         for which, part in enumerate(parts)
         for span in (
-            _chunks(part.counted, part.device)
+            _chunks(part.counted, part.device, part.keys.itemsize)
             if only_counted
-            else _local_chunks(part, part.num_local)
+            else _local_chunks(part)
         )
     ]
-    is_threaded = all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
-    return _for_each(visit, work, is_threaded=is_threaded)
+    num_bytes = sum(len(span) * parts[which].keys.itemsize for which, span in work)
+    return _for_each(visit, work, _num_threads(num_bytes) if _on_threads(parts) else 1)
+
+
+def _on_threads(parts: Sequence[Candidates]) -> bool:
+    """Whether numpy reads them all, which lets others run meanwhile."""
+    return all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
+
+
+def _num_threads(num_bytes: int) -> int:
+    """As many as torch would use, if there is enough to read for each."""
+    return min(torch.get_num_threads(), _MAX_THREADS, 1 + num_bytes // _CPU_CHUNK)
 
 
 def _for_each(
-    visit: Callable[[int, range, Scratch], T],
-    work: Sequence[tuple[int, range]],
-    *,
-    is_threaded: bool,
-) -> list[T]:
-    """Results in the order of the work, on a thread for each large chunk's worth of it."""
-    num_elements = sum(len(span) for _, span in work)
-    num_threads = min(torch.get_num_threads(), _MAX_THREADS, 1 + num_elements // _CPU_CHUNK)
-    if not is_threaded:
-        num_threads = 1
-    results: list[T | None] = [None] * len(work)
+    visit: Callable[[S, T, Scratch], R], work: Sequence[tuple[S, T]], num_threads: int
+) -> list[R]:
+    """Results in the order of the work."""
+    results: list[R | None] = [None] * len(work)
     errors: list[BaseException] = []
-    # One iterator for all: a thread takes the next chunk when it has time.
+    # One iterator for all: a thread takes the next piece when it has time.
     todo = iter(enumerate(work))
 
     def take() -> None:
         scratch = Scratch()
         try:
-            for i, (which, span) in todo:
-                results[i] = visit(which, span, scratch)
+            for i, piece in todo:
+                results[i] = visit(*piece, scratch)
                 if errors:
                     return
         except BaseException as error:

@@ -226,16 +226,13 @@ def _ranked(
     ]
     flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
     shares, selection = choose(call, parts, k, keys, flat)
-    drafted = None if selection is None else selection.drafted
-    counts: list[Count] = []
+    counts: list[Count | None] = [None] * len(parts)
+    if selection is not None and selection.drafted is not None:
+        counts = finish(selection.drafted, parts, selection.cut, flat)
     for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        count: Count | None = None
-        if drafted is not None:
-            count = finish(drafted, part, which, share.cut, flat[which])
-        if count is None:
-            count = write_keep(part, share.position, share.cut, flat[which], part.live)
-        counts.append(count)
-    num_pruned = on_host(counts)
+        if counts[which] is None:
+            counts[which] = write_keep(part, share.position, share.cut, flat[which], part.live)
+    num_pruned = on_host([count for count in counts if count is not None])
     held_at = [share.held_at for share in shares]
     if keys is RANDOM_KEYS or selection is None:
         return Decision(masks, num_pruned, held_at=held_at)

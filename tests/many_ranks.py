@@ -130,14 +130,14 @@ def layouts(wrapping: str, sizes: Sizes) -> list[Layout]:
 class Part:
     """Where one rank's part of a parameter sits, and which of how many copies it is."""
 
-    coordinates: tuple[Tensor, ...]
+    coordinates: tuple[range, ...]
     index: IndexMap
     replica: int
     num_replicas: int
 
     @property
     def numel(self) -> int:
-        return math.prod(rows.numel() for rows in self.coordinates)
+        return math.prod(map(len, self.coordinates))
 
     @property
     def counted(self) -> range:
@@ -149,7 +149,7 @@ class Part:
 
     def cut(self, whole: Tensor) -> Tensor:
         for dim, rows in enumerate(self.coordinates):
-            whole = whole.index_select(dim, rows)
+            whole = whole.narrow(dim, rows.start, len(rows))
         return whole
 
 
