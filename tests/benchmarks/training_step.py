@@ -73,10 +73,10 @@ class Sizes:
     """Of a decoder and its batch: ``sequences`` of ``length`` tokens on each rank."""
 
     width: int = 512
-    num_blocks: int = 8
+    num_blocks: int = 4
     head: int = 64
-    vocabulary: int = 8192
-    sequences: int = 2
+    vocabulary: int = 4096
+    sequences: int = 4
     length: int = 256
 
     def __str__(self) -> str:
