@@ -30,7 +30,7 @@ class KeySource(Protocol):
     """Where the keys of one local shard come from; see keys.py."""
 
     is_thread_safe: bool
-    itemsize: int
+    dtype: torch.dtype
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
 
@@ -200,6 +200,14 @@ def gather(part: Candidates, positions: Tensor, dead: int) -> Tensor:
         keys.numpy()[~live.numpy()] = dead
         return keys
     return torch.where(live, keys, dead)
+
+
+def copy(keys: Tensor, out: Tensor) -> None:
+    """``out.copy_(keys)``, which torch would spread over threads."""
+    if memory.takes_numpy(keys.device) and memory.takes_numpy(out.device):
+        np.copyto(out.numpy(), keys.numpy())
+    else:
+        out.copy_(keys)
 
 
 def prune_found(part: Candidates, position: int, cut: Cut, found: Found, out: Tensor) -> Count:

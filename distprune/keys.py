@@ -131,7 +131,7 @@ class TensorKeys:
     def __init__(self, scores: Tensor, common: KeyRange) -> None:
         self._scores = scores.detach()
         self._common = common
-        self.itemsize = common.dtype.itemsize
+        self.dtype = common.dtype
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
@@ -152,7 +152,7 @@ class ComputedKeys:
         self._values = values
         self._score = score
         self._common = common
-        self.itemsize = common.dtype.itemsize
+        self.dtype = common.dtype
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
@@ -172,7 +172,7 @@ class RandomKeys:
     """
 
     is_thread_safe = True
-    itemsize = 8
+    dtype = torch.int64
 
     def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:
         self._seed = seed

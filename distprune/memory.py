@@ -22,8 +22,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # So few elements no torch operation spreads over threads: for work that has its own.
 SERIAL = 1 << 15
 
-# From this size on the advice pays, and rounding up to whole pages of 2 MiB does not matter.
-_LARGE_BYTES = 1 << 22
+# From this size on the advice pays. Smaller than a large page, as neighbours may share one.
+_LARGE_BYTES = 1 << 19
 
 Array = np.ndarray
 # A count, on the host or still on its way there from a device.
@@ -93,8 +93,9 @@ def _advise_large_pages(address: int, num_bytes: int) -> None:
     advise = _madvise()
     if advise is None:
         return
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    # Outwards, so that no page between two tensors keeps the system from joining them.
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     # A hint: that the system refuses it changes nothing.
     advise(start, stop - start, mmap.MADV_HUGEPAGE)
 

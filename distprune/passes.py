@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # Bytes of values per chunk: on a CPU keys and flags stay in the cache, and the interpreter's lock
 # is not asked for too often; on an accelerator launches are few and scratch stays under a gigabyte.
-_CPU_CHUNK = 1 << 21
+_CPU_CHUNK = 3 << 19
 _DEVICE_CHUNK = 1 << 26
 # More threads than this spend their time on waiting for the interpreter's lock.
 _MAX_THREADS = 8
@@ -46,14 +46,16 @@ class Reading:
         num_below: per parameter, the counted live keys below the interval; 0 without one.
         interval: of keys.
         found: per parameter, what lies in the interval, chunk by chunk.
-        keys: per parameter, the counted keys in the interval, 1-d, on the CPU.
+        keys: the counted keys in the interval, 1-d, on the CPU, parameter by parameter ...
+        sizes: ... and how many of each.
     """
 
     counts: list[list[int]]
     num_below: list[int]
     interval: Interval | None
     found: list[list[Found]]
-    keys: list[Tensor]
+    keys: Tensor
+    sizes: list[int]
 
 
 def count_live(live: Tensor | None, counted: range) -> int:
@@ -142,7 +144,8 @@ def read(
         [row[0] for row in totals],
         interval,
         found,
-        _on_cpu([[here.keys for here in each if here.is_counted] for each in found]),
+        _on_cpu([here.keys for each in found for here in each if here.is_counted]),
+        [sum(here.keys.numel() for here in each if here.is_counted) for each in found],
     )
 
 
@@ -194,7 +197,7 @@ def _is_exact(position: int, cut: Cut, low: int) -> bool:
 def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tensor]:
     """Global indices in [low, high) of the counted live elements with a key, chunk by chunk."""
     scratch = Scratch()
-    for span in _chunks(part.counted, part.device, part.keys.itemsize):
+    for span in _chunks(part.counted, part.device, part.keys.dtype.itemsize):
         positions = kernels.positions_of(part, span, key, scratch)
         if positions.numel():
             indices = part.index(positions)
@@ -209,32 +212,39 @@ def sample(
     ``dead`` stands for an element that does not compete.
     """
     places = [_places(len(part.counted), rate, generator) for part in parts]
+    sizes = [
+        rows.size * _burst(len(part.counted)) for part, rows in zip(parts, places, strict=True)
+    ]
+    if not sum(sizes):
+        return torch.empty(0, dtype=torch.int64)
+    drawn = torch.empty(sum(sizes), dtype=parts[0].keys.dtype, device=parts[0].device)
 
-    def visit(part: Candidates, which: Array, _: Scratch) -> Tensor:
-        positions = torch.from_numpy(which + part.counted.start)
-        return kernels.gather(part, positions.to(part.device), dead)
+    def visit(which: int, out: Tensor, _: Scratch) -> None:
+        part, rows = parts[which], places[which]
+        positions = rows[:, None] * _burst(len(part.counted)) + np.arange(_burst(len(part.counted)))
+        positions = torch.from_numpy(positions.reshape(-1) + part.counted.start)
+        kernels.copy(kernels.gather(part, positions.to(part.device), dead), out)
 
-    work = [(part, which) for part, which in zip(parts, places, strict=True) if which.size]
-    # What is read for a sampled key is its share of a cache line, and the wait for it.
-    num_threads = (
-        _num_threads(64 * sum(which.size for which in places)) if _on_threads(parts) else 1
-    )
-    return concatenate(_on_cpu([_for_each(visit, work, num_threads)]))
+    work = [(which, out) for which, out in enumerate(drawn.split(sizes)) if out.numel()]
+    # Reading one place takes as long as reading some hundred bytes in a row.
+    num_bytes = 1024 * sum(rows.size for rows in places)
+    _for_each(visit, work, _num_threads(num_bytes) if _on_threads(parts) else 1)
+    return drawn.cpu()
 
 
 def _places(num_counted: int, rate: float, generator: np.random.Generator) -> Array:
-    """int64, from all over a range of positions.
-
-    Sixteen neighbours are read per place, as a cache line brings them anyway.
-    """
-    burst = 16 if num_counted >= 4096 else 1
-    num_rows = num_counted // burst
-    wanted = math.ceil(num_counted * rate) / burst
+    """Where to sample a range of positions, in bursts; int64."""
+    num_rows = num_counted // _burst(num_counted)
+    wanted = math.ceil(num_counted * rate) / _burst(num_counted)
     num_drawn = min(num_rows, int(wanted) + int(generator.random() < wanted % 1))
     # One place per stratum, jittered: regular data cannot hide between the places.
     places = (np.arange(num_drawn) + generator.random(num_drawn)) * (num_rows / max(1, num_drawn))
-    rows = np.minimum(places.astype(np.int64), num_rows - 1)
-    return (rows[:, None] * burst + np.arange(burst)).reshape(-1)
+    return np.minimum(places.astype(np.int64), num_rows - 1)
+
+
+def _burst(num_counted: int) -> int:
+    """Neighbours that are sampled per place: as many as a cache line brings anyway."""
+    return 16 if num_counted >= 4096 else 1
 
 
 def write_keep(
@@ -270,17 +280,15 @@ def _local_chunks(part: Candidates) -> Iterator[range]:
     """Chunks of all local elements, none of them counted in part only."""
     counted = part.counted
     for positions in (range(counted.start), counted, range(counted.stop, part.num_local)):
-        yield from _chunks(positions, part.device, part.keys.itemsize)
+        yield from _chunks(positions, part.device, part.keys.dtype.itemsize)
 
 
-def _on_cpu(tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Each list of 1-d tensors joined to one; they come over from a device together."""
-    filled = [[tensor for tensor in each if tensor.numel()] for each in tensors]
-    flat = [tensor for each in filled for tensor in each]
-    if all(tensor.device.type == "cpu" for tensor in flat):
-        return [concatenate(each) for each in filled]
-    sizes = [sum(tensor.numel() for tensor in each) for each in filled]
-    return list(torch.cat([tensor.to(flat[0].device) for tensor in flat]).cpu().split(sizes))
+def _on_cpu(tensors: Sequence[Tensor]) -> Tensor:
+    """1-d tensors joined to one; they come over from a device together."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if all(tensor.device.type == "cpu" for tensor in filled):
+        return concatenate(filled)
+    return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
 
 
 def _for_each_chunk(
@@ -291,12 +299,12 @@ def _for_each_chunk(
         (which, span)
         for which, part in enumerate(parts)
         for span in (
-            _chunks(part.counted, part.device, part.keys.itemsize)
+            _chunks(part.counted, part.device, part.keys.dtype.itemsize)
             if only_counted
             else _local_chunks(part)
         )
     ]
-    num_bytes = sum(len(span) * parts[which].keys.itemsize for which, span in work)
+    num_bytes = sum(len(span) * parts[which].keys.dtype.itemsize for which, span in work)
     return _for_each(visit, work, _num_threads(num_bytes) if _on_threads(parts) else 1)
 
 

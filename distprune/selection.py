@@ -353,7 +353,7 @@ class _Search:
             [sum(self.local_counts[pivot]) for pivot in pivots], dtype=torch.int64
         )
         if reading.interval is not None:
-            histogram = _histogram(concatenate(reading.keys), *reading.interval)
+            histogram = _histogram(reading.keys, *reading.interval)
             shared = torch.cat([shared, histogram])
         shared = yield shared
         return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
@@ -362,8 +362,7 @@ class _Search:
         self, k: int, low: int, high: int, below: int, histogram: Tensor, reading: Reading
     ) -> Search[_Kth]:
         """Radix-select the k-th of the collected keys in [low, high]."""
-        keys = concatenate(reading.keys)
-        rank = k - 1
+        keys, rank = reading.keys, k - 1
         if (low, high) != reading.interval:
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
@@ -373,7 +372,7 @@ class _Search:
                 break
             keys = _within(keys, low, high)
             histogram = yield _histogram(keys, low, high)
-        found = [each.numpy() for each in reading.keys]
+        found = [each.numpy() for each in reading.keys.split(reading.sizes)]
         ties = [int(np.count_nonzero(each == low)) for each in found]
         under = [
             less + int(np.count_nonzero(each < low))
@@ -444,6 +443,8 @@ def _within(keys: Tensor, low: int, high: int) -> Tensor:
     if keys.numel() == 0:
         return keys
     raw = keys.numpy()
+    if low <= int(raw.min()) and int(raw.max()) <= high:
+        return keys
     return torch.from_numpy(raw[(raw >= low) & (raw <= high)])
 
 

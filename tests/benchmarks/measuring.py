@@ -60,9 +60,14 @@ class Measurement:
     result: Any = None
 
 
-def measured(call: Callable[[], Any]) -> Measurement:
-    """Run ``call`` once, from a process without garbage and without pages that malloc kept."""
-    release_memory()
+def measured(call: Callable[[], Any], *, release: bool = True) -> Measurement:
+    """Run ``call`` once, from a process without garbage and without pages that malloc kept.
+
+    Args:
+        release: False keeps these pages, for a call that follows others: its memory is no figure.
+    """
+    if release:
+        release_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
     before = resident_bytes()
     started = time.perf_counter()
