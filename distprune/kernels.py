@@ -20,7 +20,7 @@ from torch import Tensor
 from distprune import memory
 from distprune.geometry import IndexMap
 from distprune.keys import Keys
-from distprune.memory import INTEGERS, SERIAL, Array, Count, Scratch, select
+from distprune.memory import INTEGERS, SERIAL, Array, Count, Places, Scratch
 
 # Closed interval of keys.
 Interval = tuple[int, int]
@@ -34,7 +34,7 @@ class KeySource(Protocol):
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
 
-    def gather(self, positions: Tensor) -> Tensor: ...
+    def gather(self, places: Places) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -190,12 +190,12 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
     return positions + span.start
 
 
-def gather(part: Candidates, positions: Tensor, dead: int) -> Tensor:
-    """Keys at some flat positions, int64 [m]; ``dead`` where an element does not compete."""
-    keys = part.keys.gather(positions)
+def gather(part: Candidates, places: Places, dead: int) -> Tensor:
+    """Keys at some places, 1-d; ``dead`` where an element does not compete."""
+    keys = part.keys.gather(places)
     if part.live is None:
         return keys
-    live = select(part.live, positions) == 1
+    live = places.of(part.live) == 1
     if memory.takes_numpy(part.device):
         keys.numpy()[~live.numpy()] = dead
         return keys

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distprune import memory
 from distprune.geometry import IndexMap
-from distprune.memory import SERIAL, Array, Scratch, select
+from distprune.memory import SERIAL, Array, Places, Scratch
 
 
 class Order(Enum):
@@ -137,9 +137,9 @@ class TensorKeys:
         """Keys of positions [start, stop)."""
         return _keys(self._scores[start:stop], self._common, scratch)
 
-    def gather(self, positions: Tensor) -> Tensor:
-        """Keys at some positions, int64 [m]."""
-        return to_keys(select(self._scores, positions), self._common)
+    def gather(self, places: Places) -> Tensor:
+        """Keys at some places: a new tensor."""
+        return to_keys(places.of(self._scores), self._common)
 
 
 class ComputedKeys:
@@ -157,8 +157,8 @@ class ComputedKeys:
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
 
-    def gather(self, positions: Tensor) -> Tensor:
-        return to_keys(self._score(select(self._values, positions)).detach(), self._common)
+    def gather(self, places: Places) -> Tensor:
+        return to_keys(self._score(places.of(self._values)).detach(), self._common)
 
 
 class RandomKeys:
@@ -183,7 +183,7 @@ class RandomKeys:
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         if not memory.takes_numpy(self._device):
             positions = torch.arange(start, stop, device=self._device)
-            return Keys(self.gather(positions), RANDOM_KEYS.high)
+            return Keys(self._at(positions), RANDOM_KEYS.high)
         scratch = scratch or Scratch()
         keys = scratch.array("keys", stop - start, np.int64)
         for first in range(start, stop, SERIAL):
@@ -193,7 +193,10 @@ class RandomKeys:
         _hash_in_place(keys, self._seed, scratch)
         return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
 
-    def gather(self, positions: Tensor) -> Tensor:
+    def gather(self, places: Places) -> Tensor:
+        return self._at(places.positions(self._device))
+
+    def _at(self, positions: Tensor) -> Tensor:
         return hash_keys(self._index(positions) + self._offset, self._seed)
 
 

@@ -1,16 +1,9 @@
-"""Memory on the CPU: large pages, scratch that is used again, and moves without threads.
-
-Writing to memory for the first time costs more than all else that is done to a mask: the kernel
-zeroes it page by page.
-"""
+"""Memory on the CPU: scratch that is used again, and moves that need no threads."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,9 +14,6 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # So few elements no torch operation spreads over threads: for work that has its own.
 SERIAL = 1 << 15
-
-# From this size on the advice pays. Smaller than a large page, as neighbours may share one.
-_LARGE_BYTES = 1 << 19
 
 Array = np.ndarray
 # A count, on the host or still on its way there from a device.
@@ -71,41 +61,37 @@ def on_host(counts: Sequence[Count]) -> list[int]:
     return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
 
 
+@dataclass(frozen=True)
+class Places:
+    """Some runs of equal length in a flat tensor.
+
+    Attributes:
+        start, stop: the positions that are cut into runs; what is left over belongs to none.
+        length: of a run.
+        runs: int64 [m]: which ones.
+    """
+
+    start: int
+    stop: int
+    length: int
+    runs: Tensor
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Their elements, [m * length]."""
+        whole = self.start + (self.stop - self.start) // self.length * self.length
+        runs = flat[self.start : whole].view(-1, self.length)
+        if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
+            return runs[self.runs.to(flat.device)].view(-1)
+        bits = runs.view(INTEGERS[flat.itemsize]).numpy()
+        return torch.from_numpy(bits[self.runs.numpy()]).view(flat.dtype).view(-1)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Where they are, int64 [m * length]."""
+        runs = self.runs.to(device).unsqueeze(1) * self.length
+        return (runs + torch.arange(self.length, device=device)).view(-1) + self.start
+
+
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     """Of one dtype, which empty tensors do not decide; on the CPU."""
     filled = [tensor.numpy() for tensor in tensors if tensor.numel()]
     return torch.from_numpy(np.concatenate(filled)) if filled else torch.empty(0, dtype=torch.int64)
-
-
-def empty_like(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``torch.empty_like``, in large pages where the system lets a program ask for them.
-
-    Cost: on Linux with transparent huge pages (``always`` or ``madvise``), about a fourth of what
-    the first write to ordinary pages costs. Elsewhere the same as ``torch.empty_like``.
-    """
-    new = torch.empty_like(values, dtype=dtype)
-    if new.device.type == "cpu" and new.nbytes >= _LARGE_BYTES:
-        _advise_large_pages(new.data_ptr(), new.nbytes)
-    return new
-
-
-def _advise_large_pages(address: int, num_bytes: int) -> None:
-    advise = _madvise()
-    if advise is None:
-        return
-    # Outwards, so that no page between two tensors keeps the system from joining them.
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    stop = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # A hint: that the system refuses it changes nothing.
-    advise(start, stop - start, mmap.MADV_HUGEPAGE)
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None).madvise
-        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        return function
-    return None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distprune import kernels
 from distprune.kernels import Candidates, Cut, Found, Interval
-from distprune.memory import Array, Count, Scratch, concatenate, on_host
+from distprune.memory import Count, Places, Scratch, concatenate, on_host
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -33,6 +33,8 @@ T = TypeVar("T")
 # is not asked for too often; on an accelerator launches are few and scratch stays under a gigabyte.
 _CPU_CHUNK = 3 << 19
 _DEVICE_CHUNK = 1 << 26
+# Of smaller pieces threads would wait for each other more than they work.
+_THREADED_PIECE = 1 << 19
 # More threads than this spend their time on waiting for the interpreter's lock.
 _MAX_THREADS = 8
 
@@ -77,7 +79,7 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
     ]
     on_cpu = all(mask is None or mask.device.type == "cpu" for mask in live)
     num_bytes = sum(len(span) for _, span in work)
-    numbers = on_host(_for_each(visit, work, _num_threads(num_bytes) if on_cpu else 1))
+    numbers = on_host(_for_each(visit, work, _num_threads(num_bytes, len(work)) if on_cpu else 1))
     totals = [
         len(positions) if mask is None else 0 for mask, positions in zip(live, counted, strict=True)
     ]
@@ -174,18 +176,15 @@ def finish(
             for position in range(len(parts))
         ]
 
-    def visit(position: int, part: Candidates, _: Scratch) -> Count:
+    counts: list[Count | None] = []
+    for position, part in enumerate(parts):
         num_pruned: Count = reading.num_below[position]
         for found in reading.found[position]:
             number = kernels.prune_found(part, position, cut, found, drafts[position])
             if found.is_counted:
                 num_pruned = num_pruned + number
-        return num_pruned
-
-    # A cache line is written for every element.
-    num_found = sum(found.positions.numel() for each in reading.found for found in each)
-    num_threads = _num_threads(64 * num_found) if _on_threads(parts) else 1
-    return list(_for_each(visit, list(enumerate(parts)), num_threads))
+        counts.append(num_pruned)
+    return counts
 
 
 def _is_exact(position: int, cut: Cut, low: int) -> bool:
@@ -211,40 +210,27 @@ def sample(
 
     ``dead`` stands for an element that does not compete.
     """
-    places = [_places(len(part.counted), rate, generator) for part in parts]
-    sizes = [
-        rows.size * _burst(len(part.counted)) for part, rows in zip(parts, places, strict=True)
-    ]
+    places = [_places(part.counted, rate, generator) for part in parts]
+    sizes = [each.runs.numel() * each.length for each in places]
     if not sum(sizes):
         return torch.empty(0, dtype=torch.int64)
     drawn = torch.empty(sum(sizes), dtype=parts[0].keys.dtype, device=parts[0].device)
-
-    def visit(which: int, out: Tensor, _: Scratch) -> None:
-        part, rows = parts[which], places[which]
-        positions = rows[:, None] * _burst(len(part.counted)) + np.arange(_burst(len(part.counted)))
-        positions = torch.from_numpy(positions.reshape(-1) + part.counted.start)
-        kernels.copy(kernels.gather(part, positions.to(part.device), dead), out)
-
-    work = [(which, out) for which, out in enumerate(drawn.split(sizes)) if out.numel()]
-    # Reading one place takes as long as reading some hundred bytes in a row.
-    num_bytes = 1024 * sum(rows.size for rows in places)
-    _for_each(visit, work, _num_threads(num_bytes) if _on_threads(parts) else 1)
+    for part, where, out in zip(parts, places, drawn.split(sizes), strict=True):
+        if out.numel():
+            kernels.copy(kernels.gather(part, where, dead), out)
     return drawn.cpu()
 
 
-def _places(num_counted: int, rate: float, generator: np.random.Generator) -> Array:
-    """Where to sample a range of positions, in bursts; int64."""
-    num_rows = num_counted // _burst(num_counted)
-    wanted = math.ceil(num_counted * rate) / _burst(num_counted)
-    num_drawn = min(num_rows, int(wanted) + int(generator.random() < wanted % 1))
-    # One place per stratum, jittered: regular data cannot hide between the places.
-    places = (np.arange(num_drawn) + generator.random(num_drawn)) * (num_rows / max(1, num_drawn))
-    return np.minimum(places.astype(np.int64), num_rows - 1)
-
-
-def _burst(num_counted: int) -> int:
-    """Neighbours that are sampled per place: as many as a cache line brings anyway."""
-    return 16 if num_counted >= 4096 else 1
+def _places(counted: range, rate: float, generator: np.random.Generator) -> Places:
+    """Where to sample: sixteen neighbours at a time, as a cache line brings them anyway."""
+    length = 16 if len(counted) >= 4096 else 1
+    num_runs = len(counted) // length
+    wanted = math.ceil(len(counted) * rate) / length
+    num_drawn = min(num_runs, int(wanted) + int(generator.random() < wanted % 1))
+    # One run per stratum, jittered: regular data cannot hide between them.
+    runs = (np.arange(num_drawn) + generator.random(num_drawn)) * (num_runs / max(1, num_drawn))
+    runs = np.minimum(runs.astype(np.int64), num_runs - 1)
+    return Places(counted.start, counted.stop, length, torch.from_numpy(runs))
 
 
 def write_keep(
@@ -271,8 +257,10 @@ def write_keep(
 
 
 def _chunks(positions: range, device: torch.device, itemsize: int) -> Iterator[range]:
-    size = max(1, (_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK) // itemsize)
-    for start in range(positions.start, positions.stop, size):
+    most = max(1, (_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK) // itemsize)
+    # Of equal size: each costs some calls, however small it is.
+    size = -(-len(positions) // max(1, -(-len(positions) // most)))
+    for start in range(positions.start, positions.stop, max(1, size)):
         yield range(start, min(start + size, positions.stop))
 
 
@@ -305,7 +293,7 @@ def _for_each_chunk(
         )
     ]
     num_bytes = sum(len(span) * parts[which].keys.dtype.itemsize for which, span in work)
-    return _for_each(visit, work, _num_threads(num_bytes) if _on_threads(parts) else 1)
+    return _for_each(visit, work, _num_threads(num_bytes, len(work)) if _on_threads(parts) else 1)
 
 
 def _on_threads(parts: Sequence[Candidates]) -> bool:
@@ -313,9 +301,11 @@ def _on_threads(parts: Sequence[Candidates]) -> bool:
     return all(part.keys.is_thread_safe and part.device.type == "cpu" for part in parts)
 
 
-def _num_threads(num_bytes: int) -> int:
-    """As many as torch would use, if there is enough to read for each."""
-    return min(torch.get_num_threads(), _MAX_THREADS, 1 + num_bytes // _CPU_CHUNK)
+def _num_threads(num_bytes: int, num_pieces: int) -> int:
+    """As many as torch would use, if there is enough to read for each in every piece."""
+    if num_bytes < _THREADED_PIECE * num_pieces:
+        return 1
+    return min(torch.get_num_threads(), _MAX_THREADS, num_pieces)
 
 
 def _for_each(

@@ -1,13 +1,9 @@
-"""Products of a mask and values: what forward sees of a pruned parameter."""
+"""The product of values and a bool mask, in memory that is there already."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from distprune.memory import empty_like
 
 # 1 MiB of float32: what is made of a part of a mask stays in a core's cache.
 _CHUNK = 1 << 18
@@ -40,32 +36,3 @@ def write_product(values: Tensor, mask: Tensor, out: Tensor) -> None:
         # file may be any byte but 0.
         keep = mask[rows].view(torch.uint8).clamp(max=1).to(values.dtype)
         torch.mul(values[rows], keep, out=out[rows])
-
-
-def masked_product(mask: Tensor, original: Tensor) -> Tensor:
-    """``mask.to(original.dtype) * original``, in memory that is cheap to write for the first time.
-
-    The same bits, and the same gradients of any order, forward mode included. Not for code that
-    runs inside of a transform (torch.func, torch.compile): there is no rule for them.
-
-    Cost: half of what the plain product costs on a CPU, where that is spent on page faults.
-    """
-    return _MaskedProduct.apply(mask.to(dtype=original.dtype), original)
-
-
-class _MaskedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mask: Tensor, original: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.save_for_forward(mask)
-        return torch.mul(mask, original, out=empty_like(original, original.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        (mask,) = ctx.saved_tensors
-        return None, gradient * mask
-
-    @staticmethod
-    def jvp(ctx: Any, _: Tensor | None, tangent: Tensor) -> Tensor:
-        (mask,) = ctx.saved_tensors
-        return tangent * mask

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from distprune.geometry import IndexMap
-from distprune.memory import empty_like
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.tensor import DeviceMesh
@@ -99,7 +98,7 @@ class LocalShard:
 
     def new_mask(self, dtype: torch.dtype) -> Tensor:
         """An uninitialised local mask, laid out in memory as the values are."""
-        return empty_like(self.values, dtype)
+        return torch.empty_like(self.values, dtype=dtype)
 
     def as_parameter_layout(self, local: Tensor) -> Tensor:
         """A local tensor as the parameter holds it: a DTensor if the parameter is one."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from distprune.masking import live_property, survival
 from distprune.masking.hook import PruningHook, find_hook
-from distprune.product import masked_product
 
 
 class Transaction:
@@ -179,15 +178,7 @@ def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
         live_property.install(module, name)
     else:
         # Through setattr: recurrent modules keep a list of their weights in step.
-        setattr(module, name, _first_product(module, name, hook))
-
-
-def _first_product(module: nn.Module, name: str, hook: PruningHook) -> Tensor:
-    if type(hook).apply_mask is not PruningHook.apply_mask:
-        return hook.apply_mask(module)  # a user's own
-    original = module._parameters[name + "_orig"]
-    assert original is not None
-    return masked_product(module._buffers[name + "_mask"], original)
+        setattr(module, name, hook.apply_mask(module))
 
 
 def _restore_parameter(module: nn.Module, name: str) -> None:

@@ -131,17 +131,19 @@ def main() -> None:
     command = " ".join(["python tests/benchmarks/bench.py", *arguments])
     head = [command, *machine()]
     print("\n".join(head), end="\n\n", flush=True)
-    found = [start_part(name, arguments) for name in given.parts]
-    lines, all_hold = summary(found, is_judged=not given.quick)
+    found, lines, all_hold = [], [], True
+    for name in given.parts:
+        found.append(start_part(name, arguments))
+        lines, all_hold = summary(found, is_judged=not given.quick)
+        if given.save:  # after every part: a run may take long
+            body = [
+                f"=== {part['part']} ({part['seconds']:.0f} s)\n\n"
+                + "".join(Table.from_json(table).text() + "\n\n" for table in part["tables"])
+                for part in found
+            ]
+            text = "\n".join(head) + "\n\n" + "".join(body) + "\n".join(lines) + "\n"
+            save(given.save, text, {"command": command, "machine": head[1:], "parts": found})
     print("\n".join(lines))
-    if given.save:
-        body = [
-            f"=== {part['part']} ({part['seconds']:.0f} s)\n\n"
-            + "".join(Table.from_json(table).text() + "\n\n" for table in part["tables"])
-            for part in found
-        ]
-        text = "\n".join(head) + "\n\n" + "".join(body) + "\n".join(lines) + "\n"
-        save(given.save, text, {"command": command, "machine": head[1:], "parts": found})
     sys.exit(0 if all_hold else 1)
 
 

@@ -25,7 +25,7 @@ from distprune import passes
 from distprune.geometry import IndexMap
 from distprune.kernels import Candidates
 from distprune.keys import KeyRange, Order, TensorKeys, key_range, to_keys
-from distprune.memory import Scratch, empty_like
+from distprune.memory import Scratch
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
 STAGES = {
@@ -131,7 +131,7 @@ def one_read(num_elements: int, dtype: torch.dtype, rounds: int) -> Table:
         return parts[which].keys.load(span.start, span.stop, scratch).highest
 
     def new() -> list[torch.Tensor]:
-        return [empty_like(mask, dtype) for mask in warm]
+        return [torch.empty_like(mask) for mask in warm]
 
     steps: dict[str, Callable[[], Any]] = {
         "keys": lambda: passes._for_each_chunk(load, parts, only_counted=True),
