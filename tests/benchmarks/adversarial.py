@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import distprune
 
-ROUNDS = 5
+ROUNDS = 3
 NUM_ELEMENTS = 50_000_000
 NUM_TINY = 1000
 BOUND = 5.0

@@ -27,13 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 # Each is a file beside this one, with a function ``tables(options)`` that yields tables.
 PARTS = (
+    "importing",
     "one_process",
-    "stages",
+    "ranks",
+    "training_step",
     "adversarial",
     "schedules",
-    "training_step",
-    "importing",
-    "ranks",
+    "stages",
     "cost_model",
 )
 

@@ -146,7 +146,7 @@ def measure_points(options: Options) -> Measured:
         ]  # fmt: skip
     points, links = [], []
     for num_ranks in (1, 2) if options.quick else (1, 2, 4):
-        rounds = options.num_rounds(7)
+        rounds = options.num_rounds(4)
         found = on_gloo_ranks(measure_on_ranks, num_ranks, sizes, rounds, timeout=1200)
         for on_all in zip(*(each["calls"] for each in found), strict=True):
             first = on_all[0]

@@ -50,7 +50,7 @@ from distprune.collectives import world
 from distprune.methods import L1Unstructured, chosen_hook
 from distprune.pipeline import prune_together
 
-ROUNDS = 5
+ROUNDS = 3
 WHOLE = "distprune, the whole call"
 RANKING = "distprune, ranking and masks"
 AGAIN = "distprune, ranking and masks, right after another call"

@@ -58,7 +58,7 @@ class Clock:
 
 def tables(options: Options) -> Iterator[Table]:
     num_elements = 1_000_000 if options.quick else 100_000_000
-    rounds = options.num_rounds(5)
+    rounds = options.num_rounds(3)
     for dtype in (torch.float32, torch.bfloat16):
         model = data.build(num_elements, dtype)
         yield profile(f"first pruning of {num_elements / 1e6:.0f}M {dtype}", model, rounds)

@@ -369,7 +369,7 @@ def tables(options: Options) -> Iterator[Table]:
 def steps(options: Options) -> Table:
     """A training step, in each of the :data:`WAYS`."""
     sizes = QUICK if options.quick else Sizes()
-    rounds = options.num_rounds(15)
+    rounds = options.num_rounds(11)
     fewer = max(1, rounds // 3)
     ways = {way: rounds if is_bound else fewer for way, is_bound in WAYS.items()}
     alone = {"one process": ways.pop("one process")}
