@@ -29,6 +29,7 @@ LEVELS = [
     [
         "kernels",
         "checksum",
+        "fingerprint",
         "call",
         "target",
         "sharding.dtensor",
