@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +63,24 @@ class PruningCall:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What a pruning method decided on this rank.
+class LocalMasks:
+    """The new masks on this rank.
 
     Attributes:
         masks: local, N-d, 1 = keep; earlier masks are included.
         num_pruned: newly pruned elements among those that this rank counts, per parameter.
+    """
+
+    masks: Sequence[Tensor]
+    num_pruned: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pruning method decided: the same on every rank, but for what ``finish`` returns.
+
+    Attributes:
+        finish: a local step, which may fail: writes this rank's masks.
         threshold: the score at which the order was cut, if scores were ranked.
         num_ties: elements that have exactly this score ...
         num_ties_pruned: ... and those of them that were pruned.
@@ -76,8 +88,7 @@ class Decision:
             None from a method that knows no bounds.
     """
 
-    masks: Sequence[Tensor]
-    num_pruned: Sequence[int]
+    finish: Callable[[], LocalMasks]
     threshold: float | None = None
     num_ties: int = 0
     num_ties_pruned: int = 0

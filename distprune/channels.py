@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distprune.amount import Amount, checked_count, resolve_count
-from distprune.call import Decision, PruningCall
+from distprune.call import Decision, LocalMasks, PruningCall
 from distprune.collectives import Communicator
 from distprune.keys import Order
 from distprune.passes import count_live
@@ -71,22 +71,33 @@ def channel_norms(
         return result
 
     if n == 0:
-        nonzero = reduce_blocks(0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), "sum")
-        return communicator.sum(nonzero).double()
+        nonzero = communicator.sum_of(
+            num_channels,
+            lambda: reduce_blocks(
+                0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), "sum"
+            ),
+        )
+        return nonzero.double()
     if math.isinf(n):
         # Non-negative doubles are in the order of their bits; so is NaN, above them.
         largest = n > 0
-        extremes = reduce_blocks(
-            0.0 if largest else math.inf,
-            torch.float64,
-            (lambda x, _: x.amax(1)) if largest else (lambda x, _: x.amin(1)),
-            "amax" if largest else "amin",
-        ).view(torch.int64)
-        extremes = communicator.max(extremes) if largest else communicator.min(extremes)
-        return extremes.view(torch.float64)
 
-    tops = reduce_blocks(0.0, torch.float64, lambda x, _: _terms(x, n).amax(1), "amax")
-    tops = communicator.max(tops.view(torch.int64)).view(torch.float64)
+        def extremes() -> Tensor:
+            return reduce_blocks(
+                0.0 if largest else math.inf,
+                torch.float64,
+                (lambda x, _: x.amax(1)) if largest else (lambda x, _: x.amin(1)),
+                "amax" if largest else "amin",
+            ).view(torch.int64)
+
+        reduce = communicator.max_of if largest else communicator.min_of
+        return reduce(num_channels, extremes).view(torch.float64)
+
+    def largest_terms() -> Tensor:
+        tops = reduce_blocks(0.0, torch.float64, lambda x, _: _terms(x, n).amax(1), "amax")
+        return tops.view(torch.int64)
+
+    tops = communicator.max_of(num_channels, largest_terms).view(torch.float64)
     finite = tops.isfinite()
     _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
     # Every term is below 2**exponent; their sum on this grid stays below 2**62.
@@ -98,7 +109,9 @@ def channel_norms(
         scaled = _terms(x, n) * grid[where].to(x.device).unsqueeze(1)
         return scaled.nan_to_num(0.0, 0.0, 0.0).round().long().sum(1)
 
-    sums = communicator.sum(reduce_blocks(0, torch.int64, grid_sums, "sum"))
+    sums = communicator.sum_of(
+        num_channels, lambda: reduce_blocks(0, torch.int64, grid_sums, "sum")
+    )
     powers = sums.double() * _power_of_two(-shifts)
     norms = powers.sqrt() if n == 2 else powers if n == 1 else powers.pow(1.0 / n)
     return torch.where(finite, norms, tops)
@@ -113,12 +126,16 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
             f"{shard.name}: n={n!r} is not supported on a sharded parameter; expected a "
             "number, +-inf included."
         )
-    values = call.scores[0] if call.scores[0] is not None else shard.live_values()
-    if not values.is_floating_point():
+    dtype = call.score_or_value(0).dtype
+    if not dtype.is_floating_point:
         raise NotImplementedError(
-            f"{shard.name}: scores of dtype {values.dtype}; expected floating point."
+            f"{shard.name}: scores of dtype {dtype}; expected floating point."
         )
-    rows, coordinates = shard.channels(values, axis)
+    rows, coordinates = call.communicator.run(
+        lambda: shard.channels(
+            shard.live_values() if call.scores[0] is None else call.scores[0], axis
+        )
+    )
     norms = channel_norms(
         rows,
         2.0 if n is None else float(n),
@@ -127,7 +144,7 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
         shard.numel // max(shard.shape[axis], 1),
         call.communicator,
         counted=shard.replica == 0,
-    ).to(values.dtype)
+    ).to(dtype)
     if norms.isnan().any():
         raise ValueError(
             f"{shard.name}: the scores of channels {norms.isnan().nonzero().squeeze(1).tolist()} "
@@ -148,8 +165,10 @@ def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
     num_alive = int(alive.sum())
     scores = torch.zeros(shard.shape[axis], dtype=torch.float32)
     if resolve_count(amount, num_alive):
-        drawn = torch.rand(num_alive).view(torch.int32).long()
-        scores[alive] = call.communicator.from_leader(drawn).int().view(torch.float32)
+        drawn = call.communicator.leader_of(
+            num_alive, lambda: torch.rand(num_alive).view(torch.int32).long()
+        )
+        scores[alive] = drawn.int().view(torch.float32)
     return _cut_channels(call, amount, axis, scores, alive)
 
 
@@ -196,26 +215,34 @@ def _cut_channels(
     alive = _alive_channels(call, axis) if alive is None else alive
     keep = alive.clone()
     keep[alive] = drop_lowest_channels(norms[alive], amount)
-    mask, fresh = call.start_mask(0)
-    if fresh:
-        mask.fill_(1)
-    flat = shard.flat(mask)
-    before = count_live(flat, shard.counted)
-    rows, coordinates = shard.channels(mask, axis)
-    # Channels that were dead already keep what they have.
-    rows[(alive & ~keep)[coordinates].to(mask.device)] = 0
-    return Decision([mask], [before - count_live(flat, shard.counted)])
+
+    def finish() -> LocalMasks:
+        mask, fresh = call.start_mask(0)
+        if fresh:
+            mask.fill_(1)
+        flat = shard.flat(mask)
+        before = count_live(flat, shard.counted)
+        rows, coordinates = shard.channels(mask, axis)
+        # Channels that were dead already keep what they have.
+        rows[(alive & ~keep)[coordinates].to(mask.device)] = 0
+        return LocalMasks([mask], [before - count_live(flat, shard.counted)])
+
+    return Decision(finish)
 
 
 def _alive_channels(call: PruningCall, axis: int) -> Tensor:
     """bool [channels]: which still have an unpruned element, on any rank."""
     shard = call.shards[0]
-    counts = torch.zeros(shard.shape[axis], dtype=torch.int64)
-    if shard.mask is None:
+    mask = shard.mask
+    if mask is None:
         return torch.ones(shard.shape[axis], dtype=torch.bool)
-    rows, coordinates = shard.channels(shard.mask, axis)
-    counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
-    return call.communicator.sum(counts) > 0
+
+    def count() -> Tensor:
+        counts = torch.zeros(shard.shape[axis], dtype=torch.int64)
+        rows, coordinates = shard.channels(mask, axis)
+        return counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
+
+    return call.communicator.sum_of(shard.shape[axis], count) > 0
 
 
 def _terms(magnitudes: Tensor, n: float) -> Tensor:

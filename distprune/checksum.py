@@ -1,8 +1,21 @@
-"""A checksum that tells replicas apart: of the bits of a tensor, in row-major order."""
+"""Do replicas agree? A checksum of the bits of a tensor, and a comparison over ranks.
+
+[Note: folded words] A word times an odd weight shows every word that differs. But the highest bit
+of a word times any odd weight is the same, so that two words could exchange their signs, or two
+elements of a bool mask their values, without a trace. So the upper half of a word is first
+added, without carry, to the lower one: then 33 random bits of a weight meet every bit of a word.
+
+[Note: no differences cancel] A sum over ranks of what each rank holds does not tell whether
+replicas are equal: w + d and w - d cancel, and so do two shards that a replica has exchanged. So
+the checksum of a shard is hashed together with the place of the shard in the parameter, and
+*that* is summed: the replicas of each shard add the same number, or the sum is wrong.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,6 +24,7 @@ from torch import Tensor, nn
 
 from distprune import memory
 from distprune.keys import hash_keys
+from distprune.shard import LocalShard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
 _WORDS = 1 << 14
@@ -21,9 +35,9 @@ _DEVICE_BLOCKS = 256
 def checksums(locals_: Sequence[Tensor]) -> list[int]:
     """For each tensor an int64 that differs, as good as surely, between two of a shape and dtype.
 
-    The sum, modulo 2**64, of all 64-bit words, each times an odd number that depends on where the
-    word is: one word that differs always shows. How a tensor lies in memory, and on which
-    device, makes no difference.
+    The sum, modulo 2**64, of all 64-bit words, folded, each times an odd number that depends on
+    where the word is: one word that differs always shows. How a tensor lies in memory, and on which
+    device, makes no difference. See [Note: folded words].
 
     Args:
         locals_: any shapes, dtypes and devices.
@@ -44,24 +58,56 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
+def of_shard(shard: LocalShard, *parts: int) -> int:
+    """Checksums of what a rank holds of a parameter, hashed with the place of its shard; an int64.
+
+    See [Note: no differences cancel].
+
+    Args:
+        shard: where its elements are.
+        parts: checksums, or other int64, that replicas of the shard share.
+    """
+    if shard.coordinates:
+        place = repr([(held.start, held.stop, held.step) for held in shard.coordinates])
+    else:
+        place = repr((shard.index.start, shard.index.offset, shard.values.numel()))
+    data = place.encode() + struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def replicas_agree(num_replicas: int, of_all: int, of_first: int) -> bool:
+    """Whether the replicas of every shard are equal.
+
+    Args:
+        num_replicas: of each shard.
+        of_all: the sum, modulo 2**64, of :func:`of_shard` over all ranks.
+        of_first: the same over the ranks that hold replica 0.
+    """
+    return (num_replicas * of_first - of_all) % 2**64 == 0
+
+
 def _on_cpu(flat: Tensor) -> list[int]:
     """The weighted sum of each block."""
-    weights, products = _weights().numpy(), np.empty(_WORDS, np.int64)
+    weights, buffer = _weights().numpy().view(np.uint64), np.empty(_WORDS, np.uint64)
     sums = []
     for words in _words(flat, _WORDS):
         size = words.numel()
-        np.multiply(words.numpy(), weights[:size], out=products[:size])
-        sums.append(int(np.add.reduce(products[:size])))
+        word, folded = words.numpy().view(np.uint64), buffer[:size]
+        np.right_shift(word, np.uint64(32), out=folded)
+        np.bitwise_xor(word, folded, out=folded)
+        np.multiply(folded, weights[:size], out=folded)
+        sums.append(int(np.add.reduce(folded.view(np.int64))))
     return sums
 
 
 def _anywhere(flat: Tensor) -> Tensor:
     """The same, int64 [blocks], many blocks per operation."""
     weights = _weights().to(flat.device)
-    sums = [
-        (nn.functional.pad(words, (0, -words.numel() % _WORDS)).view(-1, _WORDS) * weights).sum(1)
-        for words in _words(flat, _WORDS * _DEVICE_BLOCKS)
-    ]
+    sums = []
+    for words in _words(flat, _WORDS * _DEVICE_BLOCKS):
+        folded = words ^ ((words >> 32) & 0xFFFFFFFF)
+        padded = nn.functional.pad(folded, (0, -folded.numel() % _WORDS))
+        sums.append((padded.view(-1, _WORDS) * weights).sum(1))
     return torch.cat(sums) if sums else weights[:0]
 
 

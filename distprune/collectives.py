@@ -5,10 +5,13 @@ ever all-reduces int64 tensors, so it runs on any backend, over a process group
 or over every axis of a device mesh, and the order in which ranks are added can
 not change a result.
 
-[Note: all or none] A rank that raises while the others wait in a collective
-would hang them. So whatever may fail on one rank alone is caught
-(:func:`attempt`) and shared (:meth:`Communicator.agree`) before the next
-collective: every rank raises, or none does.
+[Note: all or none] A rank that raises while the others wait in a collective would hang them, and
+its next call would meet their present one. So whatever may fail on one rank alone is a *local
+step* of the collective that follows it: :meth:`Communicator.sum_of` runs the step, and sends a
+word for "it failed" along with what it returns. The size of what is sent is known before the step
+runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
+Between a collective and the next local step there is only code that does the same on every rank:
+it works on values that all ranks share, and if it raises, it raises everywhere.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from __future__ import annotations
 import builtins
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from distprune.exclusive import exclusively, raise_waiting_interrupt
 
 T = TypeVar("T")
 
@@ -66,8 +72,69 @@ class Communicator:
         self.num_collectives = 0
         self.bytes_sent = 0
 
+    def sum_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """Run a local step on every rank and sum what it returns; see [Note: all or none].
+
+        Args:
+            size: of the result; a value that all ranks share.
+            step: local work that may fail; returns int64 [size].
+
+        Raises:
+            BaseException: what the step raised on this rank, if it failed on all; otherwise what it
+                raised on the first rank where it failed, on every rank.
+
+        Cost: one all-reduce of ``size`` + 1 words.
+        """
+        return self._share(size, step, dist.ReduceOp.SUM, 1)
+
+    def max_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """The elementwise maximum of what a local step returns; see :meth:`sum_of`."""
+        return self._share(size, step, dist.ReduceOp.MAX, 1)
+
+    def min_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """The elementwise minimum of what a local step returns; see :meth:`sum_of`."""
+        return self._share(size, step, dist.ReduceOp.MIN, -1)
+
+    def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """What a local step returns on the leader; see :meth:`sum_of`. It runs on every rank."""
+
+        def of_leader() -> Tensor:
+            values = step()
+            return values if self.index == 0 else torch.zeros_like(values)
+
+        return self.sum_of(size, of_leader)
+
+    def run(
+        self,
+        step: Callable[[], T],
+        facts_of: Callable[[T], Sequence[tuple[str, str]]] | None = None,
+    ) -> T:
+        """Run a local step whose result stays on this rank; see :meth:`sum_of`.
+
+        Args:
+            step: local work that may fail.
+            facts_of: from its result to (label, text) pairs that must be equal on all ranks.
+
+        Raises:
+            BaseException: as :meth:`sum_of`, and as :meth:`agree`.
+
+        Cost: one all-reduce of 40 bytes when all is well.
+        """
+
+        def run_step() -> tuple[T, Sequence[tuple[str, str]]]:
+            result = step()
+            return result, () if facts_of is None else facts_of(result)
+
+        done, error = attempt(run_step)
+        self.agree(() if done is None else done[1], error)
+        assert done is not None
+        return done[0]
+
     def sum(self, values: Tensor) -> Tensor:
-        """Sum an int64 tensor over all ranks (modulo 2**64)."""
+        """Sum an int64 tensor over all ranks (modulo 2**64).
+
+        For values that are at hand: what may fail belongs in :meth:`sum_of`.
+        """
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def min(self, values: Tensor) -> Tensor:
@@ -77,10 +144,6 @@ class Communicator:
     def max(self, values: Tensor) -> Tensor:
         """Elementwise maximum of an int64 tensor over all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
-
-    def from_leader(self, values: Tensor) -> Tensor:
-        """The leader's int64 tensor, on every rank; shapes must agree."""
-        return self.sum(values if self.index == 0 else torch.zeros_like(values))
 
     def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
         """The different texts among those of all ranks, and which of them each rank has.
@@ -94,7 +157,7 @@ class Communicator:
 
         Cost: two all-reduces: 16 bytes per rank, and all different texts once.
         """
-        raw = text.encode()
+        raw = _encoded(text)
         table = torch.zeros(2, self.size, dtype=torch.int64)
         table[:, self.index] = torch.tensor([_digest(text), len(raw)])
         digests, lengths = self.sum(table).tolist()
@@ -117,7 +180,9 @@ class Communicator:
         ]
         return texts, [kinds.index(digest) for digest in digests]
 
-    def agree(self, facts: Sequence[tuple[str, str]] = (), error: Exception | None = None) -> None:
+    def agree(
+        self, facts: Sequence[tuple[str, str]] = (), error: BaseException | None = None
+    ) -> None:
         """Raise on every rank if any rank failed, or if the ranks differ in a fact.
 
         Args:
@@ -125,8 +190,9 @@ class Communicator:
             error: what went wrong on this rank, if anything did.
 
         Raises:
-            Exception: ``error`` itself when every rank failed; otherwise, on
-                every rank, the first failing rank's error.
+            BaseException: ``error`` itself when every rank failed; otherwise, on
+                every rank, the first failing rank's error. An interrupted rank raises
+                KeyboardInterrupt, the others a RuntimeError.
             ValueError: the ranks differ in a fact; names it and shows two values.
 
         Cost: one all-reduce of 40 bytes when all is well.
@@ -143,6 +209,32 @@ class Communicator:
         if shared[1] != -shared[2] or shared[3] != -shared[4]:
             self._raise_difference(facts, num_common=-shared[2])
 
+    def _share(self, size: int, step: Callable[[], Tensor], op: Any, failed: int) -> Tensor:
+        if self.size == 1:
+            return step()
+        values, error = attempt(step)
+        shared = torch.zeros(size + 1, dtype=torch.int64)
+        if error is None:
+            assert values is not None
+            if values.shape != (size,):
+                error = AssertionError(f"a step returned {tuple(values.shape)}, not ({size},).")
+            else:
+                shared[:size] = values
+        if error is not None:
+            shared[size] = failed
+        shared = self._reduce(shared, op)
+        if int(shared[size]):
+            self._raise_everywhere(error)
+        return shared[:size]
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Keep other calls off these process groups, and interrupts waiting: see exclusive.py.
+
+        Raises:
+            RuntimeError: another call is under way on one of these groups; nothing was sent.
+        """
+        return exclusively(self._groups if self.size > 1 else ())
+
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
         if self.size == 1:
             return values
@@ -157,16 +249,17 @@ class Communicator:
         return self.sum(values if self.rank == rank else torch.zeros_like(values))
 
     def _text_from_rank(self, text: str, rank: int) -> str:
-        raw = text.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        raw = _encoded(text)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         shared = self._from_rank(torch.tensor(list(raw)), rank)
         return bytes(shared.tolist()).rstrip(b"\0").decode(errors="replace")
 
-    def _raise_everywhere(self, error: Exception | None) -> None:
+    def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
         failed = self.sum(torch.tensor([int(error is not None)]))
         first = self.min(torch.tensor([self.rank if error is not None else _INT64_MAX]))
-        text = f"{type(error).__name__}\n{error}" if error is not None else ""
+        text = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
         kind, _, message = self._text_from_rank(text, int(first[0])).partition("\n")
-        if int(failed[0]) == self.size and error is not None:
+        is_interrupt = error is not None and not isinstance(error, Exception)
+        if error is not None and (int(failed[0]) == self.size or is_interrupt):
             raise error
         where = f"on rank {int(first[0])}: "
         if kind in _SHARED_ERRORS:
@@ -255,12 +348,17 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
-    """Call and return (result, None) or (None, error): see [Note: all or none]."""
+def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
+    """Call and return (result, None) or (None, error): see [Note: all or none].
+
+    An interrupt that waits (see :meth:`Communicator.exclusively`) is such an error.
+    """
     try:
-        return function(*args), None
-    except Exception as error:  # whatever it is, every rank is to raise it
+        result = function(*args)
+        raise_waiting_interrupt()
+    except BaseException as error:  # whatever it is, every rank is to raise it
         return None, error
+    return result, None
 
 
 def _reduction_device(group: dist.ProcessGroup) -> torch.device:
@@ -270,6 +368,19 @@ def _reduction_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def _text_of(error: BaseException) -> str:
+    """What an error says, even if that fails."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its text raised {type(other).__name__})"
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8; lone surrogates, as file names have them, are escaped."""
+    return text.encode(errors="backslashreplace")
+
+
 def _digest(text: str) -> int:
     """62 bits of SHA-256, so that the value and its negative fit in an int64."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    return int.from_bytes(hashlib.sha256(_encoded(text)).digest()[:8], "big") >> 2

@@ -11,7 +11,7 @@ from distprune.bounds import SparsityBound
 from distprune.collectives import Communicator, attempt, world
 from distprune.methods import chosen_hook
 from distprune.pipeline import prune_together
-from distprune.pruning_method import BasePruningMethod, describe_method
+from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport
 
 if TYPE_CHECKING:
@@ -113,14 +113,15 @@ def prune_over(
     **kwargs: Any,
 ) -> PruningReport:
     """:func:`global_unstructured` over ranks that the caller talks to already."""
-    method, error = attempt(_make_method, parameters, pruning_method, importance_scores, kwargs)
+    made, error = attempt(_make_method, parameters, pruning_method, importance_scores, kwargs)
+    method, facts = (None, []) if made is None else made
     return prune_together(
         parameters,
         method,
         chosen_hook,
         communicator,
         scores=importance_scores,
-        facts=describe_method(pruning_method, (), kwargs) if error is None else (),
+        facts=facts,
         error=error,
         amount=kwargs.get("amount"),
         min_sparsity=min_sparsity,
@@ -131,7 +132,8 @@ def prune_over(
 
 def _make_method(
     parameters: Any, pruning_method: Any, importance_scores: Any, kwargs: dict[str, Any]
-) -> BasePruningMethod:
+) -> tuple[BasePruningMethod, list[tuple[str, str]]]:
+    """The method, and what must be equal on all ranks of it and its arguments."""
     if not isinstance(parameters, Iterable):
         raise TypeError(
             f"parameters is a {type(parameters).__name__}; expected an iterable of "
@@ -149,4 +151,4 @@ def _make_method(
             'Only "unstructured" PRUNING_TYPE is supported for the `pruning_method`: '
             f"{pruning_method} has type {kind!r}."
         )
-    return method
+    return method, method.describe_arguments((), kwargs)

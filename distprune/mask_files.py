@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from distprune.call import Decision, PruningCall
+from distprune.call import Decision, LocalMasks, PruningCall
 from distprune.collectives import Communicator, attempt, world
 from distprune.files.disk import OpenFiles, sync_folder
 from distprune.files.header import TensorEntry
@@ -153,16 +153,16 @@ class _FromFile:
         self._model = model
 
     def decide(self, call: PruningCall) -> Decision:
-        files = OpenFiles(os.O_RDONLY)
-        try:
-            decision, error = attempt(self._read, call, files)
-        finally:
-            files.close()
-        call.communicator.agree(error=error)
-        assert decision is not None
-        return decision
+        def finish() -> LocalMasks:
+            files = OpenFiles(os.O_RDONLY)
+            try:
+                return self._read(call, files)
+            finally:
+                files.close()
 
-    def _read(self, call: PruningCall, files: OpenFiles) -> Decision:
+        return Decision(finish)
+
+    def _read(self, call: PruningCall, files: OpenFiles) -> LocalMasks:
         shapes = {shard.name: tuple(shard.shape) for shard in call.shards}
         missing = {n: shape for n, shape in self._masks.shapes.items() if n not in shapes}
         if missing:
@@ -186,7 +186,7 @@ class _FromFile:
                 mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
             masks.append(mask)
             num_pruned.append(before - count_live(shard.flat(mask), shard.counted))
-        return Decision(masks, num_pruned)
+        return LocalMasks(masks, num_pruned)
 
 
 class _Writer:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distprune import channels, ranking
 from distprune.amount import Amount, checked_count, validate_amount
-from distprune.call import Decision, PruningCall
+from distprune.call import Decision, LocalMasks, PruningCall
 from distprune.collectives import Communicator, is_distributed
 from distprune.keys import Order
 from distprune.masking.hook import find_hook
@@ -27,11 +27,14 @@ class Identity(BasePruningMethod):
         return default_mask
 
     def decide(self, call: PruningCall) -> Decision:
-        masks = []
-        for which in range(len(call.shards)):
-            mask, fresh = call.start_mask(which)
-            masks.append(mask.fill_(1) if fresh else mask)
-        return Decision(masks, [0] * len(masks))
+        def finish() -> LocalMasks:
+            masks = []
+            for which in range(len(call.shards)):
+                mask, fresh = call.start_mask(which)
+                masks.append(mask.fill_(1) if fresh else mask)
+            return LocalMasks(masks, [0] * len(masks))
+
+        return Decision(finish)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str) -> BasePruningMethod:  # type: ignore[override]
@@ -242,6 +245,13 @@ class CustomFromMask(BasePruningMethod):
         if self._mask is None and self._module_ref is not None:
             state["_mask"] = self.mask  # stored once, with the buffer
         return state
+
+    @classmethod
+    def describe_arguments(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, str]]:
+        """Not the mask: a rank may give its part only. ``decide`` compares whole ones."""
+        return super().describe_arguments((), {})
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """The product of both masks."""

@@ -16,13 +16,17 @@ from torch import Tensor, nn
 
 from distprune.bounds import SparsityBound
 from distprune.call import Decision, PruningCall
-from distprune.checksum import checksums
-from distprune.collectives import Communicator, attempt
+from distprune.checksum import checksums, of_shard, replicas_agree
+from distprune.collectives import Communicator
+from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook
+from distprune.masking.record import MaskRecord
+from distprune.memory import on_host
 from distprune.passes import count_each_live
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
+from distprune.shard import LocalShard
 from distprune.target import Scores, Target
 
 
@@ -48,7 +52,7 @@ def prune_together(
     *,
     scores: Scores | None = None,
     facts: Sequence[tuple[str, str]] = (),
-    error: Exception | None = None,
+    error: BaseException | None = None,
     amount: float | int | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
@@ -74,7 +78,7 @@ def prune_together(
     """
     started = time.perf_counter()
     # Masks made in inference mode could never be part of a backward.
-    with torch.inference_mode(False):
+    with communicator.exclusively(), torch.inference_mode(False):
         targets, bounds = read_together(
             parameters,
             scores,
@@ -105,7 +109,7 @@ def prune_together(
                     "and max_sparsity have no meaning for it; expected a method that does, such as "
                     "L1Unstructured, RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
                 )
-        num_pruned = _attach_everywhere(targets, decision, make_hook, communicator)
+        num_pruned = _attach_everywhere(targets, num_live, decision, make_hook, communicator)
     return PruningReport(
         method=type(method).__name__,
         amount=amount,
@@ -128,7 +132,7 @@ def count_pruned(
     communicator: Communicator,
     *,
     facts: Sequence[tuple[str, str]] = (),
-    error: Exception | None = None,
+    error: BaseException | None = None,
     pipeline_parallel: bool = False,
 ) -> tuple[ParameterReport, ...]:
     """How much of every parameter is pruned, over all ranks; changes nothing.
@@ -144,7 +148,7 @@ def count_pruned(
 
     Cost: one read of the masks; an all-reduce of 24 bytes per parameter, and a small one.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         targets, _ = read_together(
             parameters, None, communicator, facts, error, pipeline_parallel=pipeline_parallel
         )
@@ -160,11 +164,10 @@ def _count_and_compare(
 ) -> list[int]:
     """Unpruned elements of every parameter; raises if replicas of one differ.
 
-    One all-reduce of 24 bytes per parameter. Replicas are compared by checksums:
-    their sum over all ranks is the number of replicas times that of the first.
+    One all-reduce of 24 bytes per parameter; see checksum.[Note: no differences cancel].
     """
 
-    def count() -> list[list[int]]:
+    def count() -> Tensor:
         shards = [target.shard for target in targets]
         live = count_each_live(
             [None if shard.mask is None else shard.flat(shard.mask) for shard in shards],
@@ -175,19 +178,13 @@ def _count_and_compare(
         sums = iter(checksums([tensor for tensors in compared for tensor in tensors]))
         rows = []
         for shard, num_live, tensors in zip(shards, live, compared, strict=True):
-            both = sum((1 + 2 * i) * next(sums) for i in range(len(tensors)))
-            first = both if shard.replica == 0 else 0
-            rows.append([num_live, _wrap(both), _wrap(first)])
-        return rows
+            of_replica = _for_comparison(shard, communicator.rank, *(next(sums) for _ in tensors))
+            rows.append([num_live, *of_replica])
+        return torch.tensor(rows, dtype=torch.int64).view(-1)
 
-    rows, error = attempt(count)
-    failed = [int(error is not None), 0, 0]
-    rows = [failed, *(rows or [[0, 0, 0]] * len(targets))]
-    (num_failed, _, _), *shared = communicator.sum(torch.tensor(rows, dtype=torch.int64)).tolist()
-    if num_failed:
-        communicator.agree(error=error)
-    for target, (_, everywhere, first) in zip(targets, shared, strict=True):
-        if _wrap(first * target.shard.num_replicas) != everywhere:
+    shared = communicator.sum_of(3 * len(targets), count).view(-1, 3).tolist()
+    for target, (_, of_all, of_first) in zip(targets, shared, strict=True):
+        if not replicas_agree(target.shard.num_replicas, of_all, of_first):
             raise ValueError(
                 f"{target.label}: the ranks hold replicas of this parameter (or of its scores or "
                 "mask) that differ; expected equal ones, as under DistributedDataParallel. "
@@ -198,6 +195,19 @@ def _count_and_compare(
     return [live for live, _, _ in shared]
 
 
+def _for_comparison(shard: LocalShard, rank: int, *parts: int) -> tuple[int, int]:
+    """What a rank adds to the sums over all ranks, and over those that hold replica 0."""
+    if shard.num_replicas == 1 or not _is_held(shard, rank):
+        return 0, 0
+    mixed = of_shard(shard, *parts)
+    return mixed, mixed if shard.replica == 0 else 0
+
+
+def _is_held(shard: LocalShard, rank: int) -> bool:
+    """Whether a rank has a part of a parameter: not if it is outside of the parameter's mesh."""
+    return shard.ranks is None or rank in shard.ranks
+
+
 def _compared(target: Target, reads_values: bool) -> list[Tensor]:
     shard = target.shard
     if shard.num_replicas == 1:
@@ -206,35 +216,63 @@ def _compared(target: Target, reads_values: bool) -> list[Tensor]:
     return ranked if shard.mask is None else [*ranked, shard.mask]
 
 
-def _wrap(value: int) -> int:
-    """As int64 arithmetic wraps."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
 def _mask_dtype(target: Target) -> torch.dtype:
     """As torch has it, but bool under FSDP, where the mask is not part of the graph."""
     return torch.bool if target.managed is not None else target.shard.values.dtype
 
 
 def _attach_everywhere(
-    targets: Sequence[Target], decision: Decision, make_hook: MakeHook, communicator: Communicator
+    targets: Sequence[Target],
+    num_live: Sequence[int],
+    decision: Decision,
+    make_hook: MakeHook,
+    communicator: Communicator,
 ) -> list[int]:
-    """Change the modules on every rank, or on none; newly pruned elements per parameter."""
-    transaction = Transaction()
+    """Change the modules on every rank, or on none; newly pruned elements per parameter.
 
-    def attach() -> None:
-        for target, local_mask in zip(targets, decision.masks, strict=True):
+    One all-reduce of 32 bytes per parameter: counts, fingerprints, and whether replicas have
+    the same masks. If it fails, on whatever rank, every module is as before.
+    """
+    transaction = Transaction()
+    hooks: list[list[PruningHook]] = [[] for _ in targets]
+    rank = communicator.rank
+
+    def finish_and_attach() -> Tensor:
+        local = decision.finish()
+        parts = []
+        for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
+            parts.append(fingerprint_part(target.shard, local_mask))
             mask = target.shard.as_parameter_layout(local_mask)
             for module, name in target.places:
                 hook = make_hook(module, name)
                 transaction.attach(module, name, hook, mask, target.managed)
                 if target.is_tied and target.managed is None:
                     hook.tied_places = target.places
+                of_target.append(hook)
+        rows = []
+        for target, pruned, part in zip(targets, local.num_pruned, on_host(parts), strict=True):
+            shard = target.shard
+            is_first = shard.replica == 0 and _is_held(shard, rank)
+            of_replica = _for_comparison(shard, rank, part)
+            rows.append([pruned, part if is_first else 0, *of_replica])
+        return torch.tensor(rows, dtype=torch.int64).view(-1)
 
-    _, error = attempt(attach)
-    counts = [int(error is not None), *decision.num_pruned]
-    shared = communicator.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
-    if shared[0]:
+    try:
+        shared = communicator.sum_of(4 * len(targets), finish_and_attach).view(-1, 4).tolist()
+        for target, (_, _, of_all, of_first) in zip(targets, shared, strict=True):
+            if not replicas_agree(target.shard.num_replicas, of_all, of_first):
+                raise ValueError(
+                    f"{target.label}: replicas of this parameter would get different masks; "
+                    "expected the same on each, as their weights are equal. A method of your own "
+                    "has to give every rank the same mask for the same scores, and tensors among "
+                    "its arguments have to be equal on all ranks."
+                )
+    except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
-        communicator.agree(error=error)
-    return shared[1:]
+        raise
+    for target, live, of_target, row in zip(targets, num_live, hooks, shared, strict=True):
+        pruned, fingerprint, *_ = row
+        record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
+        for hook in of_target:
+            hook.record = record
+    return [pruned for pruned, *_ in shared]

@@ -9,16 +9,19 @@ slice of what one process would have computed.
 from __future__ import annotations
 
 import numbers
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distprune import ranking
 from distprune.amount import checked_count
 from distprune.call import Decision, PruningCall
+from distprune.checksum import checksums
 from distprune.collectives import attempt
 from distprune.keys import Order
 from distprune.masking.attach import Transaction
@@ -109,6 +112,16 @@ class BasePruningMethod(PruningHook, ABC):
         )
 
     @classmethod
+    def describe_arguments(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, str]]:
+        """What must be equal on all ranks of the method and its arguments: (label, text) pairs."""
+        facts = [("pruning method", f"{cls.__module__}.{cls.__qualname__}")]
+        for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
+            facts.append((label, _describe_argument(value)))
+        return facts
+
+    @classmethod
     def apply(
         cls,
         module: nn.Module,
@@ -173,7 +186,8 @@ class BasePruningMethod(PruningHook, ABC):
         kwargs: dict[str, Any],
         importance_scores: Tensor | None,
     ) -> BasePruningMethod:
-        method, error = attempt(lambda: cls(*args, **kwargs))
+        made, error = attempt(lambda: (cls(*args, **kwargs), cls.describe_arguments(args, kwargs)))
+        method, facts = (None, []) if made is None else made
         if method is not None:
             method._tensor_name = name
         scores = None if importance_scores is None else {(module, name): importance_scores}
@@ -183,7 +197,7 @@ class BasePruningMethod(PruningHook, ABC):
             lambda owner, tensor_name: hook_with(owner, tensor_name, method),
             ShardReader().communicator(module, name),
             scores=scores,
-            facts=describe_method(cls, args, kwargs),
+            facts=facts,
             error=error,
         )
         found = find_hook(module, name)
@@ -288,16 +302,6 @@ class PruningContainer(BasePruningMethod):
         return _combined_mask(self._pruning_methods[-1], t, default_mask)
 
 
-def describe_method(
-    cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, str]]:
-    """What must be equal on all ranks of a method and its arguments."""
-    facts = [("pruning method", f"{cls.__module__}.{cls.__qualname__}")]
-    for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
-        facts.append((label, _describe_argument(value)))
-    return facts
-
-
 def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePruningMethod:
     """The method alone, or a container of what is registered already and the method.
 
@@ -368,8 +372,22 @@ def _first_sharded(call: PruningCall) -> str:
 
 
 def _describe_argument(value: Any) -> str:
+    """What must be equal on all ranks of an argument; of what has no values to compare, its type.
+
+    Whatever else differs shows in the masks: those of replicas are compared.
+    """
     if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype}"
-    if isinstance(value, (bool, numbers.Number, str, type(None))):
+        kind = f"tensor {tuple(value.shape)} {value.dtype}"
+        if type(value) is not Tensor or value.is_meta:  # a DTensor is another one on each rank
+            return kind
+        return f"{kind}, checksum {checksums([value])[0]}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype}, crc32 {zlib.crc32(value.tobytes())}"
+    if isinstance(value, (bool, numbers.Number, str, bytes, type(None))):
         return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {', '.join(map(_describe_argument, value))}"
+    if isinstance(value, Mapping):
+        entries = [_describe_argument(each) for entry in value.items() for each in entry]
+        return f"{type(value).__name__} of {', '.join(entries)}"
     return type(value).__name__

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distprune.amount import Amount, checked_count
 from distprune.budget import choose
-from distprune.call import Decision, PruningCall
-from distprune.collectives import Communicator, attempt
+from distprune.call import Decision, LocalMasks, PruningCall
+from distprune.checksum import checksums
+from distprune.collectives import Communicator
 from distprune.geometry import dim_coordinates, index_map
 from distprune.kernels import Candidates, KeySource
 from distprune.keys import (
@@ -22,10 +24,10 @@ from distprune.keys import (
     TensorKeys,
     key_range,
 )
-from distprune.memory import Count, on_host
+from distprune.memory import INTEGERS, Count, on_host
 from distprune.passes import count_live, finish, write_keep
 from distprune.selection import select_lowest
-from distprune.sharding import is_dtensor, local_part
+from distprune.sharding import local_part, whole_checksum
 
 ComputeMask = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,9 +36,7 @@ _ELEMENTWISE_CHUNK = 1 << 20
 
 def magnitude_decision(call: PruningCall, amount: Amount) -> Decision:
     """Prune the smallest |score| over all parameters and ranks."""
-    prepared, error = attempt(_tensor_keys, call)
-    call.communicator.agree(error=error)
-    return _ranked(call, amount, *prepared)
+    return _ranked(call, amount, lambda: _tensor_keys(call))
 
 
 def random_decision(call: PruningCall, amount: Amount) -> Decision:
@@ -45,14 +45,21 @@ def random_decision(call: PruningCall, amount: Amount) -> Decision:
     Every rank draws one number from torch's default CPU generator; the leader's
     is the seed of all.
     """
-    drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
-    seed = int(call.communicator.from_leader(drawn)[0])
-    sources: list[KeySource] = []
-    offset = 0
-    for shard in call.shards:
-        sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
-        offset += shard.numel
-    return _ranked(call, amount, RANDOM_KEYS, sources)
+    seed = int(
+        call.communicator.leader_of(
+            1, lambda: torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
+        )[0]
+    )
+
+    def prepare() -> tuple[KeyRange, list[KeySource]]:
+        sources: list[KeySource] = []
+        offset = 0
+        for shard in call.shards:
+            sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
+            offset += shard.numel
+        return RANDOM_KEYS, sources
+
+    return _ranked(call, amount, prepare)
 
 
 def scored_decision(
@@ -78,16 +85,13 @@ def scored_decision(
             for which, shard in enumerate(call.shards)
         ]
 
-    prepared, error = attempt(prepare)
-    facts = [] if prepared is None else [("dtype of the scores", str(prepared[0].value_dtype))]
-    call.communicator.agree(facts, error)
-    return _ranked(call, amount, *prepared)
+    return _ranked(call, amount, prepare)
 
 
 def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
     """Run a method whose mask is a function of each element alone, shard by shard."""
 
-    def decide() -> Decision:
+    def finish() -> LocalMasks:
         masks, num_pruned = [], []
         for which, shard in enumerate(call.shards):
             mask, fresh = call.start_mask(which)
@@ -102,11 +106,9 @@ def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decisi
                 chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
             masks.append(mask)
             num_pruned.append(before - count_live(flat_mask, shard.counted))
-        return Decision(masks, num_pruned)
+        return LocalMasks(masks, num_pruned)
 
-    decision, error = attempt(decide)
-    call.communicator.agree(error=error)
-    return decision
+    return Decision(finish)
 
 
 def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool) -> Decision:
@@ -126,10 +128,11 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
     """
     communicator = call.communicator
     scores = [
-        _whole(call, which, call.score_or_value(which), gather) for which in range(len(call.shards))
+        _whole(call, which, shard.values if given is None else given, gather)
+        for which, (shard, given) in enumerate(zip(call.shards, call.scores, strict=True))
     ]
     masks = [
-        _whole(call, which, mask, gather) if (mask := shard.mask) is not None else None
+        None if shard.mask is None else _whole(call, which, shard.mask, gather)
         for which, shard in enumerate(call.shards)
     ]
 
@@ -148,18 +151,22 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
         pieces = chosen.split([int(flags.sum()) for flags in live])
         return [_pruned(flags, piece) for flags, piece in zip(live, pieces, strict=True)]
 
-    pruned, error = attempt(decide)
-    communicator.agree(error=error)
-    digest = torch.stack([_digest(flags) for flags in pruned])
-    highest, lowest = communicator.max(torch.stack([digest, -digest]))
-    if not torch.equal(highest, -lowest):
-        name = call.shards[int((highest != -lowest).nonzero()[0])].name
+    pruned: list[Tensor] = []
+
+    def decide_and_digest() -> Tensor:
+        pruned.extend(decide())
+        digests = torch.tensor(checksums(pruned))
+        return torch.cat([digests, ~digests])
+
+    highest, lowest = communicator.max_of(2 * len(scores), decide_and_digest).chunk(2)
+    if not torch.equal(highest, ~lowest):
+        name = call.shards[int((highest != ~lowest).nonzero()[0])].name
         raise ValueError(
             f"{name}: the ranks computed different masks. Expected a method that gives every "
             "rank the same mask for the same scores; one that draws random numbers needs the "
             "same seed on all ranks."
         )
-    return _decide_from_pruned(call, pruned)
+    return Decision(lambda: _masks_without(call, pruned))
 
 
 def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
@@ -204,41 +211,65 @@ def _tensor_keys(call: PruningCall) -> tuple[KeyRange, list[KeySource]]:
     ]
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What a ranking works on: the keys of this rank's elements, and the masks to write."""
+
+    keys: KeyRange
+    parts: list[Candidates]
+    masks: list[Tensor]
+    flat_masks: list[Tensor]
+
+
 def _ranked(
-    call: PruningCall, amount: Amount, keys: KeyRange, sources: Sequence[KeySource]
+    call: PruningCall, amount: Amount, prepare: Callable[[], tuple[KeyRange, Sequence[KeySource]]]
 ) -> Decision:
-    total = sum(call.num_live)
-    k = checked_count(amount, total)
-    parts = [
-        Candidates(
-            source,
-            None if shard.mask is None else shard.flat(shard.mask),
-            shard.index,
-            shard.counted,
-            shard.values.numel(),
-            shard.numel,
-            shard.values.device,
-        )
-        for shard, source in zip(call.shards, sources, strict=True)
-    ]
-    masks = [
-        shard.new_mask(dtype) for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
-    ]
-    flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
+    """Rank by keys; ``prepare`` is a local step that makes them, for each parameter."""
+
+    def prepare_parts() -> _Prepared:
+        keys, sources = prepare()
+        parts = [
+            Candidates(
+                source,
+                None if shard.mask is None else shard.flat(shard.mask),
+                shard.index,
+                shard.counted,
+                shard.values.numel(),
+                shard.numel,
+                shard.values.device,
+            )
+            for shard, source in zip(call.shards, sources, strict=True)
+        ]
+        # All memory of the result is taken before anything is ranked.
+        masks = [
+            shard.new_mask(dtype)
+            for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
+        ]
+        flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
+        return _Prepared(keys, parts, masks, flat)
+
+    prepared = call.communicator.run(
+        prepare_parts, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
+    )
+    keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
+    k = checked_count(amount, sum(call.num_live))
     shares, selection = choose(call, parts, k, keys, flat)
-    counts: list[Count | None] = [None] * len(parts)
-    if selection is not None and selection.drafted is not None:
-        counts = finish(selection.drafted, parts, selection.cut, flat)
-    for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        if counts[which] is None:
-            counts[which] = write_keep(part, share.position, share.cut, flat[which], part.live)
-    num_pruned = on_host([count for count in counts if count is not None])
+
+    def finish_masks() -> LocalMasks:
+        counts: list[Count | None] = [None] * len(parts)
+        if selection is not None and selection.drafted is not None:
+            counts = finish(selection.drafted, parts, selection.cut, flat)
+        for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            if counts[which] is None:
+                counts[which] = write_keep(part, share.position, share.cut, flat[which], part.live)
+        num_pruned = on_host([count for count in counts if count is not None])
+        return LocalMasks(prepared.masks, num_pruned)
+
     held_at = [share.held_at for share in shares]
     if keys is RANDOM_KEYS or selection is None:
-        return Decision(masks, num_pruned, held_at=held_at)
+        return Decision(finish_masks, held_at=held_at)
     return Decision(
-        masks,
-        num_pruned,
+        finish_masks,
         keys.score_of(selection.cut.threshold),
         selection.num_ties,
         selection.num_ties_pruned,
@@ -251,12 +282,16 @@ def _whole(call: PruningCall, which: int, local: Tensor, gather: bool) -> Tensor
     shard = call.shards[which]
     if not gather:
         return local.reshape(-1)
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.itemsize]
-    bits = shard.flat(local).contiguous().view(integer)
-    counted = torch.arange(shard.counted.start, shard.counted.stop, device=local.device)
-    whole = torch.zeros(shard.numel, dtype=torch.int64, device=local.device)
-    whole[shard.index(counted)] = bits[counted].long()
-    return call.communicator.sum(whole).to(integer).view(local.dtype)
+    integer = INTEGERS[local.itemsize]
+
+    def spread() -> Tensor:
+        bits = shard.flat(local).contiguous().view(integer)
+        counted = torch.arange(shard.counted.start, shard.counted.stop, device=local.device)
+        whole = torch.zeros(shard.numel, dtype=torch.int64, device=local.device)
+        whole[shard.index(counted)] = bits[counted].long()
+        return whole
+
+    return call.communicator.sum_of(shard.numel, spread).to(integer).view(local.dtype)
 
 
 def _pruned(live: Tensor, keep: Tensor) -> Tensor:
@@ -266,7 +301,7 @@ def _pruned(live: Tensor, keep: Tensor) -> Tensor:
     return pruned
 
 
-def _decide_from_pruned(call: PruningCall, pruned: Sequence[Tensor]) -> Decision:
+def _masks_without(call: PruningCall, pruned: Sequence[Tensor]) -> LocalMasks:
     masks, num_pruned = [], []
     for which, (shard, flags) in enumerate(zip(call.shards, pruned, strict=True)):
         mask, fresh = call.start_mask(which)
@@ -277,32 +312,26 @@ def _decide_from_pruned(call: PruningCall, pruned: Sequence[Tensor]) -> Decision
         masks.append(mask)
         counted = shard.flat(local)[shard.counted.start : shard.counted.stop]
         num_pruned.append(int(torch.count_nonzero(counted)))
-    return Decision(masks, num_pruned)
-
-
-def _digest(flags: Tensor) -> Tensor:
-    """An int64 that differs, as good as surely, between two different flat masks."""
-    positions = flags.nonzero().squeeze(1)
-    return (positions * positions + 0x9E3779B9 * positions).sum()
+    return LocalMasks(masks, num_pruned)
 
 
 def given_decision(call: PruningCall, given: Tensor) -> Decision:
     """Prune one parameter where a mask is 0; values other than 0 and 1 are multiplied in."""
     shard = call.shards[0]
 
-    def slice_mask() -> tuple[Tensor, list[tuple[str, str]]]:
-        part = local_part(shard.name, "mask", given, shard)
-        if is_dtensor(given):
-            return part, []
-        # Every rank slices its own copy: they have to be the same mask.
-        return part, [("checksum of the mask", str(int(_digest(given.reshape(-1) == 0))))]
+    def digest_of(part: Tensor) -> list[tuple[str, str]]:
+        # Every rank slices its own copy of a whole mask: they have to be the same one.
+        return [("checksum of the mask", whole_checksum(given != 0, shard))]
 
-    sliced, error = attempt(slice_mask)
-    call.communicator.agree(sliced[1] if sliced is not None else [], error)
-    mask, fresh = call.start_mask(0)
-    if fresh:
-        mask.fill_(1)
-    flat = shard.flat(mask)
-    before = count_live(flat, shard.counted)
-    mask.mul_(sliced[0].to(mask.dtype))
-    return Decision([mask], [before - count_live(flat, shard.counted)])
+    part = call.communicator.run(lambda: local_part(shard.name, "mask", given, shard), digest_of)
+
+    def finish() -> LocalMasks:
+        mask, fresh = call.start_mask(0)
+        if fresh:
+            mask.fill_(1)
+        flat = shard.flat(mask)
+        before = count_live(flat, shard.counted)
+        mask.mul_(part.to(mask.dtype))
+        return LocalMasks([mask], [before - count_live(flat, shard.counted)])
+
+    return Decision(finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from distprune import stages
 from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
-from distprune.collectives import Communicator, attempt
+from distprune.collectives import Communicator
 from distprune.naming import unwrap
 from distprune.shard import LocalShard
-from distprune.sharding import ShardReader, local_part
+from distprune.sharding import ShardReader, local_part, whole_checksum
 from distprune.target import Scores, Target
 
 
@@ -23,7 +24,7 @@ def read_together(
     scores: Scores | None,
     communicator: Communicator,
     facts: Sequence[tuple[str, str]],
-    error: Exception | None,
+    error: BaseException | None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     *,
@@ -39,30 +40,32 @@ def read_together(
     Returns:
         The same list of parameters on every rank, each copy knowing of the others.
     """
-    targets: list[Target] | None = None
-    if error is None:
-        targets, error = attempt(_read, parameters, scores or {}, communicator, pipeline_parallel)
     facts = [*facts, ("pipeline_parallel", str(pipeline_parallel))]
+
+    def read() -> tuple[list[Target], list[tuple[str, str]]]:
+        if error is not None:
+            raise error
+        targets = _read(parameters, scores or {}, communicator, pipeline_parallel)
+        return targets, [] if pipeline_parallel else _describe(targets)
+
     if pipeline_parallel:
-        communicator.agree(facts, error)
-        assert targets is not None
+        targets, _ = communicator.run(read, lambda _: facts)
         targets = stages.join(targets, communicator)
         if not targets:
             raise ValueError("parameters is empty on every rank; expected at least one pair.")
-    bounds: Bounds | None = None
-    if error is None:
-        bounds, error = attempt(_bounds_of, targets, min_sparsity, max_sparsity)
-    limits = [("bounds on the sparsity of parameters", "none" if bounds is None else "given")]
-    if bounds is not None:
-        assert targets is not None
-        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True):
-            limits.append((f"bounds of {target.label}", f"{low} to {high} pruned elements"))
-    described = [] if pipeline_parallel else _describe(targets or [])
-    communicator.agree([*facts, *described, *limits], error)
-    assert targets is not None
-    if not pipeline_parallel:
-        targets = _count_copies_on_other_meshes(targets, communicator)
-    return targets, bounds
+        bounds = communicator.run(
+            lambda: _bounds_of(targets, min_sparsity, max_sparsity),
+            lambda bounds: _describe_bounds(targets, bounds),
+        )
+        return targets, bounds
+
+    def read_all() -> tuple[list[Target], Bounds | None, list[tuple[str, str]]]:
+        targets, described = read()
+        bounds = _bounds_of(targets, min_sparsity, max_sparsity)
+        return targets, bounds, [*described, *_describe_bounds(targets, bounds)]
+
+    targets, bounds, _ = communicator.run(read_all, lambda done: [*facts, *done[2]])
+    return _count_copies_on_other_meshes(targets, communicator), bounds
 
 
 def _bounds_of(
@@ -74,6 +77,14 @@ def _bounds_of(
         return None
     bounded = [Bounded(t.label, (t.label, *t.places), t.shard.numel) for t in targets]
     return to_bounds(bounded, min_sparsity, max_sparsity)
+
+
+def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[tuple[str, str]]:
+    facts = [("bounds on the sparsity of parameters", "none" if bounds is None else "given")]
+    if bounds is not None:
+        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True):
+            facts.append((f"bounds of {target.label}", f"{low} to {high} pruned elements"))
+    return facts
 
 
 def _read(
@@ -134,7 +145,7 @@ def _read(
             key in tied,
             reader.managed(*places[key][0]),
             shard,
-            _scores_of(places[key], scores, label, shard),
+            *_scores_of(places[key], scores, label, shard),
         )
         for key, (label, shard) in shards.items()
     ]
@@ -179,10 +190,11 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
 
 def _scores_of(
     places: Sequence[tuple[nn.Module, str]], scores: Scores, label: str, shard: LocalShard
-) -> Tensor | None:
+) -> tuple[Tensor | None, str]:
+    """This rank's part of the scores of a parameter, and what must be equal on all ranks."""
     given = next((scores[place] for place in places if place in scores), None)
     if given is None:
-        return None
+        return None, "none"
     if not isinstance(given, Tensor):
         raise TypeError(
             f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."
@@ -190,7 +202,8 @@ def _scores_of(
     flat_and_whole = given.ndim == 1 and given.numel() == shard.numel
     if flat_and_whole and given.shape != shard.shape:
         given = given.view(shard.shape)
-    return local_part(label, "importance_scores", given, shard)
+    part = local_part(label, "importance_scores", given, shard)
+    return part, f"{part.dtype}, checksum {whole_checksum(given, shard)}"
 
 
 def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
@@ -206,27 +219,46 @@ def _count_copies_on_other_meshes(
 
     Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
     over the data-parallel ranks only, once for every tensor-parallel rank. Each of
-    these meshes holds the whole parameter. One all-reduce of 8 bytes per rank and
-    kind of mesh, if there are such parameters.
+    these meshes holds the whole parameter.
+
+    [Note: kinds of meshes] A rank knows its own mesh of a parameter only, and a rank outside of
+    all meshes knows some mesh. So two parameters are known to be on the same meshes by a number
+    that all ranks make together: a sum over ranks of a hash of the mesh that each one sees.
+
+    Cost: if there are such parameters, two all-reduces: 8 bytes per parameter, and per rank and
+    kind of meshes.
     """
     smaller = [t.shard for t in targets if _is_on_part(t.shard, communicator)]
-    # Ranks meet kinds of meshes in the same order, as their lists are the same.
-    kinds = list(dict.fromkeys(shard.ranks for shard in smaller))
-    if not kinds:
+    if not smaller:
         return targets
-    is_first = torch.zeros(len(kinds), communicator.size, dtype=torch.int64)
-    for row, ranks in enumerate(kinds):
-        is_first[row, communicator.index] = communicator.rank == ranks[0]
+
+    def hash_meshes() -> Tensor:
+        by_ranks = {
+            ranks: _mesh_hash(ranks, communicator.rank)
+            for ranks in {shard.ranks for shard in smaller}
+        }
+        return torch.tensor([by_ranks[shard.ranks] for shard in smaller], dtype=torch.int64)
+
+    kind_of = communicator.sum_of(len(smaller), hash_meshes).tolist()
+    mesh_of = dict(zip(kind_of, (shard.ranks for shard in smaller), strict=True))
+
+    def mark_first() -> Tensor:
+        is_first = torch.zeros(len(mesh_of), communicator.size, dtype=torch.int64)
+        for row, ranks in enumerate(mesh_of.values()):
+            is_first[row, communicator.index] = communicator.rank == ranks[0]
+        return is_first.view(-1)
+
+    is_first = communicator.sum_of(len(mesh_of) * communicator.size, mark_first)
     # By kind: which of how many meshes this rank's is.
     copies = {}
-    for ranks, row in zip(kinds, communicator.sum(is_first), strict=True):
+    for (kind, ranks), row in zip(mesh_of.items(), is_first.chunk(len(mesh_of)), strict=True):
         firsts = row.nonzero().squeeze(1).tolist()
-        copies[ranks] = (firsts.index(communicator.ranks.index(ranks[0])), len(firsts))
-    found = []
+        copies[kind] = (firsts.index(communicator.ranks.index(ranks[0])), len(firsts))
+    found, kinds = [], iter(kind_of)
     for target in targets:
         shard = target.shard
         if _is_on_part(shard, communicator):
-            which, num_copies = copies[shard.ranks]
+            which, num_copies = copies[next(kinds)]
             shard = replace(
                 shard,
                 replica=which * shard.num_replicas + shard.replica,
@@ -235,6 +267,11 @@ def _count_copies_on_other_meshes(
             target = replace(target, shard=shard)
         found.append(target)
     return found
+
+
+def _mesh_hash(ranks: tuple[int, ...], rank: int) -> int:
+    data = repr((rank, ranks)).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def _is_on_part(shard: LocalShard, communicator: Communicator) -> bool:

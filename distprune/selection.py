@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -38,8 +38,11 @@ from distprune.passes import Reading, indices_at, read, sample
 
 T = TypeVar("T")
 
-# A search yields int64 tensors, 1-d, and is sent their sums over all ranks.
-Search = Generator[Tensor, Tensor, T]
+# A search yields local steps (see collectives.[Note: all or none]): the size of what a step
+# returns, an int64 tensor, and the step. It is sent the sum over all ranks. What it does between
+# them depends only on values that all ranks share.
+Step = tuple[int, Callable[[], Tensor]]
+Search = Generator[Step, Tensor, T]
 
 _BINS_LOG2 = 11
 # Keys that are binned at a time: the widened copy of them stays in the cache.
@@ -129,18 +132,21 @@ def search_together(searches: Sequence[Search[T]], communicator: Communicator) -
     results: dict[int, T] = {}
     sums: dict[int, Tensor | None] = dict.fromkeys(range(len(searches)))
     while sums:
-        wanted: dict[int, Tensor] = {}
+        steps: dict[int, Step] = {}
         for which, shared in sums.items():
             try:
                 # A generator is started by sending None.
-                wanted[which] = searches[which].send(shared)  # type: ignore[arg-type]
+                steps[which] = searches[which].send(shared)  # type: ignore[arg-type]
             except StopIteration as finished:
                 results[which] = finished.value
-        if not wanted:
+        if not steps:
             break
-        sizes = [values.numel() for values in wanted.values()]
-        flat = communicator.sum(torch.cat(list(wanted.values())))
-        sums = dict(zip(wanted, flat.split(sizes), strict=True))
+        sizes = [size for size, _ in steps.values()]
+        flat = communicator.sum_of(
+            sum(sizes),
+            lambda steps=steps: torch.cat([step() for _, step in steps.values()]),
+        )
+        sums = dict(zip(steps, flat.split(sizes), strict=True))
     return [results[which] for which in range(len(searches))]
 
 
@@ -163,8 +169,13 @@ def search_lowest(
     found = yield from search.find(min(max(k, 1), sum(num_live)))
     if k == 0:
         return nothing
-    local = [found.ties, found.below] if count_each else [found.ties]
-    ties, *below = (yield torch.tensor(local, dtype=torch.int64).view(-1)).split(len(parts))
+
+    def count() -> Tensor:
+        below, ties = found.count()
+        return torch.tensor([*ties, *below] if count_each else ties, dtype=torch.int64)
+
+    size = len(parts) * (2 if count_each else 1)
+    ties, *below = (yield size, count).split(len(parts))
     num_ties, wanted = int(ties.sum()), k - found.num_below
     before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
     if wanted == num_ties:
@@ -175,7 +186,7 @@ def search_lowest(
             parts[position],
             found.threshold,
             wanted - int(before[position]),
-            found.indices_of_ties(parts[position], position),
+            lambda: found.indices_of_ties(parts[position], position),
         )
         cut = Cut(found.threshold, position, index)
     # The ties of a parameter that are pruned: what the parameters before it leave of all.
@@ -191,14 +202,14 @@ class _Kth:
     Attributes:
         threshold: the key.
         num_below: elements of all ranks with a smaller one.
-        below, ties: per parameter, this rank's elements with a smaller key, and with this one.
+        count: a local step: per parameter, this rank's elements with a smaller key, and with
+            this one.
         reading: the read that collected it; None if it was found by counting.
     """
 
     threshold: int
     num_below: int
-    below: list[int]
-    ties: list[int]
+    count: Callable[[], tuple[list[int], list[int]]]
     reading: Reading | None
 
     def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
@@ -217,6 +228,37 @@ class _Kth:
 
 
 @dataclass
+class _Sample:
+    """Keys that a local step drew, or narrowed down, for later ones: 1-d, on the CPU."""
+
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What to read around the k-th key.
+
+    Attributes:
+        pivots: keys to count up to.
+        interval: of keys to collect, if any.
+        sample: what the interval was chosen by; None: it holds everything.
+    """
+
+    pivots: set[int]
+    interval: Interval | None
+    sample: _Sample | None = None
+
+    def expected_share(self) -> float:
+        """About how much of this rank's elements there is to collect."""
+        if self.interval is None:
+            return 0.0
+        if self.sample is None:
+            return 1.0
+        inside = _within(self.sample.keys, *self.interval)
+        return inside.numel() / max(1, self.sample.keys.numel())
+
+
+@dataclass
 class _Search:
     """The search for the k-th key: an interval of keys that shrinks around it."""
 
@@ -226,8 +268,9 @@ class _Search:
     keys: KeyRange
     refuse_nan: bool
     drafts: Sequence[Tensor] | None
-    # The last read that wrote drafts.
+    # The last read that wrote drafts, and the last read of all.
     drafted: Reading | None = None
+    collected: Reading | None = None
     # Local live keys <= a pivot, per part, for every pivot counted so far.
     local_counts: dict[int, list[int]] = field(default_factory=dict)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -240,20 +283,18 @@ class _Search:
         below, upto = 0, total  # keys < low, keys <= high
         if total == 0:
             nothing = [0] * len(self.parts)
-            return _Kth(low, 0, nothing, nothing, None)
+            return _Kth(low, 0, lambda: (nothing, nothing), None)
         self.local_counts[low - 1] = [0] * len(self.parts)
         num_rounds = 0
         while high > low:
-            inside, share = upto - below, 1.0
+            inside = upto - below
             if inside <= _COLLECT_ALL:
-                pivots, interval = set(), (low, high)
+                around = _Around(set(), (low, high))
             else:
-                bracket = self._bracket(k - below, inside, low, high, num_rounds)
-                pivots, interval, share = yield from bracket
+                around = yield from self._bracket(k - below, inside, low, high, num_rounds)
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
-                pivots = pivots | {high}
-            reading = self._read(sorted(pivots), interval, share)
-            counts, histogram = yield from self._share(sorted(pivots), reading)
+                around.pivots.add(high)
+            counts, histogram = yield from self._read_and_count(around)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
             edges = sorted({low - 1: below, **counts, high: upto}.items())
@@ -265,35 +306,42 @@ class _Search:
             if len(holding) != 1:
                 raise _changed()
             start, less, end, count = holding[0]
+            interval = around.interval
             if interval is not None and interval[0] - 1 <= start and end <= interval[1]:
-                descent = self._descend(k - less, start + 1, end, less, histogram, reading)
-                return (yield from descent)
+                return (yield from self._descend(k - less, start + 1, end, less, histogram))
             low, high, below, upto = start + 1, end, less, count
             num_rounds += 1
-        at, under = self._local(low), self._local(low - 1)
-        return _Kth(low, below, under, [a - b for a, b in zip(at, under, strict=True)], None)
+
+        def count_at() -> tuple[list[int], list[int]]:
+            at, under = self._local(low), self._local(low - 1)
+            return under, [a - b for a, b in zip(at, under, strict=True)]
+
+        return _Kth(low, below, count_at, None)
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
-            self._read([pivot], None, 0.0)
+            self._read([pivot], _Around(set(), None))
         return self.local_counts[pivot]
 
     def _bracket(
         self, k: int, inside: int, low: int, high: int, num_rounds: int
-    ) -> Search[tuple[set[int], Interval | None, float]]:
+    ) -> Search[_Around]:
         """Pivots around the k-th of the ``inside`` keys in [low, high], and what to collect.
 
-        Both are the same on every rank: they are decided by summed histograms. The third result
-        is about the share of this rank's elements that there is to collect.
+        Both are the same on every rank: they are decided by summed histograms.
         """
         total = sum(part.numel for part in self.parts)
         rate = min(1.0, sample_size(total) * 2**num_rounds / total)
-        drawn = sample(self.parts, rate, self.keys.high + 1, self.generator)
-        keys = _within(drawn, low, high)
-        histogram = yield _histogram(keys, low, high)
+        drawn = _Sample(torch.empty(0, dtype=torch.int64))
+
+        def draw() -> Tensor:
+            drawn.keys = sample(self.parts, rate, self.keys.high + 1, self.generator)
+            return _histogram(_within(drawn.keys, low, high), low, high)
+
+        histogram = yield _BINS, draw
         size = int(histogram.sum())
         if size == 0:
-            return _eight_pivots(low, high), None, 0.0
+            return _Around(_eight_pivots(low, high), None)
         centre = k / inside * size
         margin = margin_of(centre, size)
         pivots: set[int] = set()
@@ -303,7 +351,7 @@ class _Search:
             if not 0 <= rank < size:
                 continue
             key, num_equal = yield from self._order_statistic(
-                keys, histogram, rank, low, high, margin / 5
+                drawn, histogram, rank, low, high, margin / 5
             )
             # A key that holds much of the sample is counted, not collected.
             heavy = key[0] == key[1] and num_equal > max(_HEAVY * size, margin / 5)
@@ -321,69 +369,80 @@ class _Search:
                     last = key[0] - 1
         pivots = {pivot for pivot in pivots if low <= pivot < high}
         if not pivots and inside > max(_COLLECT_ALL, total // 50):
-            return _eight_pivots(low, high), None, 0.0
+            return _Around(_eight_pivots(low, high), None)
         if first > last:
-            return pivots, None, 0.0
-        share = _within(keys, first, last).numel() / max(1, drawn.numel())
-        return pivots, (first, last), share
+            return _Around(pivots, None)
+        return _Around(pivots, (first, last), drawn)
 
     def _order_statistic(
-        self, keys: Tensor, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
+        self, drawn: _Sample, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
     ) -> Search[tuple[tuple[int, int], int]]:
         """An interval of keys that holds the sample's rank-th key and little else."""
         while True:
             low, high, rank, count = _descend_once(histogram, rank, low, high)
             if high == low or count <= tolerance:
                 return (low, high), count
-            keys = _within(keys, low, high)
-            histogram = yield _histogram(keys, low, high)
+            histogram = yield _BINS, _binning(lambda: drawn.keys, low, high)
 
-    def _read(self, pivots: list[int], interval: Interval | None, share: float) -> Reading:
-        """One pass; drafts masks if it can."""
-        reading = read(self.parts, pivots, interval, self.drafts, share)
-        if self.drafts is not None and interval is not None:
+    def _read(self, pivots: list[int], around: _Around) -> Reading:
+        """One pass; drafts masks if it can. Local."""
+        reading = read(self.parts, pivots, around.interval, self.drafts, around.expected_share())
+        if self.drafts is not None and around.interval is not None:
             self.drafted = reading
         for j, pivot in enumerate(pivots):
             self.local_counts[pivot] = [row[j] for row in reading.counts]
         return reading
 
-    def _share(self, pivots: list[int], reading: Reading) -> Search[tuple[dict[int, int], Tensor]]:
+    def _read_and_count(self, around: _Around) -> Search[tuple[dict[int, int], Tensor]]:
         """Global counts per pivot, and the histogram of the collected keys."""
-        shared = torch.tensor(
-            [sum(self.local_counts[pivot]) for pivot in pivots], dtype=torch.int64
-        )
-        if reading.interval is not None:
-            histogram = _histogram(reading.keys, *reading.interval)
-            shared = torch.cat([shared, histogram])
-        shared = yield shared
+        pivots, interval = sorted(around.pivots), around.interval
+
+        def count() -> Tensor:
+            self.collected = reading = self._read(pivots, around)
+            counts = [sum(self.local_counts[pivot]) for pivot in pivots]
+            local = torch.tensor(counts, dtype=torch.int64)
+            if interval is None:
+                return local
+            return torch.cat([local, _histogram(reading.keys, *interval)])
+
+        shared = yield len(pivots) + (0 if interval is None else _BINS), count
         return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
 
-    def _descend(
-        self, k: int, low: int, high: int, below: int, histogram: Tensor, reading: Reading
-    ) -> Search[_Kth]:
+    def _descend(self, k: int, low: int, high: int, below: int, histogram: Tensor) -> Search[_Kth]:
         """Radix-select the k-th of the collected keys in [low, high]."""
-        keys, rank = reading.keys, k - 1
+        reading = self.collected
+        assert reading is not None
+        rank = k - 1
         if (low, high) != reading.interval:
-            keys = _within(keys, low, high)
-            histogram = yield _histogram(keys, low, high)
+            histogram = yield _BINS, _binning(lambda: reading.keys, low, high)
+        inside = _Sample(reading.keys)
+
+        def narrow() -> Tensor:
+            inside.keys = _within(inside.keys, low, high)
+            return _histogram(inside.keys, low, high)
+
         while True:
             low, high, rank, _ = _descend_once(histogram, rank, low, high)
             if low == high:
                 break
-            keys = _within(keys, low, high)
-            histogram = yield _histogram(keys, low, high)
-        found = [each.numpy() for each in reading.keys.split(reading.sizes)]
-        ties = [int(np.count_nonzero(each == low)) for each in found]
-        under = [
-            less + int(np.count_nonzero(each < low))
-            for less, each in zip(reading.num_below, found, strict=True)
-        ]
-        return _Kth(low, below + k - 1 - rank, under, ties, reading)
+            histogram = yield _BINS, narrow
+
+        def count() -> tuple[list[int], list[int]]:
+            found = [each.numpy() for each in reading.keys.split(reading.sizes)]
+            ties = [int(np.count_nonzero(each == low)) for each in found]
+            under = [
+                less + int(np.count_nonzero(each < low))
+                for less, each in zip(reading.num_below, found, strict=True)
+            ]
+            return under, ties
+
+        return _Kth(low, below + k - 1 - rank, count, reading)
 
     def _raise_nan(self) -> Search[None]:
         """Name the parameters; every rank knows that there are NaN."""
         numbers = self.local_counts[self.keys.largest_number]
-        not_nan = (yield torch.tensor(numbers, dtype=torch.int64)).tolist()
+        count = torch.tensor(numbers, dtype=torch.int64)
+        not_nan = (yield len(numbers), lambda: count).tolist()
         where = [
             f"{name} ({live - count} of {live})"
             for name, live, count in zip(self.names, self.num_live, not_nan, strict=True)
@@ -407,30 +466,45 @@ def margin_of(centre: float, size: float) -> float:
     return _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
 
 
-def _cut_ties(part: Candidates, key: int, wanted: int, held: Tensor | None) -> Search[int]:
+def _cut_ties(
+    part: Candidates, key: int, wanted: int, collected: Callable[[], Tensor | None]
+) -> Search[int]:
     """The global index below which exactly ``wanted`` elements of a parameter have a key.
 
-    Radix selection over the index, of the ties alone: of those ``held``, if they are at hand;
+    Radix selection over the index, of the ties alone: of those ``collected``, if they are at hand;
     otherwise one read of this parameter, or two when there are more ties than are kept.
     """
     low, high, rank = 0, part.numel - 1, wanted - 1
-    while low < high:
-        if held is None:
-            histogram = torch.zeros(_BINS, dtype=torch.int64)
-            kept, num_found = [], 0
-            for found in indices_at(part, key, low, high + 1):
-                histogram += _histogram(found, low, high)
-                num_found += found.numel()
-                # Many ties are found again in the next round, when most are out of range.
-                if num_found <= _COLLECT_ALL:
-                    kept.append(found)
-            if num_found <= _COLLECT_ALL:
-                held = concatenate(kept)
-        else:
+    held: Tensor | None = None
+    is_first = True
+
+    def bin_ties() -> Tensor:
+        nonlocal held, is_first
+        if is_first:
+            held, is_first = collected(), False
+        if held is not None:
             held = _within(held, low, high)
-            histogram = _histogram(held, low, high)
-        low, high, rank, _ = _descend_once((yield histogram), rank, low, high)
+            return _histogram(held, low, high)
+        histogram = torch.zeros(_BINS, dtype=torch.int64)
+        kept, num_found = [], 0
+        for found in indices_at(part, key, low, high + 1):
+            histogram += _histogram(found, low, high)
+            num_found += found.numel()
+            # Many ties are found again in the next round, when most are out of range.
+            if num_found <= _COLLECT_ALL:
+                kept.append(found)
+        if num_found <= _COLLECT_ALL:
+            held = concatenate(kept)
+        return histogram
+
+    while low < high:
+        low, high, rank, _ = _descend_once((yield _BINS, bin_ties), rank, low, high)
     return low + 1
+
+
+def _binning(keys: Callable[[], Tensor], low: int, high: int) -> Callable[[], Tensor]:
+    """A local step: the histogram of the keys in [low, high]."""
+    return lambda: _histogram(_within(keys(), low, high), low, high)
 
 
 def _eight_pivots(low: int, high: int) -> set[int]:

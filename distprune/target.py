@@ -24,6 +24,7 @@ class Target:
         managed: a wrapper's record of it (wrappers.Managed), if it has one.
         shard: this rank's part.
         scores: this rank's part of the importance scores; None if none were given.
+        about_scores: what of them must be equal on all ranks.
     """
 
     label: str
@@ -32,13 +33,13 @@ class Target:
     managed: Any | None
     shard: LocalShard
     scores: Tensor | None
+    about_scores: str = "none"
 
     @property
     def facts(self) -> str:
         """What must be the same on every rank that has the parameter."""
         shard = self.shard
-        scores = "none" if self.scores is None else str(self.scores.dtype)
         return (
             f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {shard.layout}, "
-            f"{'un' if shard.mask is None else ''}pruned, importance scores: {scores}"
+            f"{'un' if shard.mask is None else ''}pruned, importance scores: {self.about_scores}"
         )

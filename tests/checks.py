@@ -66,7 +66,9 @@ def snapshot(model: nn.Module) -> dict[str, object]:
         state[f"{name} object"] = id(parameter)
         # A copy: FSDP1 cannot resize what numpy refers to.
         state[f"{name} values"] = local(parameter).clone().contiguous().numpy().tobytes()
-        state[f"{name} hooks"] = list(parameter._post_accumulate_grad_hooks or ())
+        # Not their numbers: a hook that was taken off and put back has another one.
+        hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+        state[f"{name} hooks"] = [(hook.__qualname__, id(hook.__self__)) for hook in hooks]
     for name, buffer in model.named_buffers():
         state[f"{name} values"] = local(buffer).contiguous().numpy().tobytes()
     return state

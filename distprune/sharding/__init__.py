@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distprune.checksum import checksums
 from distprune.collectives import Communicator, over_groups, over_mesh
 from distprune.masking.live_property import shard_mask_key
 from distprune.naming import unwrap
@@ -185,6 +186,18 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
         f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
         f"shape {tuple(shard.shape)}."
     )
+
+
+def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
+    """What must be equal on all ranks of a tensor of which each slices its own part.
+
+    Nothing where each rank gives its part only: of a DTensor, and of FSDP1's own form (which a
+    whole 1-d parameter cannot be told from).
+    """
+    is_own_form = isinstance(shard, FlatShard) and len(shard.shape) == 1
+    if not shard.is_sharded or is_dtensor(tensor) or is_own_form or tensor.shape != shard.shape:
+        return "each rank's part"
+    return str(checksums([tensor])[0])
 
 
 def _record_with_mask(module: nn.Module, name: str) -> Any | None:

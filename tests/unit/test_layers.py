@@ -11,7 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["files", "files.errors", "natural_order", "memory"],
+    ["files", "files.errors", "natural_order", "memory", "exclusive"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["files.header", "files.recipe", "product"],
     ["files.checkpoint"],
@@ -21,6 +21,7 @@ LEVELS = [
         "strict",
         "shard",
         "keys",
+        "masking.record",
         "masking.survival",
         "wrappers.fsdp1_mask",
         "testing.calls",

@@ -135,13 +135,14 @@ def test_a_thousand_ranks_send_what_two_send(few, many, data, dtype):
     assert abs(num_bytes - few_bytes) <= 2 * 17_000
 
 
-def test_copies_on_other_meshes_cost_eight_bytes_per_rank():
+def test_copies_on_other_meshes_cost_eight_bytes_per_rank_and_per_parameter():
     """What is left out of tensor parallelism lies on parts of the ranks, once on each."""
     on_all, on_some = (
         check_call(wrapping, "normal") for wrapping in ("fsdp2_tp-8x4", "fsdp2_some_tp-8x4")
     )
-    assert on_some[0] - on_all[0] == 1
-    assert on_some[1] - on_all[1] == 8 * 32
+    assert on_some[0] - on_all[0] == 2
+    num_on_some = 2  # parameters; and a word in each all-reduce that says whether a rank failed
+    assert on_some[1] - on_all[1] == 8 * (32 + 1) + 8 * (num_on_some + 1)
 
 
 def test_a_rank_that_leaves_early_is_found_out():

@@ -1,0 +1,201 @@
+"""A fault on one rank, at any point of a pruning: every rank raises, and nothing has changed.
+
+Points are before and after every local step and every collective of the call. A rank *raises*
+(out of memory, an interrupt, ...) in a step; its network *fails*; it is *killed*; or it is
+*stopped* until the others have given up.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
+from distprune.testing import run_ranks
+from faults import GROUP_TIMEOUT, Injected, Injector, kill, raising, run_doomed_ranks, stop
+from models import Net, fill, target
+
+NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
+STEPS = ("before step", "after step")
+WRAPPINGS = ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "hsdp-2x2"]
+# All points of all wrappings take half an hour: every third is taken, and all of them if asked to.
+EVERY = 1 if os.environ.get("DISTPRUNE_ALL_FAULTS") else 3
+
+METHODS = {
+    "l1": (prune.L1Unstructured, {"amount": 0.5}),
+    "bounded": (prune.L1Unstructured, {"amount": 0.5, "min_sparsity": 0.4, "max_sparsity": 0.75}),
+    "random": (prune.RandomUnstructured, {"amount": 0.5}),
+    "ties": (prune.L1Unstructured, {"amount": 0.5}),
+}
+ERRORS = {
+    "memory": MemoryError("no room"),
+    "odd text": Injected("a name with a lone surrogate: \udcff"),
+    "interrupt": KeyboardInterrupt(),
+    "exit": SystemExit(3),
+}
+
+
+class Setting:
+    """A model that is pruned once, what a second pruning has to give, and how to ask for it."""
+
+    def __init__(self, wrapping: str, method: str) -> None:
+        data = "few" if method == "ties" else "normal"
+        dense = fill(Net(), data, "float32")
+        self.indices = wraps.local_indices(dense, wrapping)
+        self.model = wraps.wrap(fill(Net(), data, "float32"), wrapping)
+        self.targets = [target(wraps.unwrapped(self.model), name) for name in NAMES]
+        prune.global_unstructured(self.targets, prune.L1Unstructured, amount=0.3)
+        scores = [dense.get_parameter(name).detach() for name in NAMES]
+        first = reference.prune(scores, 0.3)
+        self.keeps = dict(zip(NAMES, reference.prune(scores, 0.5, first), strict=True))
+        self.method = method
+
+    def prune(self) -> None:
+        cls, arguments = METHODS[self.method]
+        prune.global_unstructured(self.targets, cls, **arguments)
+
+    def wrong_masks(self) -> list[str]:
+        if self.method in ("random", "bounded"):
+            return []
+        return wrong_masks(self.model, self.keeps, self.indices)
+
+
+def outcome_of(setting: Setting, injector: Injector) -> tuple[str, str, list[str]]:
+    """(type of the error, its text, what changed)."""
+    before = snapshot(setting.model)
+    try:
+        with injector.active():
+            setting.prune()
+        error = ("nothing", "")
+    except BaseException as raised:
+        error = (type(raised).__name__, ascii(str(raised)))
+    return *error, changes(before, snapshot(setting.model))
+
+
+def wrong_after_raising(wrapping: str, method: str, error: str, odd_rank: int) -> list[str]:
+    """A fault in each local step, one after the other; the call works again in between."""
+    wrong = []
+    setting = Setting(wrapping, method)
+    is_odd = dist.get_rank() == odd_rank
+    for point in range(200):
+        injector = Injector(point if is_odd else None, raising(ERRORS[error]), STEPS)
+        kind, text, changed = outcome_of(setting, injector)
+        ends = torch.tensor([int(kind == "nothing"), -int(kind == "nothing")])
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        if ends.tolist() != [-int(ends[1]), int(ends[1])]:
+            return [*wrong, f"point {point}: only some ranks raised"]
+        if kind == "nothing":  # there are fewer points than that
+            return [*wrong, *([] if point > 10 else [f"only {point} points"])]
+        wrong += [f"point {point}: changed {each}" for each in changed]
+        if is_odd and not injector.has_fired:
+            wrong.append(f"point {point}: the fault did not fire")
+        expected = type(ERRORS[error]).__name__
+        if not (kind == expected if is_odd and error in ("interrupt", "exit") else True):
+            wrong.append(f"point {point}: {kind}, not {expected}")
+        if f"on rank {odd_rank}" not in text and not is_odd:
+            wrong.append(f"point {point}: {kind}: {text}")
+    return [*wrong, "the call never works"]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3"])
+def test_an_error_in_any_step(wrapping, error):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(wrong_after_raising, size, wrapping, "l1", error, size - 1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_an_error_in_any_step_of_any_method(wrapping, method):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(wrong_after_raising, size, wrapping, method, "memory", 0))
+
+
+def wrong_after_a_retry(wrapping: str) -> list[str]:
+    """After a fault in the middle the same call prunes, on this group and on a new one."""
+    setting = Setting(wrapping, "ties")
+    is_odd = dist.get_rank() == 0
+    outcome_of(setting, Injector(8 if is_odd else None, raising(MemoryError()), STEPS))
+    group = dist.new_group()
+    cls, arguments = METHODS["ties"]
+    prune.global_unstructured(setting.targets, cls, group=group, **arguments)
+    return setting.wrong_masks()
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_call_works_after_a_fault(wrapping):
+    assert_nothing_wrong(run_ranks(wrong_after_a_retry, wraps.world_size(wrapping), wrapping))
+
+
+FAULTS = {"fails": raising(ConnectionError("the network is gone")), "killed": kill, "stopped": stop}
+
+
+def num_points(wrapping: str) -> list[str]:
+    """The points of a call, as a rank comes by them."""
+    setting = Setting(wrapping, "l1")
+    with Injector(None).active() as injector:
+        setting.prune()
+    return injector.reached
+
+
+def outcome_near(wrapping: str, fault: str, point: int, doomed: int) -> dict:
+    """What this rank sees when one rank is lost."""
+    setting = Setting(wrapping, "l1")
+    is_doomed = dist.get_rank() == doomed
+    injector = Injector(point if is_doomed else None, FAULTS[fault])
+    kind, text, changed = outcome_of(setting, injector)
+    return {
+        "kind": kind,
+        "text": text,
+        "changed": changed,
+        "wrong": setting.wrong_masks() if kind == "nothing" else [],
+        "fired": injector.has_fired,
+    }
+
+
+def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str]:
+    """What survivors of a fault got wrong."""
+    size = wraps.world_size(wrapping)
+    answers, seconds = run_doomed_ranks(
+        outcome_near,
+        size,
+        size - 1,
+        wrapping,
+        fault,
+        point,
+        size - 1,
+        is_stopped=fault == "stopped",
+    )
+    wrong, at = [], f"{wrapping} {fault} at point {point}"
+    if (size - 1 in answers) == (fault == "killed"):
+        wrong.append(f"{at}: the fault did not fire")
+    for rank, seen in answers.items():
+        if rank == size - 1 and not seen["fired"]:
+            wrong.append(f"{at}: the fault did not fire")
+        if seen["kind"] == "nothing":  # the last collective was over, so the pruning stands
+            wrong += [] if is_last else [f"{at}: rank {rank} did not raise"]
+            wrong += [f"{at}: rank {rank}: {each}" for each in seen["wrong"]]
+        else:
+            wrong += [f"{at}: rank {rank} changed {each}" for each in seen["changed"]]
+    if seconds > GROUP_TIMEOUT + 60:
+        wrong.append(f"{at}: took {seconds:.0f} s")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["killed", "stopped", "fails"])
+@pytest.mark.parametrize("wrapping", ["plain-3", "fsdp1-2", "fsdp2-2", "tp-2"])
+def test_a_rank_is_lost(wrapping, fault):
+    """A rank is lost before or after a step or a collective."""
+    points = run_ranks(num_points, wraps.world_size(wrapping), wrapping)[0]
+    assert points[-1] == "after reduce" and points.count("before reduce") > 6
+    every = EVERY if fault == "killed" else 4 * EVERY
+    chosen = sorted({*range(len(points) - 1, -1, -every), len(points) - 2, 0})
+    wrong = []
+    for point in chosen:
+        wrong += wrong_near(wrapping, fault, point, point == len(points) - 1)
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,185 @@
+"""Faults at every point of a call: before, in and after each local step and each collective.
+
+``Injector`` counts the points that one rank comes by, and lets a fault happen at one of them.
+``run_doomed_ranks`` runs ranks that may die or stop, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from distprune import collectives, global_pruning, pruning_method
+from distprune.collectives import Communicator
+
+GROUP_TIMEOUT = 8.0  # seconds after which gloo gives up on a rank
+# Until a rank of a doomed group is given up on. Machines may be busy.
+DEADLINE = 90.0
+
+
+class Injected(Exception):
+    """The fault."""
+
+
+class Injector:
+    """Lets a fault happen at one point of a call on this rank.
+
+    Args:
+        point: which of the points that are reached; None: only count them.
+        fault: is called there; it may raise, kill or stop.
+        kinds: what counts as a point: "before step", "after step", "before reduce",
+            "after reduce".
+
+    Attributes:
+        reached: the kinds of the points so far.
+        has_fired: whether the fault happened.
+    """
+
+    def __init__(
+        self,
+        point: int | None,
+        fault: Callable[[], Any] | None = None,
+        kinds: tuple[str, ...] = ("before step", "after step", "before reduce", "after reduce"),
+    ) -> None:
+        self.point = point
+        self.fault = fault
+        self.kinds = kinds
+        self.reached: list[str] = []
+        self.has_fired = False
+
+    def reach(self, kind: str) -> None:
+        if kind not in self.kinds:
+            return
+        self.reached.append(kind)
+        if self.point == len(self.reached) - 1:
+            self.has_fired = True
+            assert self.fault is not None
+            self.fault()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Injector]:
+        attempt, reduce = collectives.attempt, Communicator._reduce
+
+        def watched_attempt(function: Callable[..., Any], *args: Any) -> Any:
+            def watched() -> Any:
+                self.reach("before step")
+                result = function(*args)
+                self.reach("after step")
+                return result
+
+            return attempt(watched)
+
+        def watched_reduce(communicator: Communicator, values: torch.Tensor, op: Any) -> Any:
+            self.reach("before reduce")
+            reduced = reduce(communicator, values, op)
+            self.reach("after reduce")
+            return reduced
+
+        with contextlib.ExitStack() as patches:
+            for module in (collectives, global_pruning, pruning_method):
+                patches.enter_context(mock.patch.object(module, "attempt", watched_attempt))
+            patches.enter_context(mock.patch.object(Communicator, "_reduce", watched_reduce))
+            yield self
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Until somebody sends SIGCONT."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def run_doomed_ranks(
+    fn: Callable[..., Any], world_size: int, doomed: int, *args: Any, is_stopped: bool = False
+) -> tuple[dict[int, Any], float]:
+    """Call ``fn(*args)`` on ranks of which one may die, or stop until the others have answered.
+
+    Args:
+        fn: of a module; runs in a gloo group with a timeout of GROUP_TIMEOUT.
+        doomed: the rank that may not answer.
+        is_stopped: wake it when the others have answered, and wait for its answer.
+
+    Returns:
+        What each rank returned, without those that died; and the seconds until the others
+        answered.
+
+    Raises:
+        TimeoutError: a rank other than the doomed one did not answer.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory(prefix="doomed") as folder:
+        store = str(Path(folder, "store"))
+        processes, pipes = [], []
+        for rank in range(world_size):
+            pipe, far_end = context.Pipe()
+            process = context.Process(
+                target=_answer, args=(far_end, rank, world_size, store, fn, args), daemon=True
+            )
+            process.start()
+            far_end.close()
+            processes.append(process)
+            pipes.append(pipe)
+        started = time.monotonic()
+        try:
+            answers = _collect({r: pipe for r, pipe in enumerate(pipes) if r != doomed})
+            seconds = time.monotonic() - started
+            if is_stopped:
+                os.kill(processes[doomed].pid, signal.SIGCONT)
+            answers |= _collect({doomed: pipes[doomed]})
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    silent = [rank for rank in range(world_size) if rank not in answers and rank != doomed]
+    if silent:
+        raise TimeoutError(f"ranks {silent} did not answer")
+    return answers, seconds
+
+
+def _collect(pipes: dict[int, Connection]) -> dict[int, Any]:
+    answers, pending = {}, {pipe: rank for rank, pipe in pipes.items()}
+    deadline = time.monotonic() + DEADLINE
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(pending), left):
+            rank = pending.pop(pipe)
+            with contextlib.suppress(EOFError, OSError):  # it died
+                answers[rank] = pipe.recv()
+    return answers
+
+
+def _answer(
+    pipe: Connection, rank: int, world_size: int, store: str, fn: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )
+    dist.barrier()
+    pipe.send(fn(*args))
+    os._exit(0)  # threads of a broken group may wait for ever
