@@ -53,8 +53,8 @@ class Outcome:
         return "\n".join([str(self.plan), *self.wrong])
 
 
-def run_plans(plans: Sequence[Plan], folder: str) -> list[Outcome]:
-    """Carry out sequences, one after another; on every rank."""
+def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> list[Outcome]:
+    """Carry out sequences, one after another; on every rank. Perhaps only until one differs."""
     outcomes = []
     with shared_meshes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has some for every FSDP1 checkpoint
@@ -70,6 +70,8 @@ def run_plans(plans: Sequence[Plan], folder: str) -> list[Outcome]:
                     break
             del run
             gc.collect()
+            if outcome.wrong and until_wrong:
+                break
     return outcomes
 
 
