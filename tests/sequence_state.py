@@ -2,6 +2,7 @@
 
 import functools
 import traceback
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,11 @@ class SideBySide:
             self.wrong += [f"changed in spite of the error: {what}" for what in changed]
         if isinstance(counts, Counts) and report is not None:
             self.compare_report(counts, report)
-        if agreed([type(error).__name__, *self.wrong], self.wrong):
+        if agreed(error, self.wrong):
             self.compare()
             if operation.arguments["look"]:
                 self.compare_outputs(self.plan.seed, torch.no_grad())
-            agreed([], self.wrong)
+            agreed(None, self.wrong)
         return self.wrong
 
     def reshard(self) -> None:
@@ -177,12 +178,13 @@ def indices_of(
     return wraps.local_indices(model, wrapping)
 
 
-def agreed(mine: list[str], wrong: list[str]) -> bool:
-    """Whether nothing is wrong on any rank, and all ranks say the same; else notes it."""
-    per_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(per_rank, (mine[:1], bool(wrong)))
-    if len({tuple(kind) for kind, _ in per_rank}) > 1:
-        wrong.append(f"the ranks raised {[kind for kind, _ in per_rank]}")
-    elif not wrong and any(is_wrong for _, is_wrong in per_rank):
+def agreed(error: Exception | None, wrong: list[str]) -> bool:
+    """Whether nothing is wrong on any rank, and all ranks raised the same; else notes it."""
+    kind = zlib.crc32(type(error).__name__.encode())
+    facts = torch.tensor([bool(wrong), kind, -kind])
+    dist.all_reduce(facts, dist.ReduceOp.MAX)
+    if facts[1] != -facts[2]:
+        wrong.append(f"the ranks raised different errors, and this one {error!r}")
+    elif facts[0] and not wrong:
         wrong.append("another rank differs")
     return not wrong

@@ -3,7 +3,7 @@
 Everything about a sequence is a function of its seed: see sequence_plans.py. To repeat one, or to
 run them for an hour::
 
-    python tests/sequences.py --seed 1234
+    python tests/sequences.py --seed 1234 --shrink
     python tests/sequences.py --minutes 60 --save tests/distributed/results/sequences.txt
 
 After each operation masks, counts and weights equal those of the oracle bit for bit, and outputs
@@ -15,7 +15,6 @@ since it needs no communication, and an error of the sharded model never reaches
 import argparse
 import contextlib
 import functools
-import gc
 import itertools
 import os
 import platform
@@ -25,7 +24,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -38,7 +37,7 @@ import distprune  # noqa: E402
 import wraps  # noqa: E402
 from distprune.testing import RankError, run_ranks  # noqa: E402
 from sequence_operations import Run  # noqa: E402
-from sequence_plans import BATCH, Plan, draw, world_size_of  # noqa: E402
+from sequence_plans import BATCH, Plan, draw  # noqa: E402
 
 
 @dataclass
@@ -68,8 +67,6 @@ def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> 
                 if wrong:
                     outcome.wrong = [f"after operation {position}, {operation.name}:", *wrong]
                     break
-            del run
-            gc.collect()
             if outcome.wrong and until_wrong:
                 break
     return outcomes
@@ -87,26 +84,41 @@ def shared_meshes() -> Iterator[None]:
         wraps.init_device_mesh = original
 
 
-def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
-    """Run the sequences of seeds of one world size; one outcome for each, with what any rank says.
+def run_together(plans: Sequence[Plan]) -> list[Outcome]:
+    """Run sequences that start on equally many ranks; an outcome for each, with what any rank says.
 
     Where a rank dies, or hangs, the sequences are run one by one.
     """
-    (world_size,) = {world_size_of(seed) for seed in seeds}
+    (world_size,) = {wraps.world_size(plan.wrapping) for plan in plans}
     with tempfile.TemporaryDirectory(prefix="sequences") as folder:
         try:
-            per_rank = run_ranks(
-                run_plans, world_size, [draw(seed) for seed in seeds], folder, timeout=120
-            )
+            per_rank = run_ranks(run_plans, world_size, plans, folder, timeout=300)
         except RankError as error:
-            if len(seeds) == 1:
-                return [Outcome(draw(seeds[0]), wrong=[str(error)])]
-            return [outcome for seed in seeds for outcome in run_seeds([seed])]
+            if len(plans) == 1:
+                return [Outcome(plans[0], wrong=[str(error)])]
+            return [outcome for plan in plans for outcome in run_together([plan])]
     outcomes = []
     for of_ranks in zip(*per_rank, strict=True):
         lines = [f"[rank {r}] {line}" for r, each in enumerate(of_ranks) for line in each.wrong]
         outcomes.append(Outcome(of_ranks[0].plan, of_ranks[0].operations, lines))
     return outcomes
+
+
+def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
+    """Run the sequences of seeds of one batch."""
+    return run_together([draw(seed) for seed in seeds])
+
+
+def shrunk(outcome: Outcome) -> Outcome:
+    """The same sequence without the operations that the difference does not need."""
+    last = max(outcome.operations.total(), 1)
+    plan = replace(outcome.plan, operations=outcome.plan.operations[:last])
+    for position in reversed(range(last)):
+        operations = plan.operations[:position] + plan.operations[position + 1 :]
+        (shorter,) = run_together([replace(plan, operations=operations)])
+        if shorter.wrong:
+            plan, outcome = shorter.plan, shorter
+    return outcome
 
 
 def batch(number: int) -> range:
@@ -153,12 +165,15 @@ class Log:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, help="repeat one sequence")
+    parser.add_argument("--shrink", action="store_true", help="leave out what it does not need")
     parser.add_argument("--minutes", type=float, default=1.0, help="run for so long")
     parser.add_argument("--first", type=int, default=20, help="batch of seeds to start with")
     parser.add_argument("--save", type=Path, help="write what was done to a text file")
     options = parser.parse_args()
     if options.seed is not None:
         (outcome,) = run_seeds([options.seed])
+        if outcome.wrong and options.shrink:
+            outcome = shrunk(outcome)
         print(outcome, "" if outcome.wrong else "no difference", sep="\n")
         return bool(outcome.wrong)
     log = Log(options.first)
