@@ -19,10 +19,15 @@ from distprune import checkpoint
 from models import values
 from sequence_mistakes import MISTAKES
 from sequence_oracle import Counts, Refused, places
-from sequence_state import SideBySide
+from sequence_state import SideBySide, bounds, by_name
 
 Act = Callable[[], Any]
 Both = tuple[Act, Act]  # what the oracle does, and what the sharded model does
+
+
+# DDP counts the masks of a model that was pruned first among its buffers until its first forward,
+# and fails where they all are removed before it.
+DDP_REMOVES_BEFORE_A_FORWARD = False
 
 
 class Run(SideBySide):
@@ -240,16 +245,14 @@ class Run(SideBySide):
         """Save, and load into a fresh model that is sharded in another way."""
         dense = [name for name in pruned if name not in self.oracle.masks]
 
-        with_optimizer = self.can_save_optimizer(self.wrapping) and self.can_save_optimizer(
-            wrapping
-        )
+        with_state = all(map(self.can_load_state, (self.wrapping, wrapping)))
 
         def expect() -> None:
-            if with_optimizer:
+            if with_state:
                 self.oracle.start_optimizer()
             if dense and unmasked == "error":
                 raise Refused(ValueError)
-            if not with_optimizer:
+            if not with_state:
                 self.oracle.new_optimizer()
             fresh = self.filled(seed)
             for name in dense:
@@ -260,18 +263,17 @@ class Run(SideBySide):
             path = self.folder / f"{self.plan.seed}-{self.num_saved}"
             self.num_saved += 1
             self.reshard()
-            optimizers = [self.optimizer] if with_optimizer else []
-            state = checkpoint.get_state_dict(self.model, optimizers, self.pruner)
-            dcp.save(state, checkpoint_id=path)
+            dcp.save(
+                checkpoint.get_state_dict(self.model, *self.others(with_state)), checkpoint_id=path
+            )
             old = self.model, self.wrapping, self.optimizer, self.pruner
             try:
                 self.take(wraps.wrap(self.filled(seed), wrapping), wrapping)
-                if self.pruner is not None:
+                if self.pruner is not None and with_state:
                     self.pruner = self.new_pruner()
                 for name in pruned:
                     prune.l1_unstructured(*self.target(name), 0.5)
-                optimizers = [self.optimizer] if with_optimizer else []
-                checkpoint.load(path, self.model, optimizers, self.pruner, unmasked=unmasked)
+                checkpoint.load(path, self.model, *self.others(with_state), unmasked=unmasked)
             except Exception:
                 self.take(*old[:2])
                 self.optimizer, self.pruner = old[2:]
@@ -283,11 +285,15 @@ class Run(SideBySide):
 
         return expect, act
 
-    def can_save_optimizer(self, wrapping: str) -> bool:
-        """Whether torch can load the optimizer of a dense model that is wrapped like this.
+    def others(self, with_state: bool) -> tuple[Any, Any]:
+        """What is saved and loaded beside the model."""
+        return (self.optimizer, self.pruner) if with_state else ((), None)
 
-        Under FSDP1, where some rank would have no row of a parameter, it cannot: "Missing key in
-        checkpoint state_dict: optimizer.param_groups".
+    def can_load_state(self, wrapping: str) -> bool:
+        """Whether torch can load nested state, of an optimizer or a pruner, beside such a model.
+
+        Not under FSDP1 where a rank has no row of some parameter: DCP takes the checkpoint for one
+        of torch 2.3, and misses the key "optimizer.param_groups".
         """
         size = dist.get_world_size()
         lengths = [len(self.oracle.value(name)) for name in self.indices]
@@ -313,6 +319,8 @@ class Run(SideBySide):
                 if found != expected and self.plan.family != "tied":
                     self.wrong.append(f"{found} masks were sharded, not {expected}")
             self.take(model, wrapping)
+            if self.kind == "ddp" and not DDP_REMOVES_BEFORE_A_FORWARD:
+                self.compare_outputs(self.plan.seed, torch.no_grad())
 
         return self.oracle.new_optimizer, act
 
@@ -325,10 +333,11 @@ class Run(SideBySide):
             self.reshard()
             options = StateDictOptions(full_state_dict=True)
             self.compare_whole(get_model_state_dict(self.model, options=options))
-            saved = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+            saved = copy.deepcopy(self.model.state_dict())
             with torch.no_grad():
                 for value in self.model.state_dict().values():
-                    wraps.local(value).fill_(1)
+                    if isinstance(value, Tensor):
+                        wraps.local(value).fill_(1)
             self.model.load_state_dict(saved)
 
         return ignored, act
@@ -377,19 +386,3 @@ def seeded(seed: int, call: Callable, *arguments: Any) -> Act:
         call(*arguments)
 
     return act
-
-
-def by_name(names: Sequence[str], bound: float | dict[str, float] | None):
-    """A bound for each name; None if there is none."""
-    return dict.fromkeys(names, bound) if isinstance(bound, float) else bound
-
-
-def bounds(pairs: Sequence[Any], names: Sequence[str], low: Any, high: Any) -> dict[str, Any]:
-    """The bounds as global_unstructured takes them, by pair."""
-    pair_of = {name: tuple(pair) for name, pair in zip(names, pairs, strict=True)}
-    given = {"min_sparsity": low, "max_sparsity": high}
-    return {
-        key: {pair_of[name]: bound for name, bound in value.items()}
-        for key, value in given.items()
-        if value is not None
-    }

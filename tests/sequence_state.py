@@ -188,3 +188,19 @@ def agreed(error: Exception | None, wrong: list[str]) -> bool:
     elif facts[0] and not wrong:
         wrong.append("another rank differs")
     return not wrong
+
+
+def by_name(names: Sequence[str], bound: float | dict[str, float] | None):
+    """A bound for each name; None if there is none."""
+    return dict.fromkeys(names, bound) if isinstance(bound, float) else bound
+
+
+def bounds(pairs: Sequence[Any], names: Sequence[str], low: Any, high: Any) -> dict[str, Any]:
+    """The bounds as global_unstructured takes them, by pair."""
+    pair_of = {name: tuple(pair) for name, pair in zip(names, pairs, strict=True)}
+    given = {"min_sparsity": low, "max_sparsity": high}
+    return {
+        key: {pair_of[name]: bound for name, bound in value.items()}
+        for key, value in given.items()
+        if value is not None
+    }
