@@ -65,13 +65,17 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     for name, parameter in model.named_parameters():
         state[f"{name} object"] = id(parameter)
         # A copy: FSDP1 cannot resize what numpy refers to.
-        state[f"{name} values"] = local(parameter).clone().contiguous().numpy().tobytes()
+        state[f"{name} values"] = _bytes(local(parameter).clone())
         # Not their numbers: a hook that was taken off and put back has another one.
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         state[f"{name} hooks"] = [(hook.__qualname__, id(hook.__self__)) for hook in hooks]
     for name, buffer in model.named_buffers():
-        state[f"{name} values"] = local(buffer).contiguous().numpy().tobytes()
+        state[f"{name} values"] = _bytes(local(buffer))
     return state
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:

@@ -1,0 +1,78 @@
+"""Random sequences of operations on 1 to 3 ranks, against one process after every operation.
+
+A failing sequence prints its seed and operations; `python tests/sequences.py --seed N` repeats it.
+"""
+
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import distprune.checkpoint
+import distprune.selection
+import distprune.wrappers.fsdp2
+import sequences
+import wraps
+from distprune.kernels import Cut
+from distprune.testing import run_ranks
+from sequence_plans import draw
+
+NUM_BATCHES = 20  # of 25 sequences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(NUM_BATCHES))
+def test_every_operation_does_what_it_does_in_one_process(number):
+    outcomes = sequences.run_seeds(sequences.batch(number))
+    wrong = [str(outcome) for outcome in outcomes if outcome.wrong]
+    assert not wrong, "\n\n".join(wrong)[:10000]
+    assert sum(outcome.operations.total() for outcome in outcomes) >= 4 * len(outcomes)
+
+
+def ties_are_cut_off_by_one() -> AbstractContextManager:
+    def cut(threshold: int, parameter: int, index: int) -> Cut:
+        return Cut(threshold, parameter, index + 1 if index else index)
+
+    return patch.object(distprune.selection, "Cut", cut)
+
+
+def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:
+    def copied(values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values)
+
+    return patch.object(distprune.wrappers.fsdp2, "write_product", copied)
+
+
+def rows_of_a_mask_are_exchanged_by_loading() -> AbstractContextManager:
+    original = distprune.checkpoint._set_state_dict
+
+    def exchanged(model, *rest) -> None:
+        original(model, *rest)
+        for mask in distprune.checkpoint._pruned_here(model).values():
+            local = wraps.local(mask)
+            local.copy_(local.flip(0))
+
+    return patch.object(distprune.checkpoint, "_set_state_dict", exchanged)
+
+
+MUTANTS = [
+    ties_are_cut_off_by_one,
+    fsdp2_gathers_what_is_not_masked,
+    rows_of_a_mask_are_exchanged_by_loading,
+]
+
+
+def outcomes_of(which: int, folder: str) -> list[sequences.Outcome]:
+    """The first sequences of a mutant, until one differs."""
+    plans = [draw(seed) for seed in sequences.batch(0)]
+    with MUTANTS[which]():
+        return sequences.run_plans(plans, folder, until_wrong=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(len(MUTANTS)), ids=lambda i: MUTANTS[i].__name__)
+def test_a_fault_in_the_library_is_found(which, tmp_path):
+    """In what 25 sequences do on 2 ranks."""
+    for outcomes in run_ranks(outcomes_of, 2, which, str(tmp_path)):
+        assert outcomes[-1].wrong, f"{len(outcomes)} sequences show no difference"

@@ -1,0 +1,388 @@
+"""The operations of a sequence: for each, what the oracle does and what the sharded model does."""
+
+import copy
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import distprune as prune
+import reference
+import wraps
+from distprune import checkpoint
+from models import values
+from sequence_mistakes import MISTAKES
+from sequence_oracle import Counts, Refused, places
+from sequence_state import SideBySide, bounds, by_name
+
+Act = Callable[[], Any]
+Both = tuple[Act, Act]  # what the oracle does, and what the sharded model does
+
+
+# DDP counts the masks of a model that was pruned first among its buffers until its first forward,
+# and fails where they all are removed before it.
+DDP_REMOVES_BEFORE_A_FORWARD = False
+
+
+class Run(SideBySide):
+    """Every method is an operation of sequence_plans; it changes nothing until both are called."""
+
+    def global_l1(
+        self,
+        names: Sequence[str],
+        select: bool,
+        amount: Any,
+        scores: dict[str, Any] | None,
+        low: Any,
+        high: Any,
+    ) -> Both:
+        names, pairs = self.targets(names, select)
+        whole = self.scores(scores)
+        given = {
+            pair: whole[name] for name, pair in zip(names, pairs, strict=True) if name in whole
+        }
+        low, high = by_name(names, low), by_name(names, high)
+        return (
+            lambda: self.oracle.rank(names, amount, scores=whole, low=low, high=high),
+            lambda: prune.global_unstructured(
+                pairs, prune.L1Unstructured, given or None, amount=amount,
+                **bounds(pairs, names, low, high),
+            ),
+        )  # fmt: skip
+
+    def global_random(
+        self,
+        names: Sequence[str],
+        select: bool,
+        amount: Any,
+        low: Any,
+        high: Any,
+        seed: int,
+    ) -> Both:
+        names, pairs = self.targets(names, select)
+        low, high = by_name(names, low), by_name(names, high)
+
+        def act() -> prune.PruningReport:
+            torch.manual_seed(seed + dist.get_rank())  # the ranks agree on the first one's
+            given = bounds(pairs, names, low, high)
+            return prune.global_unstructured(
+                pairs, prune.RandomUnstructured, amount=amount, **given
+            )
+
+        def expect() -> Counts:
+            ranks = self.oracle.random_ranks(names, seed)
+            return self.oracle.rank(names, amount, ranks=ranks, low=low, high=high)
+
+        return expect, act
+
+    def scores(self, given: dict[str, Any] | None) -> dict[str, Tensor]:
+        if given is None:
+            return {}
+        generator = torch.Generator().manual_seed(given["seed"])
+        dtype = getattr(torch, given["dtype"])
+        shapes = {name: self.oracle.value(name).shape for name in given["names"]}
+        return {n: values(given["data"], s, dtype, generator) for n, s in shapes.items()}
+
+    def single_l1(self, name: str, amount: Any, scores: dict[str, Any] | None) -> Both:
+        whole = self.scores(scores)
+        return (
+            lambda: self.oracle.rank([name], amount, scores=whole),
+            lambda: ignored(
+                prune.l1_unstructured(*self.target(name), amount, importance_scores=whole.get(name))
+            ),
+        )
+
+    def single_random(self, name: str, amount: Any, seed: int) -> Both:
+        def expect() -> None:
+            if self.is_sharded(name):
+                self.oracle.rank([name], amount, ranks=self.oracle.random_ranks([name], seed))
+            else:
+                self.oracle.random_of_torch(name, amount, seed)
+
+        # Ranks of different meshes, and replicas, do not agree on a seed: see README.
+        return expect, seeded(seed, prune.random_unstructured, *self.target(name), amount)
+
+    def is_sharded(self, name: str) -> bool:
+        if self.kind == "tp":
+            return name.startswith(("l1.", "l2."))
+        return self.kind not in ("plain", "ddp")
+
+    def norm_channels(
+        self, name: str, amount: Any, dim: int, n: float, scores: dict[str, Any] | None
+    ) -> Both:
+        whole = self.scores(scores).get(name)
+        return (
+            lambda: self.oracle.norms(name, amount, n, dim, whole),
+            lambda: ignored(
+                prune.ln_structured(*self.target(name), amount, n, dim, importance_scores=whole)
+            ),
+        )
+
+    def random_channels(self, name: str, amount: Any, dim: int, seed: int) -> Both:
+        return (
+            lambda: self.oracle.random_channels(name, amount, dim, seed),
+            seeded(seed, prune.random_structured, *self.target(name), amount, dim),
+        )
+
+    def custom(self, name: str, share: float, dtype: str, seed: int) -> Both:
+        generator = torch.Generator().manual_seed(seed)
+        mask = torch.rand(self.oracle.value(name).shape, generator=generator) < share
+        given = mask.to(getattr(torch, dtype))
+        return (
+            lambda: self.oracle.custom(name, mask),
+            lambda: ignored(prune.custom_from_mask(*self.target(name), given)),
+        )
+
+    def identity(self, name: str) -> Both:
+        ones = torch.ones_like(self.oracle.mask(name))
+        return (
+            lambda: self.oracle.custom(name, ones),
+            lambda: ignored(prune.identity(*self.target(name))),
+        )
+
+    def schedule(self) -> Both:
+        if self.pruner is None:
+            self.pruner = self.new_pruner()
+        names = [pair.fqn for pair in prune.select(self.model)]
+
+        def expect() -> Counts | None:
+            oracle, step = self.oracle, self.oracle.num_steps
+            oracle.num_steps += 1
+            if not self.ramp.is_due(step):
+                return None
+            oracle.sparsity = max(oracle.sparsity, self.ramp.sparsity_at(step))
+            total = sum(oracle.value(name).numel() for name in names)
+            k = round(oracle.sparsity * total) - sum(map(oracle.num_pruned, names))
+            return oracle.rank(names, k) if k > 0 else None
+
+        def act() -> prune.PruningReport | None:
+            report = self.pruner.step()
+            found = self.pruner.num_steps, self.pruner.sparsity
+            if found != (self.oracle.num_steps, self.oracle.sparsity):
+                self.wrong.append(f"the pruner is at {found}")
+            return report
+
+        return expect, act
+
+    def remove(self, name: str) -> Both:
+        return lambda: self.oracle.remove(name), lambda: self.remove_here(name)
+
+    def remove_all(self) -> Both:
+        names = list(self.oracle.masks)
+
+        def act() -> None:
+            for name in names:
+                self.remove_here(name)
+
+        return lambda: ignored([self.oracle.remove(name) for name in names]), act
+
+    def remove_here(self, name: str) -> None:
+        """Under all names of a tied parameter; on FSDP the first one may do for all."""
+        prune.remove(*self.target(name))
+        for pair in self.twins.get(name, ()):
+            if prune.is_pruned(self.modules[pair[0]]):
+                prune.remove(self.modules[pair[0]], pair[1])
+        held, keep = self.held(name), wraps.my_part(self.oracle.value(name), self.indices[name])
+        if (held.signbit() & (held == 0) & ~keep.signbit()).any():
+            self.wrong.append(f"{name}: -0 is left, not +0")
+
+    @property
+    def twins(self) -> dict[str, list[tuple[str, str]]]:
+        return {"embedding.weight": [("head", "weight")]} if self.plan.family == "tied" else {}
+
+    def train(self, seed: int) -> Both:
+        x, y = self.plan.inputs(seed)
+        self.model.train()
+
+        def act() -> None:
+            out = self.model(self.my_rows(x))
+            self.close(out, self.my_rows(self.oracle.last_output), "outputs in training")
+            F.mse_loss(out, self.my_rows(y)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for name, indices in self.indices.items():
+                expected = wraps.my_part(self.oracle.value(name), indices)
+                self.close(self.held(name), expected, f"{name} after training")
+            self.copy_from_oracle()
+
+        return lambda: self.oracle.train(x, y), act
+
+    @torch.no_grad()
+    def copy_from_oracle(self) -> None:
+        for name, indices in self.indices.items():
+            self.held(name).copy_(wraps.my_part(self.oracle.value(name), indices))
+
+    def evaluate(self, seed: int, inference: bool) -> Both:
+        def act() -> None:
+            self.model.eval()
+            # The first forward of a dense FSDP model must not be in inference mode.
+            self.compare_outputs(seed, torch.no_grad())
+            if inference:
+                self.compare_outputs(seed, torch.inference_mode())
+            self.model.train()
+
+        return ignored, act
+
+    def set_values(self, data: str, seed: int) -> Both:
+        def act() -> None:
+            self.reshard()
+            if self.kind.startswith("fsdp1"):  # a backward frees what an evaluation has gathered
+                self.model(self.my_rows(self.plan.inputs(seed)[0])).sum().backward()
+                self.optimizer.zero_grad()
+            self.copy_from_oracle()
+
+        return lambda: self.oracle.fill(data, seed), act
+
+    def load_rewrapped(
+        self, wrapping: str, pruned: Sequence[str], unmasked: str, seed: int
+    ) -> Both:
+        """Save, and load into a fresh model that is sharded in another way."""
+        dense = [name for name in pruned if name not in self.oracle.masks]
+
+        with_state = all(map(self.can_load_state, (self.wrapping, wrapping)))
+
+        def expect() -> None:
+            if with_state:
+                self.oracle.start_optimizer()
+            if dense and unmasked == "error":
+                raise Refused(ValueError)
+            if not with_state:
+                self.oracle.new_optimizer()
+            fresh = self.filled(seed)
+            for name in dense:
+                (keep,) = reference.prune([fresh.get_parameter(name)], 0.5)
+                self.oracle.masks[name] = keep if unmasked == "keep" else torch.ones_like(keep)
+
+        def act() -> None:
+            path = self.folder / f"{self.plan.seed}-{self.num_saved}"
+            self.num_saved += 1
+            self.reshard()
+            dcp.save(
+                checkpoint.get_state_dict(self.model, *self.others(with_state)), checkpoint_id=path
+            )
+            old = self.model, self.wrapping, self.optimizer, self.pruner
+            try:
+                self.take(wraps.wrap(self.filled(seed), wrapping), wrapping)
+                if self.pruner is not None and with_state:
+                    self.pruner = self.new_pruner()
+                for name in pruned:
+                    prune.l1_unstructured(*self.target(name), 0.5)
+                checkpoint.load(path, self.model, *self.others(with_state), unmasked=unmasked)
+            except Exception:
+                self.take(*old[:2])
+                self.optimizer, self.pruner = old[2:]
+                raise
+            finally:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    shutil.rmtree(path, ignore_errors=True)
+
+        return expect, act
+
+    def others(self, with_state: bool) -> tuple[Any, Any]:
+        """What is saved and loaded beside the model."""
+        return (self.optimizer, self.pruner) if with_state else ((), None)
+
+    def can_load_state(self, wrapping: str) -> bool:
+        """Whether torch can load nested state, of an optimizer or a pruner, beside such a model.
+
+        Not under FSDP1 where a rank has no row of some parameter: DCP takes the checkpoint for one
+        of torch 2.3, and misses the key "optimizer.param_groups".
+        """
+        size = dist.get_world_size()
+        lengths = [len(self.oracle.value(name)) for name in self.indices]
+        every_rank_has_rows = all(-(-length // size) * (size - 1) < length for length in lengths)
+        return every_rank_has_rows or not wrapping.startswith("fsdp1")
+
+    def wrap_pruned(self, wrapping: str, how: str) -> Both:
+        """A plain model with the values and masks of the oracle, wrapped afterwards."""
+
+        def act() -> None:
+            model = copy.deepcopy(self.oracle.dense)
+            for name, mask in self.oracle.masks.items():
+                for module, leaf in places(model, name):
+                    prune.custom_from_mask(module, leaf, mask)
+            if how == "masks_aside":
+                with prune.masks_aside(model):
+                    model = wraps.wrap(model, wrapping)
+            else:
+                model = wraps.wrap(model, wrapping)
+                found = prune.shard_masks(model)
+                is_sharded = wraps.kind_of(wrapping) not in ("plain", "ddp")
+                expected = len(self.oracle.masks) * is_sharded
+                if found != expected and self.plan.family != "tied":
+                    self.wrong.append(f"{found} masks were sharded, not {expected}")
+            self.take(model, wrapping)
+            if self.kind == "ddp" and not DDP_REMOVES_BEFORE_A_FORWARD:
+                self.compare_outputs(self.plan.seed, torch.no_grad())
+
+        return self.oracle.new_optimizer, act
+
+    def state_dict(self) -> Both:
+        """The model's state dict, whole and in parts, and back."""
+
+        def act() -> None:
+            if self.kind.startswith("fsdp1"):
+                return  # torch's whole state dicts need an accelerator there
+            self.reshard()
+            options = StateDictOptions(full_state_dict=True)
+            self.compare_whole(get_model_state_dict(self.model, options=options))
+            saved = copy.deepcopy(self.model.state_dict())
+            with torch.no_grad():
+                for value in self.model.state_dict().values():
+                    if isinstance(value, Tensor):
+                        wraps.local(value).fill_(1)
+            self.model.load_state_dict(saved)
+
+        return ignored, act
+
+    def compare_whole(self, state: dict[str, Tensor]) -> None:
+        masks = self.oracle.masks
+        for name in self.indices:
+            key = name + "_orig" if name in masks else name
+            if not torch.equal(state[key], self.oracle.value(name)):
+                self.wrong.append(f"{key} in the whole state dict")
+            if name in masks and not torch.equal(state[name + "_mask"].bool(), masks[name]):
+                self.wrong.append(f"{name}_mask in the whole state dict")
+
+    def copied(self) -> Both:
+        """A deep copy, where torch can make one."""
+        if self.kind != "plain":
+            return ignored, ignored
+        return (
+            self.oracle.new_optimizer,
+            lambda: self.take(copy.deepcopy(self.model), self.wrapping),
+        )
+
+    def new_optimizer(self) -> Both:
+        def act() -> None:
+            self.reshard()
+            self.optimizer = self.make_optimizer(self.model.parameters())
+
+        return self.oracle.new_optimizer, act
+
+    def mistake(self, kind: str, name: str) -> Both:
+        error, call = MISTAKES[kind]
+
+        def expect() -> None:
+            raise Refused(error)
+
+        return expect, lambda: call(self, name)
+
+
+def ignored(*_: Any) -> None:
+    """Nothing: for what has no report to compare."""
+
+
+def seeded(seed: int, call: Callable, *arguments: Any) -> Act:
+    def act() -> None:
+        torch.manual_seed(seed)
+        call(*arguments)
+
+    return act

@@ -1,0 +1,331 @@
+"""Random sequences of operations: what they do is a function of the seed alone.
+
+A plan names a small model, how it is sharded at first, and what happens to it, as plain data
+that prints. sequences.py carries it out.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wraps
+from models import EVEN, EVEN_HIDDEN, UNEVEN, Net, fqns
+from sequence_mistakes import MISTAKES
+
+BATCH = 25  # seeds in a row that share a world size, and a process group
+WORLD_SIZES = (2, 3, 1, 2, 3)
+ROWS = 12  # of a batch of data: 1, 2 and 3 ranks share them evenly
+DATA = ["normal", "normal", "rounded", "few", "equal", "zeros", "denormal"]
+
+# Plain modules prune a tied parameter under the name that is given, as torch does; FSDP under all.
+TIED_UNDER_ONE_NAME = False
+
+_UNEVEN_SIZES = [UNEVEN, (5, 7, 4, 3), (3, 4, 2, 1), (7, 1, 3, 2)]
+_EVEN_SIZES = [EVEN_HIDDEN, EVEN]
+_WRAPPINGS = {
+    1: ["plain-1", "ddp-1", "fsdp2-1", "fsdp2_root-1", "hsdp-1x1", "tp-1", "fsdp2_tp-1x1"],
+    2: [
+        *["plain-2", "ddp-2", "fsdp1-2", "fsdp1_root-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-2"],
+        *["fsdp2_dim1-2", "hsdp-1x2", "hsdp-2x1", "tp-2", "fsdp2_tp-1x2", "fsdp2_tp-2x1"],
+    ],
+    3: [
+        *["plain-3", "ddp-3", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-3", "fsdp2-3", "fsdp2_root-3"],
+        *["fsdp2_dim1-3", "hsdp-1x3", "hsdp-3x1", "tp-3", "fsdp2_tp-1x3", "fsdp2_tp-3x1"],
+    ],
+}
+_TIED_KINDS = ("plain", "ddp", "fsdp1_root", "fsdp2_root")  # one unit holds both names
+_TP_KINDS = ("tp", "fsdp2_tp")
+
+
+class NormNet(Net):
+    """Net with a normalisation in the middle, whose parameters have one dimension."""
+
+    def __init__(self, sizes: tuple[int, int, int, int]):
+        super().__init__(sizes)
+        self.norm = nn.LayerNorm(sizes[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l3(torch.tanh(self.norm(self.l2(torch.relu(self.l1(x))))))
+
+
+class ConvNet(nn.Module):
+    """A convolution of 5 channels, a normalisation and a linear layer."""
+
+    def __init__(self, sizes: tuple[int, int, int, int]):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 2)
+        self.norm = nn.LayerNorm(20)
+        self.head = nn.Linear(20, sizes[3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.relu(self.conv(x)).flatten(1)))
+
+
+class TiedNet(nn.Module):
+    """Input and output embedding share one weight."""
+
+    def __init__(self, sizes: tuple[int, int, int, int]):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+
+
+FAMILIES = {"net": Net, "norm": NormNet, "conv": ConvNet, "tied": TiedNet}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The name of a method of sequences.Run, and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sequence: where it starts, and its operations."""
+
+    seed: int
+    family: str
+    sizes: tuple[int, int, int, int]
+    dtype: str
+    data: str
+    wrapping: str
+    optimizer: str
+    operations: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        start = f"{self.family} {self.sizes} {self.dtype} {self.data}, {self.wrapping}"
+        lines = [f"seed {self.seed}: {start}, {self.optimizer}"]
+        return "\n".join([*lines, *(f"  {i}. {op}" for i, op in enumerate(self.operations))])
+
+    def make(self) -> nn.Module:
+        return FAMILIES[self.family](self.sizes)
+
+    def inputs(self, seed: int) -> tuple[Tensor, Tensor]:
+        """(inputs, targets), the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
+        if self.family == "tied":
+            x = torch.randint(0, 7, (ROWS, 3), generator=generator)
+            return x, torch.randn(ROWS, 3, 7, generator=generator).to(dtype)
+        shape = (2, 3, 3) if self.family == "conv" else (self.sizes[0],)
+        x = torch.randn(ROWS, *shape, generator=generator)
+        return x.to(dtype), torch.randn(ROWS, self.sizes[3], generator=generator).to(dtype)
+
+
+def world_size_of(seed: int) -> int:
+    """Seeds of one batch share it."""
+    return WORLD_SIZES[seed // BATCH % len(WORLD_SIZES)]
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a seed."""
+    return _Drawing(seed).plan()
+
+
+class _Drawing:
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.family = self.random.choice(["net", "net", "norm", "norm", "conv", "tied"])
+        can_tp = self.family in ("net", "norm") and self.random.random() < 0.5
+        self.sizes = self.random.choice(_EVEN_SIZES if can_tp else _UNEVEN_SIZES)
+        self.dtype = self.random.choice(["float32", "float32", "bfloat16", "float64"])
+        model = FAMILIES[self.family](self.sizes)
+        self.names = fqns(model)
+        self.numel = {name: p.numel() for name, p in model.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.single = [
+            name
+            for name in self.names
+            if TIED_UNDER_ONE_NAME or (self.family, name) != ("tied", "embedding.weight")
+        ]
+        self.matrices = [name for name in self.single if len(self.shapes[name]) > 1]
+
+    def plan(self) -> Plan:
+        wrapping = self.wrapping()
+        number = self.random.randint(4, 12)
+        return Plan(
+            self.seed, self.family, self.sizes, self.dtype, self.random.choice(DATA), wrapping,
+            self.random.choice(["adamw", "sgd"]), tuple(self.operation() for _ in range(number)),
+        )  # fmt: skip
+
+    def operation(self) -> Operation:
+        kinds, weights = zip(*_WEIGHTS.items(), strict=True)
+        (name,) = self.random.choices(kinds, weights)
+        drawn = getattr(self, name)()
+        # A forward afterwards leaves gathered tensors behind for the next operation.
+        return Operation(name, {**drawn, "look": self.random.random() < 0.5})
+
+    def wrapping(self) -> str:
+        return self.random.choice([w for w in _WRAPPINGS[world_size_of(self.seed)] if self.fits(w)])
+
+    def fits(self, wrapping: str) -> bool:
+        kind = wraps.kind_of(wrapping)
+        if self.family == "tied":
+            return kind in _TIED_KINDS
+        if kind in _TP_KINDS:
+            return self.sizes in _EVEN_SIZES
+        return kind != "fsdp2_dim1" or self.sizes == EVEN
+
+    def number(self) -> int:
+        return self.random.randrange(2**31)
+
+    def amount(self, largest: int) -> int | float:
+        if self.random.random() < 0.3:
+            return self.random.randint(0, largest)
+        return self.random.choice([0.0, 1.0, 0.5, *(round(self.random.random(), 3),) * 5])
+
+    def some(self, names: list[str], least: int = 1) -> list[str]:
+        return self.random.sample(names, self.random.randint(min(least, len(names)), len(names)))
+
+    def targets(self) -> dict[str, Any]:
+        """Which parameters, in an order of the caller's or of select."""
+        return {"names": self.some(self.names), "select": self.random.random() < 0.5}
+
+    def scores(self, names: list[str]) -> dict[str, Any] | None:
+        if self.random.random() < 0.6:
+            return None
+        data = self.random.choice(["normal", "few", "equal", "rounded"])
+        dtype = self.random.choice([self.dtype, "float32"])
+        return {"names": self.some(names), "data": data, "dtype": dtype, "seed": self.number()}
+
+    def global_l1(self) -> dict[str, Any]:
+        chosen = self.targets()
+        largest = sum(self.numel[name] for name in chosen["names"]) // 2
+        return {
+            **chosen,
+            "amount": self.amount(largest),
+            "scores": self.scores(chosen["names"]),
+            "low": self.bound(chosen["names"], 0.0, 0.4),
+            "high": self.bound(chosen["names"], 0.6, 1.0),
+        }
+
+    def bound(self, names: list[str], least: float, most: float) -> float | dict[str, float] | None:
+        kind = self.random.random()
+        if kind < 0.7:
+            return None
+        if kind < 0.8:
+            return round(self.random.uniform(least, most), 2)
+        return {n: round(self.random.uniform(least, most), 2) for n in self.some(names)}
+
+    def global_random(self) -> dict[str, Any]:
+        chosen = self.global_l1()
+        del chosen["scores"]
+        return {**chosen, "seed": self.number()}
+
+    def single_l1(self) -> dict[str, Any]:
+        name = self.random.choice(self.single)
+        amount = self.amount(self.numel[name] // 2)
+        return {"name": name, "amount": amount, "scores": self.scores([name])}
+
+    def single_random(self) -> dict[str, Any]:
+        name = self.random.choice(self.single)
+        amount = self.amount(self.numel[name] // 2)
+        return {"name": name, "amount": amount, "seed": self.number()}
+
+    def channels(self) -> dict[str, Any]:
+        name = self.random.choice(self.matrices)
+        shape = self.shapes[name]
+        dim = self.random.randrange(-len(shape), len(shape))
+        return {"name": name, "amount": self.amount(shape[dim] // 2), "dim": dim}
+
+    def norm_channels(self) -> dict[str, Any]:
+        chosen = self.channels()
+        n = self.random.choice([1, 2, 2, float("inf")])
+        return {**chosen, "n": n, "scores": self.scores([chosen["name"]])}
+
+    def random_channels(self) -> dict[str, Any]:
+        return {**self.channels(), "seed": self.number()}
+
+    def custom(self) -> dict[str, Any]:
+        dtype = self.random.choice(["bool", "float32", "int64", self.dtype])
+        share = self.random.choice([0.0, 0.3, 0.8, 1.0])
+        name = self.random.choice(self.single)
+        return {"name": name, "share": share, "dtype": dtype, "seed": self.number()}
+
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.random.choice(self.single)}
+
+    def schedule(self) -> dict[str, Any]:
+        return {}
+
+    def remove(self) -> dict[str, Any]:
+        return {"name": self.random.choice(self.names)}
+
+    def remove_all(self) -> dict[str, Any]:
+        return {}
+
+    def train(self) -> dict[str, Any]:
+        return {"seed": self.number()}
+
+    def evaluate(self) -> dict[str, Any]:
+        return {"seed": self.number(), "inference": self.random.random() < 0.5}
+
+    def set_values(self) -> dict[str, Any]:
+        return {"data": self.random.choice(DATA), "seed": self.number()}
+
+    def load_rewrapped(self) -> dict[str, Any]:
+        """Into a fresh model, of which some parameters may be pruned already."""
+        pruned = self.some(self.single) if self.random.random() < 0.4 else []
+        return {
+            "wrapping": self.wrapping(),
+            "pruned": pruned,
+            "unmasked": self.random.choice(["error", "keep", "ones"]),
+            "seed": self.number(),
+        }
+
+    def wrap_pruned(self) -> dict[str, Any]:
+        wrapping = self.wrapping()
+        ways = ["masks_aside"] if wraps.kind_of(wrapping) in _TP_KINDS else _WAYS
+        return {"wrapping": wrapping, "how": self.random.choice(ways)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def copied(self) -> dict[str, Any]:
+        return {}
+
+    def new_optimizer(self) -> dict[str, Any]:
+        return {}
+
+    def mistake(self) -> dict[str, Any]:
+        name = self.random.choice(self.single)
+        return {"kind": self.random.choice(list(MISTAKES)), "name": name}
+
+
+_WAYS = ["masks_aside", "shard_masks"]
+_WEIGHTS = {
+    "global_l1": 7,
+    "global_random": 2,
+    "single_l1": 2,
+    "single_random": 2,
+    "norm_channels": 2,
+    "random_channels": 1,
+    "custom": 2,
+    "identity": 1,
+    "schedule": 3,
+    "remove": 2,
+    "remove_all": 1,
+    "train": 6,
+    "evaluate": 1,
+    "set_values": 2,
+    "load_rewrapped": 2,
+    "wrap_pruned": 2,
+    "state_dict": 1,
+    "copied": 1,
+    "new_optimizer": 1,
+    "mistake": 2,
+}

@@ -1,0 +1,206 @@
+"""A sharded model beside the oracle: one operation on both, and every comparison after it."""
+
+import functools
+import traceback
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+import distprune as prune
+import wraps
+from checks import changes, snapshot, wrong_masks
+from distprune import schedule
+from distprune.naming import named_modules
+from models import fill
+from sequence_oracle import Counts, Oracle, Refused
+from sequence_plans import FAMILIES, Operation, Plan
+
+OPTIMIZERS = {
+    # A large eps: else rounding decides the sign of whole steps where gradients are near 0.
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-2}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
+}
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 5e-2}
+
+
+class SideBySide:
+    """A sharded model, the oracle, and the operations on both.
+
+    Args:
+        plan: what to start with.
+        folder: for checkpoints; the same on every rank.
+    """
+
+    def __init__(self, plan: Plan, folder: Path):
+        self.plan, self.folder = plan, folder
+        kind, options = OPTIMIZERS[plan.optimizer]
+        self.make_optimizer = functools.partial(kind, **options, foreach=False)
+        self.oracle = Oracle(self.filled(plan.seed), self.make_optimizer)
+        self.num_saved = 0
+        self.ramp = schedule.Linear(0, 6, 1, final_sparsity=0.1 * (plan.seed % 10))
+        self.pruner: schedule.ScheduledPruner | None = None
+        self.wrong: list[str] = []
+        self.take(wraps.wrap(self.filled(plan.seed), plan.wrapping), plan.wrapping)
+
+    def filled(self, seed: int) -> nn.Module:
+        return fill(self.plan.make(), self.plan.data, self.plan.dtype, seed)
+
+    def take(self, model: nn.Module, wrapping: str) -> None:
+        """Go on with another model, and an optimizer and a pruner of its own."""
+        plan = self.plan
+        self.model, self.wrapping, self.kind = model, wrapping, wraps.kind_of(wrapping)
+        self.indices = indices_of(plan.family, plan.sizes, plan.dtype, wrapping, dist.get_rank())
+        self.modules = dict(named_modules(model))
+        self.optimizer = self.make_optimizer(model.parameters())
+        if self.pruner is not None:
+            state = self.pruner.state_dict()
+            self.pruner = self.new_pruner()
+            self.pruner.load_state_dict(state)
+
+    def new_pruner(self) -> schedule.ScheduledPruner:
+        return schedule.ScheduledPruner(prune.select(self.model), self.ramp)
+
+    def target(self, name: str) -> tuple[nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return self.modules[path], leaf
+
+    def targets(self, names: Sequence[str], select: bool) -> tuple[list[str], list[Any]]:
+        """Names in the order of the pairs, and the pairs; select finds all names of tied ones."""
+        if not select and self.plan.family != "tied":
+            return list(names), [self.target(name) for name in names]
+        pairs = prune.select(self.model, include=names, names=("weight", "bias"))
+        return [pair.fqn for pair in pairs], pairs
+
+    def held(self, name: str) -> Tensor:
+        return wraps.shard(self.model, name, self.indices)
+
+    def do(self, operation: Operation) -> list[str]:
+        """Carry out an operation on both; what differs on this rank, or on another one."""
+        self.wrong = []
+        arguments = {k: v for k, v in operation.arguments.items() if k != "look"}
+        expect, act = getattr(self, operation.name)(**arguments)
+        before, error, refused, counts, report = {}, None, None, None, None
+        try:
+            counts = expect()
+        except Refused as expected:
+            refused = expected.kind
+            self.reshard()
+            before = snapshot(self.model)
+        try:
+            report = act()
+        except Exception as raised:
+            error = raised
+        if error is not None and refused is None:
+            self.wrong.append("".join(traceback.format_exception(error)[-4:]))
+        elif type(error) is not (refused or type(None)):
+            self.wrong.append(f"{error!r}; expected {refused.__name__}")
+        elif refused is not None:
+            changed = changes(before, snapshot(self.model))
+            if operation.name == "load_rewrapped":  # saving leaves attributes on FSDP1's modules
+                changed = [what for what in changed if not what.endswith(" attributes")]
+            self.wrong += [f"changed in spite of the error: {what}" for what in changed]
+        if isinstance(counts, Counts) and report is not None:
+            self.compare_report(counts, report)
+        if agreed(error, self.wrong):
+            self.compare()
+            if operation.arguments["look"]:
+                self.compare_outputs(self.plan.seed, torch.no_grad())
+            agreed(None, self.wrong)
+        return self.wrong
+
+    def reshard(self) -> None:
+        """Let FSDP2 put its shards in the places of what a forward has gathered."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def compare(self) -> None:
+        """Masks, weights, and masked weights, bit for bit."""
+        self.reshard()
+        masks = self.oracle.masks
+        self.wrong += wrong_masks(self.model, masks, self.indices)
+        if prune.is_pruned(self.model) != bool(masks):
+            self.wrong.append(f"is_pruned is {prune.is_pruned(self.model)}")
+        for name, indices in self.indices.items():
+            module, leaf = self.target(name)
+            if name not in masks and leaf + "_mask" in module._buffers:
+                self.wrong.append(f"{name} has a mask")
+                continue
+            held = self.held(name)
+            expected = wraps.my_part(self.oracle.value(name), indices)
+            if held.shape != expected.shape or not torch.equal(held, expected):
+                self.wrong.append(f"{name}: {held.tolist()}, not {expected.tolist()}")
+            # Else its last forward computed it, or FSDP1 frees it.
+            if name in masks and leaf not in vars(module) and self.kind != "fsdp1_flat":
+                effective = wraps.local(getattr(module, leaf))
+                if not torch.equal(effective, held * wraps.my_part(masks[name], indices)):
+                    self.wrong.append(f"{name} is not what its mask leaves")
+
+    def compare_outputs(self, seed: int, mode: Any) -> None:
+        x, _ = self.plan.inputs(seed)
+        with mode:
+            out = self.model(self.my_rows(x))
+            self.close(out, self.my_rows(self.oracle.forward(x)), "outputs")
+
+    def compare_report(self, counts: Counts, report: prune.PruningReport) -> None:
+        rows = [(entry.num_pruned_before, entry.num_pruned_now) for entry in report.parameters]
+        expected = list(zip(counts.before, counts.now, strict=True))
+        if rows != expected:
+            self.wrong.append(f"the report counts {rows}, not {expected}")
+        if counts.threshold is not None:
+            found = report.threshold, (report.num_ties, report.num_ties_pruned)
+            if found != (counts.threshold, counts.ties):
+                self.wrong.append(f"threshold, ties: {found}, not {counts}")
+
+    def close(self, actual: Tensor, expected: Tensor, what: str) -> None:
+        tolerance = TOLERANCE[expected.dtype]
+        if not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
+            off = (actual.double() - expected.double()).abs().max()
+            self.wrong.append(f"{what}: off by {float(off):.3g}")
+
+    def my_rows(self, batch: Tensor) -> Tensor:
+        part, num_parts = wraps.data_rank(self.wrapping)
+        return batch.chunk(num_parts)[part]
+
+
+@functools.cache
+def indices_of(
+    family: str, sizes: tuple[int, ...], dtype: str, wrapping: str, rank: int
+) -> dict[str, Tensor]:
+    """What a rank holds of every parameter: wraps.local_indices, kept for later sequences."""
+    model = fill(FAMILIES[family](sizes), "zeros", dtype)
+    return wraps.local_indices(model, wrapping)
+
+
+def agreed(error: Exception | None, wrong: list[str]) -> bool:
+    """Whether nothing is wrong on any rank, and all ranks raised the same; else notes it."""
+    kind = zlib.crc32(type(error).__name__.encode())
+    facts = torch.tensor([bool(wrong), kind, -kind])
+    dist.all_reduce(facts, dist.ReduceOp.MAX)
+    if facts[1] != -facts[2]:
+        wrong.append(f"the ranks raised different errors, and this one {error!r}")
+    elif facts[0] and not wrong:
+        wrong.append("another rank differs")
+    return not wrong
+
+
+def by_name(names: Sequence[str], bound: float | dict[str, float] | None):
+    """A bound for each name; None if there is none."""
+    return dict.fromkeys(names, bound) if isinstance(bound, float) else bound
+
+
+def bounds(pairs: Sequence[Any], names: Sequence[str], low: Any, high: Any) -> dict[str, Any]:
+    """The bounds as global_unstructured takes them, by pair."""
+    pair_of = {name: tuple(pair) for name, pair in zip(names, pairs, strict=True)}
+    given = {"min_sparsity": low, "max_sparsity": high}
+    return {
+        key: {pair_of[name]: bound for name, bound in value.items()}
+        for key, value in given.items()
+        if value is not None
+    }

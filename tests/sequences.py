@@ -1,0 +1,195 @@
+"""Random sequences of operations on sharded models, compared with one process after every step.
+
+Everything about a sequence is a function of its seed: see sequence_plans.py. To repeat one, or to
+run them for an hour::
+
+    python tests/sequences.py --seed 1234 --shrink
+    python tests/sequences.py --minutes 60 --save tests/distributed/results/sequences.txt
+
+After each operation masks, counts and weights equal those of the oracle bit for bit, and outputs
+do at rounding level. After a training step weights are compared at rounding level, and then the
+oracle's are written into the shards: the next pruning can be compared exactly. (In that direction
+since it needs no communication, and an error of the sharded model never reaches the oracle.)
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import distprune  # noqa: E402
+import wraps  # noqa: E402
+from distprune.testing import RankError, run_ranks  # noqa: E402
+from sequence_operations import Run  # noqa: E402
+from sequence_plans import BATCH, Plan, draw  # noqa: E402
+
+
+@dataclass
+class Outcome:
+    """What one sequence did on a rank."""
+
+    plan: Plan
+    operations: Counter = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.plan), *self.wrong])
+
+
+def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> list[Outcome]:
+    """Carry out sequences, one after another; on every rank. Perhaps only until one differs."""
+    outcomes = []
+    with shared_meshes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has some for every FSDP1 checkpoint
+        for plan in plans:
+            outcome = Outcome(plan)
+            outcomes.append(outcome)
+            run = Run(plan, Path(folder))
+            for position, operation in enumerate(plan.operations):
+                outcome.operations[operation.name] += 1
+                wrong = run.do(operation)
+                if wrong:
+                    outcome.wrong = [f"after operation {position}, {operation.name}:", *wrong]
+                    break
+            if outcome.wrong and until_wrong:
+                break
+    return outcomes
+
+
+@contextlib.contextmanager
+def shared_meshes() -> Iterator[None]:
+    """Make each mesh once: its process groups cost more than a sequence."""
+    original = wraps.init_device_mesh
+    cached = functools.cache(lambda *a, **k: original(*a, **k))
+    wraps.init_device_mesh = cached
+    try:
+        yield
+    finally:
+        wraps.init_device_mesh = original
+
+
+def run_together(plans: Sequence[Plan]) -> list[Outcome]:
+    """Run sequences that start on equally many ranks; an outcome for each, with what any rank says.
+
+    Where a rank dies, or hangs, the sequences are run one by one.
+    """
+    (world_size,) = {wraps.world_size(plan.wrapping) for plan in plans}
+    with tempfile.TemporaryDirectory(prefix="sequences") as folder:
+        try:
+            per_rank = run_ranks(run_plans, world_size, plans, folder, timeout=300)
+        except RankError as error:
+            if len(plans) == 1:
+                return [Outcome(plans[0], wrong=[str(error)])]
+            return [outcome for plan in plans for outcome in run_together([plan])]
+    outcomes = []
+    for of_ranks in zip(*per_rank, strict=True):
+        lines = [f"[rank {r}] {line}" for r, each in enumerate(of_ranks) for line in each.wrong]
+        outcomes.append(Outcome(of_ranks[0].plan, of_ranks[0].operations, lines))
+    return outcomes
+
+
+def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
+    """Run the sequences of seeds of one batch."""
+    return run_together([draw(seed) for seed in seeds])
+
+
+def shrunk(outcome: Outcome) -> Outcome:
+    """The same sequence without the operations that the difference does not need."""
+    last = max(outcome.operations.total(), 1)
+    plan = replace(outcome.plan, operations=outcome.plan.operations[:last])
+    for position in reversed(range(last)):
+        operations = plan.operations[:position] + plan.operations[position + 1 :]
+        (shorter,) = run_together([replace(plan, operations=operations)])
+        if shorter.wrong:
+            plan, outcome = shorter.plan, shorter
+    return outcome
+
+
+def batch(number: int) -> range:
+    """The seeds of a batch."""
+    return range(number * BATCH, (number + 1) * BATCH)
+
+
+class Log:
+    """What a long run has done so far, as a text file that is written after every batch."""
+
+    def __init__(self, first: int) -> None:
+        self.first = self.last = first
+        self.started = time.monotonic()
+        self.num_sequences = 0
+        self.operations: Counter = Counter()
+        self.wrong: list[Outcome] = []
+
+    def add(self, number: int, outcomes: Sequence[Outcome]) -> None:
+        self.last = number
+        self.num_sequences += len(outcomes)
+        for outcome in outcomes:
+            self.operations.update(outcome.operations)
+        self.wrong += [outcome for outcome in outcomes if outcome.wrong]
+
+    @property
+    def minutes(self) -> float:
+        return (time.monotonic() - self.started) / 60
+
+    def __str__(self) -> str:
+        seeds = f"{batch(self.first)[0]} to {batch(self.last)[-1]}"
+        lines = [
+            f"command: {' '.join(['python', *sys.argv])}",
+            f"distprune {distprune.__version__}, torch {torch.__version__}, gloo, "
+            f"Python {platform.python_version()}, {os.cpu_count()} cores",
+            f"seeds: {seeds} on 1, 2 and 3 ranks, in {self.minutes:.1f} minutes",
+            f"sequences: {self.num_sequences}",
+            f"operations: {self.operations.total()}, each compared with one process",
+            *(f"  {name}: {number}" for name, number in sorted(self.operations.items())),
+            f"sequences with a difference: {len(self.wrong)}",
+        ]
+        return "\n".join([*lines, *map(str, self.wrong)]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, help="repeat one sequence")
+    parser.add_argument("--shrink", action="store_true", help="leave out what it does not need")
+    parser.add_argument("--minutes", type=float, default=1.0, help="run for so long")
+    parser.add_argument("--first", type=int, default=20, help="batch of seeds to start with")
+    parser.add_argument("--save", type=Path, help="write what was done to a text file")
+    options = parser.parse_args()
+    if options.seed is not None:
+        (outcome,) = run_seeds([options.seed])
+        if outcome.wrong and options.shrink:
+            outcome = shrunk(outcome)
+        print(outcome, "" if outcome.wrong else "no difference", sep="\n")
+        return bool(outcome.wrong)
+    log = Log(options.first)
+    for number in itertools.count(options.first):
+        log.add(number, run_seeds(batch(number)))
+        if options.save is not None:
+            options.save.parent.mkdir(parents=True, exist_ok=True)
+            options.save.write_text(str(log))
+        if log.minutes >= options.minutes:
+            break
+    print(log, end="")
+    return bool(log.wrong)
+
+
+if __name__ == "__main__":
+    # The ranks import this file by name; they cannot import what is in __main__.
+    import sequences
+
+    sys.exit(sequences.main())
