@@ -123,7 +123,13 @@ class ShardReader:
             mesh = parameter.device_mesh
             if mesh not in self._places:
                 self._places[mesh] = dtensor.MeshPlace.on(mesh)
-            return dtensor.local_shard(label, parameter, mask, self._places[mesh])
+            return dtensor.local_shard(
+                label,
+                parameter,
+                mask,
+                self._places[mesh],
+                is_from_fsdp2=managed is not None,
+            )
         from distprune.sharding import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
