@@ -137,8 +137,8 @@ def _check_order(
         if not isinstance(placements[axis], Replicate):
             raise NotImplementedError(
                 f"{name}: the parameter is sharded ({placements[axis]}) along axis {axis} of a "
-                f"mesh whose ranks do not ascend along that axis: {mesh.mesh.tolist()}. There torch "
-                "cuts by the order of the process group in some places and by the mesh in others, "
+                f"mesh whose ranks do not ascend along that axis: {mesh.mesh.tolist()}. torch cuts "
+                "by the order of the process group in some places and by the mesh in others there, "
                 "so which rank holds which part is not well defined; expected ascending ranks, as "
                 "init_device_mesh makes them."
             )

@@ -35,6 +35,7 @@ _PARAM_FIELDS = (
     "padded_sharded_param_size", "mp_policy", "_init_extensions", "fsdp_placement",
     "reset_sharded_param",
 )  # fmt: skip
+_GROUP_FIELDS = ("wait_for_unshard", "_to_sharded")
 _INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
 
 
@@ -92,7 +93,13 @@ class ManagedParameter:
         return None
 
     def reshard(self) -> None:
-        """Free the gathered copy if there is one: after evaluation the root keeps its own."""
+        """Free the gathered copy if there is one: after evaluation the root keeps its own.
+
+        A prefetch before a forward that ended early, or ``unshard(async_op=True)``, leaves a
+        gather in flight, of a group that still counts as sharded. The next forward would use
+        what it brings, so it is waited for, and freed as well.
+        """
+        self.group.wait_for_unshard()
         if self.fsdp_param.sharded_state != ShardedState.SHARDED:
             # Not reshard(): a forward that raised left the group in its forward state, where
             # that does nothing for a root.
@@ -109,7 +116,8 @@ class ManagedParameter:
             info.param_name = new
 
     def write(self, values: Tensor) -> None:
-        """Overwrite this rank's shard."""
+        """Overwrite this rank's shard, which no gather may be reading."""
+        self.reshard()
         self.sharded.to_local().copy_(values)
 
     def masked_by(self, mask: Tensor) -> ShardMask:
@@ -122,6 +130,7 @@ class ManagedParameter:
         missing = [name for name in _PARAM_FIELDS if not hasattr(self.fsdp_param, name)]
         info = getattr(self.fsdp_param, "_module_info", None)
         missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
+        missing += [name for name in _GROUP_FIELDS if not hasattr(self.group, name)]
         if missing:
             raise NotImplementedError(
                 f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
