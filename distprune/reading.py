@@ -14,7 +14,7 @@ from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.collectives import Communicator, attempt
 from distprune.naming import unwrap
 from distprune.shard import LocalShard
-from distprune.sharding import ShardReader, local_part
+from distprune.sharding import ShardReader, local_part, unflattened
 from distprune.target import Scores, Target
 
 
@@ -187,9 +187,7 @@ def _scores_of(
         raise TypeError(
             f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."
         )
-    flat_and_whole = given.ndim == 1 and given.numel() == shard.numel
-    if flat_and_whole and given.shape != shard.shape:
-        given = given.view(shard.shape)
+    given = unflattened(label, "importance_scores", given, shard)
     return local_part(label, "importance_scores", given, shard)
 
 

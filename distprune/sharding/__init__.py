@@ -193,6 +193,32 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
     )
 
 
+def unflattened(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
+    """Scores given whole and 1-d, row-major, in the parameter's shape; any others as they are.
+
+    Under FSDP1 a 1-d tensor of the length of this rank's run is such a run, in the order of
+    memory, as a gradient is; also if the run is the whole parameter.
+
+    Raises:
+        ValueError: under FSDP1, a 1-d tensor that is no run, of a parameter whose order of memory
+            is not row-major: on a rank that holds the whole parameter it would be taken for a run.
+    """
+    if tensor.ndim != 1 or tensor.shape == shard.shape or tensor.numel() != shard.numel:
+        return tensor
+    if isinstance(shard, FlatShard):
+        if tensor.shape == shard.values.shape:
+            return tensor
+        if shard.index.start is None:
+            raise ValueError(
+                f"{label}: {what} is 1-d with {tensor.numel()} elements, of a parameter of shape "
+                f"{tuple(shard.shape)} that is not row-major in memory (channels_last, say). There "
+                "FSDP1's own 1-d form, that of a gradient, follows the order of its memory; "
+                f"expected that form, {tuple(shard.values.shape)} on this rank, or the parameter's "
+                "shape, which leaves no doubt: pass scores.view(shape)."
+            )
+    return tensor.view(shard.shape)
+
+
 def _record_with_mask(module: nn.Module, name: str) -> Any | None:
     """The wrapper's record of a pruned parameter, which its mask knows."""
     shard_mask = module.__dict__.get(shard_mask_key(name))
