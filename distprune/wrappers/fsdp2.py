@@ -28,7 +28,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from distprune import live_graphs
 from distprune.product import write_product
+from distprune.wrappers.errors import backward_to_come
 
 _PARAM_FIELDS = (
     "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
@@ -98,12 +100,23 @@ class ManagedParameter:
         A prefetch before a forward that ended early, or ``unshard(async_op=True)``, leaves a
         gather in flight, of a group that still counts as sharded. The next forward would use
         what it brings, so it is waited for, and freed as well.
+
+        Raises:
+            RuntimeError: a backward is still to come that would gather it again.
         """
+        self._check_no_backward()
         self.group.wait_for_unshard()
         if self.fsdp_param.sharded_state != ShardedState.SHARDED:
             # Not reshard(): a forward that raised left the group in its forward state, where
             # that does nothing for a root.
             self.group._to_sharded()
+
+    def _check_no_backward(self) -> None:
+        # Graphs hold the gathered parameter, which is there from the first gather on; its memory
+        # comes and goes.
+        gathered = getattr(self.fsdp_param, "_unsharded_param", None)
+        if gathered is not None and live_graphs.reaches(gathered):
+            raise backward_to_come(*self.owners[0])
 
     def rename(self, old: str, new: str) -> None:
         """Tell FSDP2 that what it registers as ``old`` is to be registered as ``new``.
