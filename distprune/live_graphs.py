@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,12 @@ import torch
 from torch import Tensor
 
 _SAVED = "_raw_saved_"
-# When graphs were looked at last, as the number of the next autograd node, and what they reached.
+# Other threads count their nodes themselves.
+_MAX_AGE = 1.0  # seconds
+# When graphs were looked at last (the number of the next autograd node, and the time), and what
+# they reached.
 _seen_at: int | None = None
+_seen_time = 0.0
 _seen: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
 
@@ -33,8 +38,8 @@ def reaches(parameter: Tensor) -> bool:
     Args:
         parameter: a leaf of graphs, such as a gathered parameter of FSDP.
 
-    Cost: nothing while no graph refers to the parameter. Else a walk over all Python objects and
-    the graphs of this process (some 10 ms), once for all parameters until the next forward.
+    Cost: nothing while no graph refers to the parameter. Else one walk over all Python objects and
+    the graphs of this process, for all parameters of a call: 0.3 s for a million objects.
     """
     if parameter._use_count() <= 1 or not _reaches(parameter):
         return False
@@ -58,7 +63,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _reaches(parameter: Tensor) -> bool:
-    if _seen_at != _clock():
+    if _seen_at != _clock() or time.monotonic() - _seen_time > _MAX_AGE:
         _look()
     leaves, storages = _seen
     return id(parameter) in leaves or _storage(parameter) in storages
@@ -71,7 +76,7 @@ def _clock() -> int:
 
 def _look() -> None:
     """Walk every graph of this process from the tensors that hold it."""
-    global _seen_at, _seen
+    global _seen_at, _seen_time, _seen
     leaves: set[int] = set()
     storages: set[int] = set()
     # By identity; kept, because an id is that of another object later.
@@ -93,7 +98,8 @@ def _look() -> None:
             if isinstance(variable, Tensor):
                 leaves.add(id(variable))
             pending += [following for following, _ in node.next_functions if following is not None]
-    _seen_at, _seen = _clock(), (frozenset(leaves), frozenset(storages - {0}))
+    _seen_at, _seen_time = _clock(), time.monotonic()
+    _seen = (frozenset(leaves), frozenset(storages - {0}))
 
 
 def _roots() -> list[Any]:

@@ -118,9 +118,30 @@ def test_refused_whatever_ran_since(wrapping, forward):
     assert_nothing_wrong(run_ranks(not_refused, 2, wrapping, forward, before, change))
 
 
-def gradients_of(model, wrapping, indices):
-    names = [f"{name}.weight" for name in ("l1", "l2", "l3")]
-    return [wraps.gradient(model, name, indices).clone() for name in names]
+def wrong_on_one_rank(wrapping):
+    """Rank 0 alone keeps what its forward returned."""
+    model = made(wrapping)
+    loss = loss_is_pending(model)
+    rank = torch.distributed.get_rank()
+    kept = loss if rank == 0 else None
+    del loss
+    taken = snapshot(model)
+    try:
+        prune_all(model)
+    except RuntimeError as error:
+        found = [] if "still to come" in str(error) else [str(error)]
+        return found + (changes(taken, snapshot(model)) if rank == 0 else names_left(model))
+    del kept
+    return ["not refused"]
+
+
+def names_left(model):
+    return [name for name, _ in model.named_parameters() if name.endswith("_orig")]
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp1-2"])
+def test_a_graph_on_one_rank_stops_all_of_them(wrapping):
+    assert_nothing_wrong(run_ranks(wrong_on_one_rank, 2, wrapping))
 
 
 def wrong_after_refusal(wrapping):
