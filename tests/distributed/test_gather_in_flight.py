@@ -11,6 +11,7 @@ import distprune as prune
 import wraps
 from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
+from distprune.wrappers.fsdp2 import managed_parameters
 from models import Net, seeded
 
 
@@ -31,8 +32,9 @@ def inputs():
 
 
 def has_gather_in_flight(layer):
-    [group] = layer._get_fsdp_state()._fsdp_param_groups
-    return group._all_gather_result is not None
+    known = managed_parameters()
+    record = known.get((id(layer), "weight")) or known[id(layer), "weight_orig"]
+    return record.group._all_gather_result is not None
 
 
 def unshard_early(model):

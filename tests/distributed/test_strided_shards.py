@@ -82,7 +82,12 @@ REFUSED = {
 
 
 def pruned(make, call):
-    made = make()
+    try:
+        made = make()
+    except RuntimeError as error:
+        if "flatten multiple dimensions" not in str(error):
+            raise
+        return "torch makes no such view", "", []  # up to 2.11
     module = made if isinstance(made, nn.Module) else holding(made)
     placements, before = str(module.weight.placements), snapshot(module)
     try:
@@ -112,6 +117,8 @@ def a_given_mask(module):
 @pytest.mark.parametrize("make", REFUSED)
 def test_rows_that_lie_apart_are_refused(make, call):
     for message, placements, changed in run_ranks(pruned, REFUSED[make], make, call):
+        if message == "torch makes no such view":
+            pytest.skip(message)
         assert "_S" in placements  # as torch prints a _StridedShard
         assert message is not None and "rows that lie apart" in message and "weight" in message
         assert changed == []
