@@ -50,7 +50,9 @@ def global_unstructured(
             ``L1Unstructured`` or ``RandomUnstructured``.
         importance_scores: rank by |scores| instead of |values|: by (module, name), a
             tensor of the parameter's shape; for a sharded parameter whole, or a
-            DTensor laid out like it. Parameters that are not in it rank by value.
+            DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
+            of the parameter's memory, as its gradient is. Parameters that are not in it rank by
+            value.
         group: the ranks that take part; every rank by default.
         min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
             the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from

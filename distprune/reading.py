@@ -15,7 +15,7 @@ from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.collectives import Communicator
 from distprune.naming import unwrap
 from distprune.shard import LocalShard
-from distprune.sharding import ShardReader, local_part, whole_checksum
+from distprune.sharding import ShardReader, local_part, unflattened, whole_checksum
 from distprune.target import Scores, Target
 
 
@@ -199,10 +199,8 @@ def _scores_of(
         raise TypeError(
             f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."
         )
-    flat_and_whole = given.ndim == 1 and given.numel() == shard.numel
-    if flat_and_whole and given.shape != shard.shape:
-        given = given.view(shard.shape)
-    part = local_part(label, "importance_scores", given, shard)
+    whole = unflattened(label, "importance_scores", given, shard)
+    part = local_part(label, "importance_scores", whole, shard)
     return part, f"{part.dtype}, checksum {whole_checksum(given, shard)}"
 
 

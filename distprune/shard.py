@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distprune.geometry import IndexMap
+from distprune.live_graphs import undisturbed
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.tensor import DeviceMesh
@@ -106,14 +107,15 @@ class LocalShard:
             return local
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.parameter.stride(),
-        )
+        with undisturbed():
+            return DTensor.from_local(
+                local,
+                self.mesh,
+                self.placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.parameter.stride(),
+            )
 
     def live_values(self) -> Tensor:
         """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""

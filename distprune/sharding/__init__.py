@@ -124,7 +124,13 @@ class ShardReader:
             mesh = parameter.device_mesh
             if mesh not in self._places:
                 self._places[mesh] = dtensor.MeshPlace.on(mesh)
-            return dtensor.local_shard(label, parameter, mask, self._places[mesh])
+            return dtensor.local_shard(
+                label,
+                parameter,
+                mask,
+                self._places[mesh],
+                is_from_fsdp2=managed is not None,
+            )
         from distprune.sharding import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
@@ -191,13 +197,38 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
 def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
     """What must be equal on all ranks of a tensor of which each slices its own part.
 
-    Nothing where each rank gives its part only: of a DTensor, and of FSDP1's own form (which a
-    whole 1-d parameter cannot be told from).
+    Nothing where each rank may give its part only: a DTensor, or 1-d under FSDP1.
     """
-    is_own_form = isinstance(shard, FlatShard) and len(shard.shape) == 1
-    if not shard.is_sharded or is_dtensor(tensor) or is_own_form or tensor.shape != shard.shape:
+    is_part = is_dtensor(tensor) or (isinstance(shard, FlatShard) and tensor.ndim == 1)
+    if not shard.is_sharded or is_part:
         return "each rank's part"
     return str(checksums([tensor])[0])
+
+
+def unflattened(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
+    """Scores given whole and 1-d, row-major, in the parameter's shape; any others as they are.
+
+    Under FSDP1 a 1-d tensor of the length of this rank's run is such a run, in the order of
+    memory, as a gradient is; also if the run is the whole parameter.
+
+    Raises:
+        ValueError: under FSDP1, a 1-d tensor that is no run, of a parameter whose order of memory
+            is not row-major: on a rank that holds the whole parameter it would be taken for a run.
+    """
+    if tensor.ndim != 1 or tensor.shape == shard.shape or tensor.numel() != shard.numel:
+        return tensor
+    if isinstance(shard, FlatShard):
+        if tensor.shape == shard.values.shape:
+            return tensor
+        if shard.index.start is None:
+            raise ValueError(
+                f"{label}: {what} is 1-d with {tensor.numel()} elements, of a parameter of shape "
+                f"{tuple(shard.shape)} that is not row-major in memory (channels_last, say). There "
+                "FSDP1's own 1-d form, that of a gradient, follows the order of its memory; "
+                f"expected that form, {tuple(shard.values.shape)} on this rank, or the parameter's "
+                "shape, which leaves no doubt: pass scores.view(shape)."
+            )
+    return tensor.view(shard.shape)
 
 
 def _record_with_mask(module: nn.Module, name: str) -> Any | None:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import get_rank
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
+from distprune import live_graphs
+from distprune.wrappers.errors import backward_to_come
 from distprune.wrappers.fsdp1_mask import FlatMask, is_summoned, local_slice
 
 _HANDLE_FIELDS = (
@@ -178,7 +180,20 @@ class FlatPiece:
             )
 
     def reshard(self) -> None:
-        """Free the gathered copy if there is one: after evaluation the root keeps its own."""
+        """Free the gathered copy if there is one: after evaluation the root keeps its own.
+
+        Raises:
+            RuntimeError: a backward is still to come, for which it is gathered, or will be.
+        """
+        self._check_no_backward()
+        self.free_gathered()
+
+    def _check_no_backward(self) -> None:
+        if live_graphs.reaches(self.handle.flat_param):
+            raise backward_to_come(*self.owners[0])
+
+    def free_gathered(self) -> None:
+        """Free the gathered copy if there is one, whatever is to come."""
         handle = self.handle
         is_initialized = hasattr(handle.flat_param, "_local_shard")
         if is_initialized:
@@ -203,6 +218,7 @@ class FlatPiece:
 
     def write(self, values: Tensor) -> None:
         """Overwrite this rank's shard."""
+        self._check_no_backward()
         self.values.copy_(values)
 
     def masked_by(self, mask: Tensor) -> FlatMask:

@@ -116,7 +116,7 @@ class FlatMask:
         flat = in_memory.as_strided((piece.shape.numel(),), (1,))
         self.mask.copy_(flat[piece.start : piece.start + self.mask.numel()])
         if not is_summoned(piece.handle):
-            piece.reshard()
+            piece.free_gathered()
 
 
 class _MaskedPieces:

@@ -28,13 +28,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from distprune import live_graphs
 from distprune.product import write_product
+from distprune.wrappers.errors import backward_to_come
 
 _PARAM_FIELDS = (
     "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
     "padded_sharded_param_size", "mp_policy", "_init_extensions", "fsdp_placement",
     "reset_sharded_param",
 )  # fmt: skip
+_GROUP_FIELDS = ("wait_for_unshard", "_to_sharded")
 _INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
 
 
@@ -92,11 +95,28 @@ class ManagedParameter:
         return None
 
     def reshard(self) -> None:
-        """Free the gathered copy if there is one: after evaluation the root keeps its own."""
+        """Free the gathered copy if there is one: after evaluation the root keeps its own.
+
+        A prefetch before a forward that ended early, or ``unshard(async_op=True)``, leaves a
+        gather in flight, of a group that still counts as sharded. The next forward would use
+        what it brings, so it is waited for, and freed as well.
+
+        Raises:
+            RuntimeError: a backward is still to come that would gather it again.
+        """
+        self._check_no_backward()
+        self.group.wait_for_unshard()
         if self.fsdp_param.sharded_state != ShardedState.SHARDED:
             # Not reshard(): a forward that raised left the group in its forward state, where
             # that does nothing for a root.
             self.group._to_sharded()
+
+    def _check_no_backward(self) -> None:
+        # Graphs hold the gathered parameter, which is there from the first gather on; its memory
+        # comes and goes.
+        gathered = getattr(self.fsdp_param, "_unsharded_param", None)
+        if gathered is not None and live_graphs.reaches(gathered):
+            raise backward_to_come(*self.owners[0])
 
     def rename(self, old: str, new: str) -> None:
         """Tell FSDP2 that what it registers as ``old`` is to be registered as ``new``.
@@ -109,7 +129,8 @@ class ManagedParameter:
             info.param_name = new
 
     def write(self, values: Tensor) -> None:
-        """Overwrite this rank's shard."""
+        """Overwrite this rank's shard, which no gather may be reading."""
+        self.reshard()
         self.sharded.to_local().copy_(values)
 
     def masked_by(self, mask: Tensor) -> ShardMask:
@@ -122,6 +143,7 @@ class ManagedParameter:
         missing = [name for name in _PARAM_FIELDS if not hasattr(self.fsdp_param, name)]
         info = getattr(self.fsdp_param, "_module_info", None)
         missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
+        missing += [name for name in _GROUP_FIELDS if not hasattr(self.group, name)]
         if missing:
             raise NotImplementedError(
                 f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "

@@ -13,6 +13,7 @@ PACKAGE = Path(distprune.__file__).parent
 LEVELS = [
     ["files", "files.errors", "natural_order", "memory", "exclusive"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
+    ["live_graphs"],
     ["files.header", "files.recipe", "product"],
     ["files.checkpoint"],
     ["files.policy"],
@@ -23,6 +24,7 @@ LEVELS = [
         "keys",
         "masking.record",
         "masking.survival",
+        "wrappers.errors",
         "wrappers.fsdp1_mask",
         "testing.calls",
     ],
