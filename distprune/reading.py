@@ -13,6 +13,7 @@ from distprune import stages
 from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.collectives import Communicator, attempt
 from distprune.naming import unwrap
+from distprune.score_keys import by_parameter
 from distprune.shard import LocalShard
 from distprune.sharding import ShardReader, local_part
 from distprune.target import Scores, Target
@@ -85,7 +86,6 @@ def _read(
     """Read every parameter; those given under several names are one target, counted once."""
     reader = ShardReader(communicator.index, communicator.size)
     pairs = list(parameters)  # a generator is read once, here
-    scores = {(unwrap(module), name): given for (module, name), given in scores.items()}
     if not pairs and not pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
     places: dict[Hashable, list[tuple[nn.Module, str]]] = {}
@@ -127,6 +127,7 @@ def _read(
     for key, (label, shard) in shards.items():
         for module, name in places[key][1:]:
             _check_tied(label, shard, reader.read(module, name, label))
+    given = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
     return [
         Target(
             label,
@@ -134,7 +135,7 @@ def _read(
             key in tied,
             reader.managed(*places[key][0]),
             shard,
-            _scores_of(places[key], scores, label, shard),
+            _scores_of(given.get(key, ()), label, shard),
         )
         for key, (label, shard) in shards.items()
     ]
@@ -177,12 +178,18 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
         )
 
 
-def _scores_of(
-    places: Sequence[tuple[nn.Module, str]], scores: Scores, label: str, shard: LocalShard
-) -> Tensor | None:
-    given = next((scores[place] for place in places if place in scores), None)
-    if given is None:
-        return None
+def _scores_of(given: Sequence[Any], label: str, shard: LocalShard) -> Tensor | None:
+    """This rank's part of the scores, which a tied parameter may have under several names."""
+    parts = [_part_of(each, label, shard) for each in given]
+    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+        raise ValueError(
+            f"{label} is tied, and importance_scores has different scores under several of its "
+            "names; expected them under one name, or equal ones."
+        )
+    return parts[0] if parts else None
+
+
+def _part_of(given: Any, label: str, shard: LocalShard) -> Tensor:
     if not isinstance(given, Tensor):
         raise TypeError(
             f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."

@@ -20,6 +20,7 @@ from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
+from distprune.score_keys import without_others
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -219,7 +220,7 @@ class ScheduledPruner:
             communicator,
             group.parameters,
             group.pruning_method,
-            self._scores(communicator),
+            self._scores(which, communicator),
             amount=count,
             pipeline_parallel=self._is_pipeline_parallel,
             **group.bounds_now(is_growing),
@@ -231,12 +232,15 @@ class ScheduledPruner:
         held = [replace(each, held_at=each.held_at and FLOOR) for each in report.parameters]
         return replace(report, parameters=tuple(held))
 
-    def _scores(self, communicator: Communicator) -> Scores | None:
-        if self._importance_scores is None or isinstance(self._importance_scores, Mapping):
-            return self._importance_scores
-        scores, error = attempt(self._importance_scores)
-        communicator.agree(error=error)
-        return scores
+    def _scores(self, which: int, communicator: Communicator) -> Scores | None:
+        """The scores of a group: one mapping serves all groups."""
+        scores = self._importance_scores
+        if scores is not None and not isinstance(scores, Mapping):
+            scores, error = attempt(scores)
+            communicator.agree(error=error)
+        mine = self._groups[which].places
+        others = [p for i, each in enumerate(self._groups) if i != which for p in each.places]
+        return without_others(scores, mine, others)
 
 
 def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
