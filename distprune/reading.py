@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distprune import stages
 from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.collectives import Communicator, attempt
+from distprune.masking.checks import check_binary, check_idle, check_owners, check_state
 from distprune.naming import unwrap
 from distprune.score_keys import by_parameter
 from distprune.shard import LocalShard
@@ -104,7 +105,7 @@ def _read(
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
         label = label or f"{type(module).__name__}.{name} (#{position})"
-        shard = reader.read(module, name, label)
+        shard = _read_one(reader, module, name, label)
         key = shard.key
         known = places.setdefault(key, [])
         for place in getattr(pair, "places", ((module, name),)):
@@ -126,7 +127,7 @@ def _read(
         )
     for key, (label, shard) in shards.items():
         for module, name in places[key][1:]:
-            _check_tied(label, shard, reader.read(module, name, label))
+            _check_tied(label, shard, _read_one(reader, module, name, label))
     given = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
     return [
         Target(
@@ -139,6 +140,19 @@ def _read(
         )
         for key, (label, shard) in shards.items()
     ]
+
+
+def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
+    """Read a parameter at one place, if it can be pruned there as it is now."""
+    check_state(module, name)
+    managed = reader.managed(module, name)
+    if managed is not None:
+        check_idle(module, label)
+        check_owners(managed.owners, name)
+    shard = reader.read(module, name, label)
+    if shard.is_sharded and shard.mask is not None and reader.has_whole_mask(module, name):
+        check_binary(shard.mask, label)
+    return shard
 
 
 def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:

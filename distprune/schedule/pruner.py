@@ -13,8 +13,10 @@ from distprune.budget import FLOOR
 from distprune.collectives import Communicator, attempt, world
 from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
+from distprune.masking.checks import check_removable
 from distprune.masking.hook import find_hook
 from distprune.methods import L1Unstructured
+from distprune.naming import unwrap
 from distprune.pipeline import count_pruned
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport
@@ -183,12 +185,20 @@ class ScheduledPruner:
 
         Local on every rank. For when the schedule is over: a later pruning would
         rank the zeros like any other value.
+
+        Raises:
+            ValueError: a tied parameter that is pruned differently under its names, by another
+                call than this pruner's.
+            RuntimeError: as ``remove``. No parameter has changed then.
         """
-        for group in self._groups:
-            for module, name in group.parameters:
-                # Not pruned yet, or removed with a parameter that it is tied to.
-                if find_hook(module, name) is not None:
-                    remove(module, name)
+        pairs = [(unwrap(m), name) for each in self._groups for m, name in each.places]
+        pairs = [pair for pair in pairs if find_hook(*pair) is not None]
+        for module, name in pairs:
+            check_removable(module, name)
+        for module, name in pairs:
+            # Else removed with a parameter that it is tied to.
+            if find_hook(module, name) is not None:
+                remove(module, name)
 
     def _prune_group(self, which: int) -> PruningReport | None:
         group = self._groups[which]

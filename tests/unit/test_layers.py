@@ -13,7 +13,7 @@ PACKAGE = Path(distprune.__file__).parent
 LEVELS = [
     ["files", "files.errors", "natural_order", "memory"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
-    ["files.header", "files.recipe", "product"],
+    ["files.header", "files.recipe", "masking.lost", "product"],
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
@@ -47,7 +47,7 @@ LEVELS = [
     ["files.pruning", "files.verifying"],
     ["files.applying"],
     ["sharding", "selection", "stages", "masking.hook", "masking", "testing"],
-    ["budget", "score_keys", "selecting"],
+    ["budget", "checkpoint_ties", "masking.checks", "score_keys", "selecting"],
     ["reading"],
     ["ranking", "masking.attach"],
     ["channels", "pipeline", "wrapping"],
