@@ -24,21 +24,27 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, paired, to_be_masked
+from distprune.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be_masked
 from distprune.collectives import attempt, world
 from distprune.global_pruning import global_unstructured
 from distprune.masking.hook import PruningHook
 from distprune.methods import Identity
 from distprune.naming import named_modules
-from distprune.sharding import is_dtensor
-from distprune.wrappers import managed_parameters
+from distprune.pretrained import fold, save_pretrained
+from distprune.writable import check_writable
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint import StorageReader
-    from torch.distributed.tensor import DTensor
 
-__all__ = ["check_writable", "fold", "get_state_dict", "load", "prepare_for_load"]
+__all__ = [
+    "check_writable",
+    "fold",
+    "get_state_dict",
+    "load",
+    "prepare_for_load",
+    "save_pretrained",
+]
 
 _MODEL, _OPTIMIZER, _PRUNER = "model", "optimizer", "pruner"
 
@@ -198,83 +204,6 @@ def prepare_for_load(
     communicator.agree(error=error)
     if int(num_pairs[0]):
         global_unstructured(pairs, Identity, group=group)
-
-
-def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of the dense model with the zeros in its weights.
-
-    ``x_orig`` and ``x_mask`` become ``x``: what ``remove`` would have left, pruned elements +0.
-
-    Args:
-        state_dict: of a pruned model; whole tensors or DTensors. Does not change.
-
-    Returns:
-        A new dict, in the same order; tensors that are not pruned are those of the argument.
-
-    Cost: memory for the weights that are pruned.
-    """
-    folded = {}
-    for key, value in state_dict.items():
-        if paired(key, MASK, ORIGINAL, state_dict) is not None:
-            continue
-        name = paired(key, ORIGINAL, MASK, state_dict)
-        if name is not None:
-            mask = state_dict[name + MASK]
-            with torch.no_grad():
-                value = (value * mask.to(value.dtype)).masked_fill(mask == 0, 0)
-        folded[key if name is None else name] = value
-    return folded
-
-
-def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> None:
-    """Raise if DCP of this torch would write, or read, a shard of a parameter at a wrong place.
-
-    That happens to FSDP2 over tensor parallelism where both cut the same dimension and do
-    not divide it evenly (7 rows on a 3x2 mesh, 9 on 4x2): DCP of torch 2.13 then fails, or saves
-    without an error and loses rows. Collective over ``group``.
-
-    Raises:
-        NotImplementedError: names the parameters, on every rank; nothing was written.
-
-    Cost: arithmetic on shapes; one all-reduce of 40 bytes.
-    """
-    _, error = attempt(_check_boxes, model)
-    world(group).agree(error=error)
-
-
-def _check_boxes(model: nn.Module) -> None:
-    managed = managed_parameters(model)
-    wrong = []
-    for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            # Registered may be the gathered copy; FSDP1's records have no DTensor.
-            record = managed.get((id(module), name))
-            parameter = getattr(record, "sharded", parameter)
-            if is_dtensor(parameter) and _is_misplaced(name, parameter):
-                wrong.append(
-                    f"{_join(path, name)} (shape {tuple(parameter.shape)}, {parameter.placements} "
-                    f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
-                )
-    if wrong:
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out of "
-            f"tensor-parallel ones: {'; '.join(wrong)}. Expected a size that the mesh divides. Pad "
-            "the dimension, take another mesh, or save a consolidated state dict."
-        )
-
-
-def _is_misplaced(name: str, parameter: DTensor) -> bool:
-    from distprune.sharding import dtensor
-    from distprune.wrappers import dcp
-
-    if not dcp.may_be_misplaced(parameter):
-        return False
-    held = dtensor.local_shard(name, parameter, None).coordinates
-    sizes, offsets = dcp.written_box(parameter)
-    if 0 in sizes or not all(held):
-        return (0 in sizes) != (not all(held))
-    first = tuple(rows.start for rows in held)
-    return first != tuple(offsets) or tuple(map(len, held)) != tuple(sizes)
 
 
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:

@@ -58,6 +58,26 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     return found
 
 
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """The full names of every tied parameter, free of ``_orig``, in the model's order."""
+    managed = managed_parameters(model)
+    names_of: dict[int, list[str]] = {}
+    for module_id, name in managed:
+        names_of.setdefault(module_id, []).append(name)
+    tied: dict[Hashable, list[str]] = {}
+    for path, module in named_modules(model):
+        for registered in dict.fromkeys([*module._parameters, *names_of.get(id(module), ())]):
+            record = managed.get((id(module), registered))
+            parameter = module._parameters.get(registered)
+            if record is None and parameter is None:
+                continue
+            key = record.key if record is not None else id(parameter)
+            name = registered.removesuffix(ORIGINAL)
+            name = name if find_hook(module, name) is not None else registered
+            tied.setdefault(key, []).append(_join(path, name))
+    return [names for names in tied.values() if len(names) > 1]
+
+
 def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageReader) -> None:
     """Raise if names that share one mask in a model have different masks in a checkpoint.
 

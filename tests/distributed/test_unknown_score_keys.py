@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from test_tied import TiedNet
 
 import distprune as prune
 import reference
@@ -17,7 +18,6 @@ from distprune import schedule
 from distprune.naming import unwrap
 from distprune.testing import run_ranks
 from models import Net, fill, target
-from test_tied import TiedNet
 
 NAMES = ["l1.weight", "l2.weight"]
 
