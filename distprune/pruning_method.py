@@ -21,14 +21,8 @@ from distprune.amount import checked_count
 from distprune.call import Decision, PruningCall
 from distprune.collectives import attempt
 from distprune.keys import Order
+from distprune.masking import checks
 from distprune.masking.attach import Transaction
-from distprune.masking.checks import (
-    check_hook,
-    check_idle,
-    check_owners,
-    check_removable,
-    check_state,
-)
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.naming import NamedParameter, unwrap
 from distprune.pipeline import prune_together
@@ -145,7 +139,7 @@ class BasePruningMethod(PruningHook, ABC):
         module = unwrap(module)
         if is_sharded(module, name):
             return cls._apply_sharded(module, name, args, kwargs, importance_scores)
-        check_state(module, name)
+        checks.check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
         shard = ShardReader().read(module, name, f"{type(module).__name__}.{name}")
@@ -186,7 +180,7 @@ class BasePruningMethod(PruningHook, ABC):
         def make() -> BasePruningMethod:
             method = cls(*args, **kwargs)
             method._tensor_name = name
-            check_hook(method, label)
+            checks.check_hook(method, label)
             return method
 
         method, error = attempt(make)
@@ -238,11 +232,11 @@ class BasePruningMethod(PruningHook, ABC):
         name = self._tensor_name
         assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
         reader, label = ShardReader(), f"{type(module).__name__}.{name}"
-        check_removable(module, name)
+        checks.check_removable(module, name)
         managed = reader.managed(module, name)
         if managed is not None:
-            check_idle(module, label)
-            check_owners(managed.owners, name)
+            checks.check_idle(module, label)
+            checks.check_owners(managed.owners, name)
         with torch.no_grad():
             shard = reader.read(module, name, label)
             assert shard.mask is not None
