@@ -18,30 +18,35 @@ the job hangs. Give it one of its own, made once: ``process_group=dist.new_group
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from distprune.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be_masked
 from distprune.collectives import attempt, world
 from distprune.global_pruning import global_unstructured
-from distprune.masking.hook import PruningHook, find_hook
+from distprune.masking.hook import PruningHook
 from distprune.methods import Identity
-from distprune.naming import NamedParameter, named_modules
-from distprune.sharding import is_dtensor
-from distprune.wrappers import managed_parameters
+from distprune.naming import named_modules
+from distprune.pretrained import fold, save_pretrained
+from distprune.writable import check_writable
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint import StorageReader
-    from torch.distributed.tensor import DTensor
 
-__all__ = ["check_writable", "fold", "get_state_dict", "load", "prepare_for_load"]
+__all__ = [
+    "check_writable",
+    "fold",
+    "get_state_dict",
+    "load",
+    "prepare_for_load",
+    "save_pretrained",
+]
 
 _MODEL, _OPTIMIZER, _PRUNER = "model", "optimizer", "pruner"
-_ORIGINAL, _MASK = "_orig", "_mask"
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Unmasked = Literal["error", "keep", "ones"]
@@ -119,12 +124,15 @@ def load(
 
     Raises:
         ValueError: such a parameter, by name, with ``unmasked="error"``; ranks that see
-            different checkpoints. Nothing has changed then.
+            different checkpoints; a tied parameter that was saved with different masks under its
+            names, or with one under some of them, for a model that has one mask for all of them.
+            Nothing has changed then.
         NotImplementedError: see :func:`check_writable`; reading goes the same way.
         Exception: whatever DCP raises, a missing key above all; weights may be loaded in
             part then.
 
-    Cost: each rank reads the bytes that it holds, in place: no memory but the masks.
+    Cost: each rank reads the bytes that it holds, in place: no memory but the masks. The first
+    rank also reads the masks of tied parameters whole.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -148,14 +156,16 @@ def load(
 
     plan, error = attempt(read_plan)
     keys, dense = plan or ([], [])
+    if error is None and communicator.index == 0:
+        _, error = attempt(check_masks_of_ties, model, keys, reader)
     facts = [("keys of the checkpoint", ", ".join(sorted(keys))), ("unmasked", unmasked)]
     communicator.agree(facts, error)
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
-    as_saved = {name + _ORIGINAL: name for name in dense}
+    as_saved = {name + ORIGINAL: name for name in dense}
     state = _get_state_dict(model, optimizers, pruner)
-    kept = {name + _MASK: state[_MODEL].pop(name + _MASK) for name in dense}
+    kept = {name + MASK: state[_MODEL].pop(name + MASK) for name in dense}
     _rename(state, as_saved)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group)
     _rename(state, {saved: name for name, saved in as_saved.items()})
@@ -183,122 +193,27 @@ def prepare_for_load(
         group: as in ``global_unstructured``.
 
     Raises:
-        Exception: as ``global_unstructured``; no module has changed then, on any rank.
+        ValueError: FSDP shards a tied parameter, which is pruned under some of its names only.
+        Exception: as ``global_unstructured``. No module has changed then, on any rank.
 
     Cost: memory for the masks; a few small all-reduces.
     """
     communicator = world(group)
-    pairs, error = attempt(_to_be_masked, model, keys)
+    pairs, error = attempt(to_be_masked, model, keys)
     num_pairs = communicator.max(torch.tensor([0 if pairs is None else len(pairs)]))
     communicator.agree(error=error)
     if int(num_pairs[0]):
         global_unstructured(pairs, Identity, group=group)
 
 
-def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of the dense model with the zeros in its weights.
-
-    ``x_orig`` and ``x_mask`` become ``x``: what ``remove`` would have left, pruned elements +0.
-
-    Args:
-        state_dict: of a pruned model; whole tensors or DTensors. Does not change.
-
-    Returns:
-        A new dict, in the same order; tensors that are not pruned are those of the argument.
-
-    Cost: memory for the weights that are pruned.
-    """
-    folded = {}
-    for key, value in state_dict.items():
-        if _paired(key, _MASK, _ORIGINAL, state_dict) is not None:
-            continue
-        name = _paired(key, _ORIGINAL, _MASK, state_dict)
-        if name is not None:
-            mask = state_dict[name + _MASK]
-            with torch.no_grad():
-                value = (value * mask.to(value.dtype)).masked_fill(mask == 0, 0)
-        folded[key if name is None else name] = value
-    return folded
-
-
-def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> None:
-    """Raise if DCP of this torch would write, or read, a shard of a parameter at a wrong place.
-
-    That happens to FSDP2 over tensor parallelism where both cut the same dimension and do
-    not divide it evenly (7 rows on a 3x2 mesh, 9 on 4x2): DCP of torch 2.13 then fails, or saves
-    without an error and loses rows. Collective over ``group``.
-
-    Raises:
-        NotImplementedError: names the parameters, on every rank; nothing was written.
-
-    Cost: arithmetic on shapes; one all-reduce of 40 bytes.
-    """
-    _, error = attempt(_check_boxes, model)
-    world(group).agree(error=error)
-
-
-def _check_boxes(model: nn.Module) -> None:
-    managed = managed_parameters(model)
-    wrong = []
-    for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            # Registered may be the gathered copy; FSDP1's records have no DTensor.
-            record = managed.get((id(module), name))
-            parameter = getattr(record, "sharded", parameter)
-            if is_dtensor(parameter) and _is_misplaced(name, parameter):
-                wrong.append(
-                    f"{_join(path, name)} (shape {tuple(parameter.shape)}, {parameter.placements} "
-                    f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
-                )
-    if wrong:
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out of "
-            f"tensor-parallel ones: {'; '.join(wrong)}. Expected a size that the mesh divides. Pad "
-            "the dimension, take another mesh, or save a consolidated state dict."
-        )
-
-
-def _is_misplaced(name: str, parameter: DTensor) -> bool:
-    from distprune.sharding import dtensor
-    from distprune.wrappers import dcp
-
-    if not dcp.may_be_misplaced(parameter):
-        return False
-    held = dtensor.local_shard(name, parameter, None).coordinates
-    sizes, offsets = dcp.written_box(parameter)
-    if 0 in sizes or not all(held):
-        return (0 in sizes) != (not all(held))
-    first = tuple(rows.start for rows in held)
-    return first != tuple(offsets) or tuple(map(len, held)) != tuple(sizes)
-
-
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
     """The masks on this rank by the names of their parameters."""
     return {
-        _join(path, hook._tensor_name): module._buffers[hook._tensor_name + _MASK]
+        _join(path, hook._tensor_name): module._buffers[hook._tensor_name + MASK]
         for path, module in named_modules(model)
         for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook) and hook._tensor_name + _MASK in module._buffers
+        if isinstance(hook, PruningHook) and hook._tensor_name + MASK in module._buffers
     }
-
-
-def _to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
-    """What is pruned in a state dict and dense in a model; tied parameters once, as one."""
-    keys, wanted = set(keys), defaultdict(list)
-    for key in sorted(keys):
-        name = _paired(key, _MASK, _ORIGINAL, keys)
-        if name is not None:
-            path, _, leaf = name.rpartition(".")
-            wanted[path].append(leaf)
-    managed = managed_parameters(model)
-    places: dict[Hashable, list[NamedParameter]] = {}
-    for path, module in named_modules(model):
-        for name in wanted[path]:
-            record = managed.get((id(module), name))
-            key = record.key if record is not None else module._parameters.get(name)
-            if key is not None and find_hook(module, name) is None:
-                places.setdefault(key, []).append(NamedParameter(module, name, _join(path, name)))
-    return [same[0].with_places(same) for same in places.values()]
 
 
 def _get_state_dict(
@@ -341,12 +256,6 @@ def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
         by_name.update(items)
     for param_group in optimizer["param_groups"]:
         param_group["params"] = [names.get(name, name) for name in param_group["params"]]
-
-
-def _paired(key: str, suffix: str, other: str, keys: Container[str]) -> str | None:
-    """The name of a pruned parameter if ``key`` is one half of its pair of keys."""
-    name = key.removesuffix(suffix)
-    return name if name != key and name + other in keys else None
 
 
 def _join(prefix: str, name: str) -> str:

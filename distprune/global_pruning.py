@@ -52,7 +52,7 @@ def global_unstructured(
             tensor of the parameter's shape; for a sharded parameter whole, or a
             DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
             of the parameter's memory, as its gradient is. Parameters that are not in it rank by
-            value.
+            value. A tied parameter may stand under any of its names; any other key is an error.
         group: the ranks that take part; every rank by default.
         min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
             the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from
@@ -78,9 +78,9 @@ def global_unstructured(
 
     Raises:
         TypeError: a method that is not unstructured, or arguments of a wrong type.
-        ValueError: a NaN score, an amount out of range, an empty list; an amount that
-            is too small for the floors or too large for the ceilings; ranks that differ in
-            their arguments. Named, on every rank.
+        ValueError: scores of a parameter that is not in the list; a NaN score, an amount out of
+            range, an empty list; an amount that is too small for the floors or too large for the
+            ceilings; ranks that differ in their arguments. Named, on every rank.
         NotImplementedError: a layout or wrapper that is not supported; a method that does
             not say how it works on shards, or that does not rank, with bounds.
 

@@ -132,10 +132,15 @@ def custom_from_mask(module: ModuleT, name: str, mask: Tensor) -> ModuleT:
         module: owns the parameter; changed in place.
         name: of the parameter.
         mask: the parameter's shape, 1 = keep. For a sharded parameter whole, and
-            equal on all ranks, or a DTensor laid out like it.
+            equal on all ranks, or a DTensor laid out like it. Other values than 0 and 1 are
+            multiplied in, as in torch, if the parameter is not sharded.
 
     Returns:
         The module.
+
+    Raises:
+        ValueError: another value than 0 and 1 for a sharded parameter; on every rank, and
+            nothing has changed then.
     """
     CustomFromMask.apply(module, name, mask)
     return module
@@ -144,7 +149,8 @@ def custom_from_mask(module: ModuleT, name: str, mask: Tensor) -> ModuleT:
 def remove(module: ModuleT, name: str) -> ModuleT:
     """Make the pruning of ``module.<name>`` final: an ordinary parameter with zeros in it.
 
-    Local on every rank. The parameter keeps its identity, so optimizers go on.
+    Local on every rank. The parameter keeps its identity, so optimizers go on. If it is tied,
+    its zeros are those of all its names from then on, as in torch.
 
     Args:
         module: owns the parameter; changed in place.
@@ -154,7 +160,10 @@ def remove(module: ModuleT, name: str) -> ModuleT:
         The module.
 
     Raises:
-        ValueError: the parameter is not pruned.
+        ValueError: the parameter is not pruned; or it is tied, and pruned differently under
+            another name, whose zeros would be lost. Nothing has changed then.
+        RuntimeError: the mask was deleted; or FSDP shards the parameter, and a forward or a
+            backward of it is running.
     """
     owner = unwrap(module)
     present = find_hook(owner, name)

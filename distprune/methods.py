@@ -12,8 +12,10 @@ from distprune.amount import Amount, checked_count, validate_amount
 from distprune.call import Decision, LocalMasks, PruningCall
 from distprune.collectives import Communicator, is_distributed
 from distprune.keys import Order
+from distprune.masking.checks import check_binary
 from distprune.masking.hook import find_hook
 from distprune.pruning_method import BasePruningMethod, PruningContainer, joined
+from distprune.sharding import is_dtensor
 
 
 class Identity(BasePruningMethod):
@@ -214,7 +216,8 @@ class CustomFromMask(BasePruningMethod):
 
     Args:
         mask: the parameter's shape; on a sharded parameter also a DTensor laid out
-            like it. A whole mask must be equal on all ranks.
+            like it. A whole mask must be equal on all ranks. Values are 0 and 1; on a parameter
+            that is not sharded others are multiplied in, as in torch.
     """
 
     PRUNING_TYPE = "global"
@@ -261,6 +264,7 @@ class CustomFromMask(BasePruningMethod):
         return default_mask * self.mask.to(dtype=default_mask.dtype)
 
     def decide(self, call: PruningCall) -> Decision:
+        call.communicator.run(lambda: _check_given(call, self.mask))
         return ranking.given_decision(call, self.mask)
 
     @classmethod
@@ -299,6 +303,13 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
         )
         return norms.to(device=t.device, dtype=t.dtype)
     return torch.norm(t, p=n, dim=[other for other in range(t.ndim) if other != axis])
+
+
+def _check_given(call: PruningCall, mask: Tensor) -> None:
+    """Refuse factors: torch multiplies them in, and a mask on shards only says what is kept."""
+    shard = call.shards[0]
+    if shard.is_sharded:
+        check_binary(mask.to_local() if is_dtensor(mask) else mask, shard.name)
 
 
 def _channel_mask(t: Tensor, axis: int, keep: Tensor, default_mask: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from distprune.call import Decision, PruningCall
 from distprune.checksum import checksums
 from distprune.collectives import attempt
 from distprune.keys import Order
+from distprune.masking import checks
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.naming import NamedParameter, unwrap
@@ -151,6 +152,7 @@ class BasePruningMethod(PruningHook, ABC):
         module = unwrap(module)
         if is_sharded(module, name):
             return cls._apply_sharded(module, name, args, kwargs, importance_scores)
+        checks.check_state(module, name)
         method = cls(*args, **kwargs)
         method._tensor_name = name
         shard = ShardReader().read(module, name, f"{type(module).__name__}.{name}")
@@ -186,13 +188,19 @@ class BasePruningMethod(PruningHook, ABC):
         kwargs: dict[str, Any],
         importance_scores: Tensor | None,
     ) -> BasePruningMethod:
-        made, error = attempt(lambda: (cls(*args, **kwargs), cls.describe_arguments(args, kwargs)))
-        method, facts = (None, []) if made is None else made
-        if method is not None:
+        label = f"{type(module).__name__}.{name}"
+
+        def make() -> tuple[BasePruningMethod, list[tuple[str, str]]]:
+            method = cls(*args, **kwargs)
             method._tensor_name = name
+            checks.check_hook(method, label)
+            return method, cls.describe_arguments(args, kwargs)
+
+        made, error = attempt(make)
+        method, facts = (None, []) if made is None else made
         scores = None if importance_scores is None else {(module, name): importance_scores}
         prune_together(
-            [NamedParameter(module, name, f"{type(module).__name__}.{name}")],
+            [NamedParameter(module, name, label)],
             method,
             lambda owner, tensor_name: hook_with(owner, tensor_name, method),
             ShardReader().communicator(module, name),
@@ -225,20 +233,32 @@ class BasePruningMethod(PruningHook, ABC):
     def remove(self, module: nn.Module) -> None:
         """Make the pruning final: the parameter holds the masked values under its own name.
 
-        Local on every rank, sharded or not. Pruned elements become +0. As in torch, the
-        hook itself stays registered for the caller to delete; the function ``remove``
+        Local on every rank, sharded or not. Pruned elements become +0, unless the method has an
+        ``apply_mask`` of its own: then the parameter holds what that makes of it. As in torch,
+        the hook itself stays registered for the caller to delete; the function ``remove``
         does both.
+
+        Raises:
+            ValueError: the parameter is tied, and pruned differently under another name.
+            RuntimeError: the mask is gone; FSDP shards the parameter, and a forward or a
+                backward of it is running. Nothing has changed then.
         """
         name = self._tensor_name
         assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
-        reader = ShardReader()
+        reader, label = ShardReader(), f"{type(module).__name__}.{name}"
+        checks.check_removable(module, name)
+        managed = reader.managed(module, name)
+        if managed is not None:
+            checks.check_idle(module, label)
+            checks.check_owners(managed.owners, name)
         with torch.no_grad():
-            shard = reader.read(module, name, f"{type(module).__name__}.{name}")
+            shard = reader.read(module, name, label)
             assert shard.mask is not None
-            product = shard.live_values() if shard.is_sharded else self.apply_mask(module)
-            # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
-            final = product.masked_fill(shard.mask == 0, 0)
-            Transaction().detach(module, name, final, reader.managed(module, name))
+            final = shard.live_values() if shard.is_sharded else self.apply_mask(module)
+            if shard.is_sharded or self.multiplies:
+                # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
+                final = final.masked_fill(shard.mask == 0, 0)
+            Transaction().detach(module, name, final, managed)
 
 
 class PruningContainer(BasePruningMethod):

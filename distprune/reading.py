@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from distprune import stages
 from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.collectives import Communicator
+from distprune.masking.checks import check_binary, check_idle, check_owners, check_state
 from distprune.naming import unwrap
+from distprune.score_keys import by_parameter
 from distprune.shard import LocalShard
 from distprune.sharding import ShardReader, local_part, unflattened, whole_checksum
 from distprune.target import Scores, Target
@@ -96,7 +98,6 @@ def _read(
     """Read every parameter; those given under several names are one target, counted once."""
     reader = ShardReader(communicator.index, communicator.size)
     pairs = list(parameters)  # a generator is read once, here
-    scores = {(unwrap(module), name): given for (module, name), given in scores.items()}
     if not pairs and not pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
     places: dict[Hashable, list[tuple[nn.Module, str]]] = {}
@@ -115,7 +116,7 @@ def _read(
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
         label = label or f"{type(module).__name__}.{name} (#{position})"
-        shard = reader.read(module, name, label)
+        shard = _read_one(reader, module, name, label)
         key = shard.key
         known = places.setdefault(key, [])
         for place in getattr(pair, "places", ((module, name),)):
@@ -137,7 +138,8 @@ def _read(
         )
     for key, (label, shard) in shards.items():
         for module, name in places[key][1:]:
-            _check_tied(label, shard, reader.read(module, name, label))
+            _check_tied(label, shard, _read_one(reader, module, name, label))
+    given = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
     return [
         Target(
             label,
@@ -145,10 +147,23 @@ def _read(
             key in tied,
             reader.managed(*places[key][0]),
             shard,
-            *_scores_of(places[key], scores, label, shard),
+            *_scores_of(given.get(key, ()), label, shard),
         )
         for key, (label, shard) in shards.items()
     ]
+
+
+def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
+    """Read a parameter at one place, if it can be pruned there as it is now."""
+    check_state(module, name)
+    managed = reader.managed(module, name)
+    if managed is not None:
+        check_idle(module, label)
+        check_owners(managed.owners, name)
+    shard = reader.read(module, name, label)
+    if shard.is_sharded and shard.mask is not None and reader.has_whole_mask(module, name):
+        check_binary(shard.mask, label)
+    return shard
 
 
 def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
@@ -188,13 +203,24 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
         )
 
 
-def _scores_of(
-    places: Sequence[tuple[nn.Module, str]], scores: Scores, label: str, shard: LocalShard
-) -> tuple[Tensor | None, str]:
-    """This rank's part of the scores of a parameter, and what must be equal on all ranks."""
-    given = next((scores[place] for place in places if place in scores), None)
-    if given is None:
+def _scores_of(given: Sequence[Any], label: str, shard: LocalShard) -> tuple[Tensor | None, str]:
+    """This rank's part of the scores, and what must be equal on all ranks.
+
+    A tied parameter may have its scores under several names.
+    """
+    if not given:
         return None, "none"
+    parts = [_part_of(each, label, shard) for each in given]
+    first, about = parts[0]
+    if any(not torch.equal(part, first) for part, _ in parts[1:]):
+        raise ValueError(
+            f"{label} is tied, and importance_scores has different scores under several of its "
+            "names; expected them under one name, or equal ones."
+        )
+    return first, about
+
+
+def _part_of(given: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
     if not isinstance(given, Tensor):
         raise TypeError(
             f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from distprune.masking.hook import find_hook
+from distprune.masking.lost import lost_mask
 from distprune.naming import NamedParameter, named_modules
 from distprune.wrappers import managed_parameters
 
@@ -57,6 +59,7 @@ def select(
 
     Raises:
         ValueError: a pattern that matches nothing, or nothing is selected.
+        RuntimeError: a parameter is pruned, and its mask was deleted.
 
     Cost: one walk over the modules; no communication.
     """
@@ -128,6 +131,9 @@ def _find(
     module: nn.Module, name: str, managed: Mapping[tuple[int, str], Any]
 ) -> tuple[Hashable, int] | None:
     """What is the same for all names of a parameter, pruned or not, and its dimensions."""
+    is_pruned = find_hook(module, name) is not None
+    if is_pruned and module._buffers.get(name + "_mask") is None:
+        raise lost_mask(module, name)
     for registered in (name, name + "_orig"):
         if registered != name and name + "_mask" not in module._buffers:
             continue

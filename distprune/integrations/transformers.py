@@ -53,8 +53,9 @@ class PruningCallback(TrainerCallback, ExportableState):
         include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
         permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
             ordinary model. Checkpoints of the training keep their masks. If False, call
-            :meth:`make_permanent` before saving for others: ``from_pretrained`` does not know
-            ``weight_orig`` and would leave such weights at random.
+            :meth:`make_permanent` before saving for others, or save with
+            ``distprune.checkpoint.save_pretrained``: ``from_pretrained`` does not know
+            ``weight_orig`` and would leave such weights at random. A warning says so.
 
     Attributes:
         pruner: the ScheduledPruner; None before training.
@@ -182,11 +183,23 @@ class PruningCallback(TrainerCallback, ExportableState):
             state.log_history[-1]["sparsity"] = self.pruner.sparsity
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Make the zeros permanent, if asked to."""
+        """Make the zeros permanent, if asked to; else say how the model is to be saved."""
         if self._permanent:
             self.make_permanent()
+        elif model is not None and is_pruned(model) and state.is_world_process_zero:
+            logger.warning(
+                "training ends, and the model is still pruned: save_model and save_pretrained "
+                "write weight_orig and weight_mask, which from_pretrained does not know, and "
+                "leaves such layers at random. Call make_permanent() first, or "
+                "distprune.checkpoint.save_pretrained(model, path)."
+            )
 
     def _make_pruner(self, model: nn.Module) -> ScheduledPruner:
         if isinstance(self._plan, Recipe):

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from distprune.masking import live_property
+from distprune.masking.lost import lost_mask
 from distprune.masking.record import MaskRecord
 from distprune.wrappers import is_managed
+
+# Modules that got a hook, or were copied with one, since somebody asked last.
+_bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class PruningHook:
@@ -39,12 +43,15 @@ class PruningHook:
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Recompute ``module.<name>`` before forward, as torch does."""
         name = self._tensor_name
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and module._buffers.get(name + "_mask") is None:
+            raise lost_mask(module, name)
         if live_property.is_live(module, name):
             shard_mask = module.__dict__.get(live_property.shard_mask_key(name))
-            if shard_mask is not None and not torch.compiler.is_compiling():
+            if shard_mask is not None and not is_compiling:
                 _check_attached(module, name, shard_mask)
             return
-        if torch.compiler.is_compiling():
+        if is_compiling:
             _tell_ddp()
         else:
             self._before_forward(module)
@@ -62,9 +69,15 @@ class PruningHook:
         original = getattr(module, name + "_orig")
         return mask.to(dtype=original.dtype) * original
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether the mask is multiplied in, as usual; if not, the method has a way of its own."""
+        return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
+
     def bind(self, module: nn.Module) -> None:
-        """Remember the module, for :meth:`__deepcopy__`."""
+        """Remember the module, for :meth:`__deepcopy__` and :func:`take_bound`."""
         self._module_ref = weakref.ref(module)
+        _bound.add(module)
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
@@ -72,6 +85,7 @@ class PruningHook:
         original = module._parameters.get(self._tensor_name + "_orig")
         if self._seen is not None and id(original) != self._seen:
             self._seen = id(original)
+            _bound.add(module)
             self._check_wrapping(module, original)
         _tell_ddp(self)
 
@@ -133,6 +147,13 @@ def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
         if isinstance(hook, PruningHook) and hook._tensor_name == name:
             return key, hook
     return None
+
+
+def take_bound() -> list[nn.Module]:
+    """The modules that were bound to a hook since the last call."""
+    modules = list(_bound)
+    _bound.clear()
+    return modules
 
 
 def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:

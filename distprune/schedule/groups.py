@@ -91,6 +91,11 @@ class Group:
         return bounded
 
     @property
+    def places(self) -> list[Pair]:
+        """Every (module, name) of the parameters, tied names included."""
+        return [place for pair in self.parameters for place in _places(pair)]
+
+    @property
     def num_elements(self) -> int:
         """Elements of all parameters, each counted once."""
         return sum(self._sizes)

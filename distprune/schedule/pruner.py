@@ -13,13 +13,16 @@ from distprune.budget import FLOOR
 from distprune.collectives import Communicator, attempt, world
 from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
+from distprune.masking.checks import check_removable
 from distprune.masking.hook import find_hook
 from distprune.methods import L1Unstructured
+from distprune.naming import unwrap
 from distprune.pipeline import count_pruned
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
+from distprune.score_keys import without_others
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -182,12 +185,20 @@ class ScheduledPruner:
 
         Local on every rank. For when the schedule is over: a later pruning would
         rank the zeros like any other value.
+
+        Raises:
+            ValueError: a tied parameter that is pruned differently under its names, by another
+                call than this pruner's.
+            RuntimeError: as ``remove``. No parameter has changed then.
         """
-        for group in self._groups:
-            for module, name in group.parameters:
-                # Not pruned yet, or removed with a parameter that it is tied to.
-                if find_hook(module, name) is not None:
-                    remove(module, name)
+        pairs = [(unwrap(m), name) for each in self._groups for m, name in each.places]
+        pairs = [pair for pair in pairs if find_hook(*pair) is not None]
+        for module, name in pairs:
+            check_removable(module, name)
+        for module, name in pairs:
+            # Else removed with a parameter that it is tied to.
+            if find_hook(module, name) is not None:
+                remove(module, name)
 
     def _prune_group(self, which: int) -> PruningReport | None:
         group = self._groups[which]
@@ -219,7 +230,7 @@ class ScheduledPruner:
             communicator,
             group.parameters,
             group.pruning_method,
-            self._scores(communicator),
+            self._scores(which, communicator),
             amount=count,
             pipeline_parallel=self._is_pipeline_parallel,
             **group.bounds_now(is_growing),
@@ -231,12 +242,15 @@ class ScheduledPruner:
         held = [replace(each, held_at=each.held_at and FLOOR) for each in report.parameters]
         return replace(report, parameters=tuple(held))
 
-    def _scores(self, communicator: Communicator) -> Scores | None:
-        if self._importance_scores is None or isinstance(self._importance_scores, Mapping):
-            return self._importance_scores
-        scores, error = attempt(self._importance_scores)
-        communicator.agree(error=error)
-        return scores
+    def _scores(self, which: int, communicator: Communicator) -> Scores | None:
+        """The scores of a group: one mapping serves all groups."""
+        scores = self._importance_scores
+        if scores is not None and not isinstance(scores, Mapping):
+            scores, error = attempt(scores)
+            communicator.agree(error=error)
+        mine = self._groups[which].places
+        others = [p for i, each in enumerate(self._groups) if i != which for p in each.places]
+        return without_others(scores, mine, others)
 
 
 def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from distprune.collectives import over_groups
+from distprune.masking.lost import lost_mask
 from distprune.product import write_product
 
 _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_optim")
@@ -49,8 +50,10 @@ class FlatMask:
     def mask(self) -> Tensor:
         """bool, 1-d: the buffer of the module as it is now, wherever it was moved."""
         module, name = self._piece.owners[0]
-        mask = module._buffers[name.removesuffix("_orig") + "_mask"]
-        assert mask is not None
+        name = name.removesuffix("_orig")
+        mask = module._buffers.get(name + "_mask")
+        if mask is None:
+            raise lost_mask(module, name)
         return mask
 
     def managed(self) -> Any:

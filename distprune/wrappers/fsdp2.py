@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from distprune import live_graphs
+from distprune.masking.lost import lost_mask
 from distprune.product import write_product
 from distprune.wrappers.errors import backward_to_come
 
@@ -180,7 +181,10 @@ class ShardMask:
     @property
     def _mask(self) -> Tensor:
         info = self._fsdp_param._module_info
-        mask = info.module._buffers[info.param_name.removesuffix("_orig") + "_mask"]
+        name = info.param_name.removesuffix("_orig")
+        mask = info.module._buffers.get(name + "_mask")
+        if mask is None:
+            raise lost_mask(info.module, name)
         local = mask._local_tensor if isinstance(mask, DTensor) else None
         expected = self._fsdp_param.sharded_param._local_tensor.shape
         if local is None or local.shape != expected:

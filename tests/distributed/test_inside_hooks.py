@@ -1,0 +1,170 @@
+"""Pruning from a hook of a module: refused where FSDP has gathered the weights, right elsewhere."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import distprune as prune
+import wraps
+from checks import assert_nothing_wrong
+from distprune.naming import unwrap
+from distprune.testing import run_ranks
+from models import EVEN_HIDDEN, Net, fill
+
+SHARDED = ["fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_flat-2", "hsdp-2x2"]
+HOOKS = ["forward pre-hook", "forward hook", "backward hook", "gradient hook"]
+CALLS = ["global", "single", "remove", "shard_masks"]
+
+
+def call(what: str, model: nn.Module) -> None:
+    inner = wraps.unwrapped(model)
+    match what:
+        case "global":
+            prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+        case "single":
+            prune.l1_unstructured(unwrap(inner.l1), "weight", 0.5)
+        case "remove":
+            prune.remove(unwrap(inner.l2), "weight")
+        case "shard_masks":
+            prune.shard_masks(model)
+
+
+def in_hook(where: str, layer: nn.Module, action) -> None:
+    match where:
+        case "forward pre-hook":
+            layer.register_forward_pre_hook(lambda *_: action())
+        case "forward hook":
+            layer.register_forward_hook(lambda *_: action())
+        case "backward hook":
+            layer.register_full_backward_hook(lambda *_: action())
+        case "gradient hook":
+            layer.register_forward_hook(
+                lambda module, inputs, out: out.register_hook(lambda g: action()) and None
+            )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def refused(wrapping: str, where: str, what: str) -> list[str]:
+    model = fill(Net(), "normal", "float32")
+    if what == "shard_masks":  # pruned first
+        for layer in model.children():
+            prune.l1_unstructured(layer, "weight", 0.3)
+    model = wraps.wrap(model, wrapping)
+    inner = wraps.unwrapped(model)
+    if what == "remove":
+        prune.l1_unstructured(unwrap(inner.l2), "weight", 0.3)
+    caught, is_first = [], [True]
+
+    def action() -> None:
+        if not is_first:
+            return
+        is_first.pop()
+        before = sorted(k for k in vars(unwrap(inner.l2)))
+        try:
+            call(what, model)
+            caught.append("nothing was raised")
+        except RuntimeError as error:
+            if not re.search(r"(weight|Linear)(.|\n)*is running(.|\n)*optimizer\.step", str(error)):
+                caught.append(str(error))
+        if sorted(k for k in vars(unwrap(inner.l2))) != before:
+            caught.append("the module has changed")
+
+    in_hook(where, unwrap(inner.l2), action)
+    x, y = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        F.mse_loss(model(x), y).backward()
+    if is_first:
+        caught.append("the hook did not run")
+    # Between two steps it works, and the model trains on.
+    call(what, model)
+    F.mse_loss(model(x), y).backward()
+    return caught
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize("wrapping", SHARDED)
+def test_refused_on_shards(wrapping, where, what):
+    size = wraps.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(refused, size, wrapping, where, what))
+
+
+def right(wrapping: str, where: str, what: str) -> list[str]:
+    """As on one process: the same outputs and gradients."""
+    seen = []
+    for each in (wrapping, "plain"):
+        model = fill(Net(EVEN_HIDDEN), "normal", "float32")
+        model = wraps.wrap(model, wrapping) if each == wrapping else model
+        inner = wraps.unwrapped(model)
+        if what == "remove":
+            prune.l1_unstructured(unwrap(inner.l2), "weight", 0.3)
+        is_first = [True]
+
+        def action(model=model, is_first=is_first) -> None:
+            if is_first and is_first.pop():
+                call(what, model)
+
+        in_hook(where, unwrap(inner.l2), action)
+        x, y = batch()
+        outputs = []
+        for _ in range(2):
+            model.zero_grad()
+            out = model(x)
+            F.mse_loss(out, y).backward()
+            outputs.append(out.detach())
+        gradients = [
+            (g.full_tensor() if hasattr(g, "full_tensor") else g).clone()
+            for g in (p.grad for p in model.parameters())
+        ]
+        seen.append(outputs + gradients)
+    return [
+        f"{which}: {(a - b).abs().max()}"
+        for which, (a, b) in enumerate(zip(*seen, strict=True))
+        if not torch.allclose(a, b, atol=1e-6)
+    ]
+
+
+@pytest.mark.parametrize("what", ["global", "single", "remove"])
+@pytest.mark.parametrize("where", HOOKS)
+@pytest.mark.parametrize("wrapping", ["ddp-2", "tp-2"])
+def test_right_elsewhere(wrapping, where, what):
+    assert_nothing_wrong(run_ranks(right, 2, wrapping, where, what))
+
+
+def from_the_optimizer(wrapping: str) -> list[str]:
+    """A hook of the optimizer is between two steps."""
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: call("single", model))
+    x, y = batch()
+    for _ in range(2):
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [] if prune.is_pruned(model) else ["not pruned"]
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp1-2"])
+def test_hooks_of_the_optimizer(wrapping):
+    assert_nothing_wrong(run_ranks(from_the_optimizer, 2, wrapping))
+
+
+def after_a_forward_that_raised(wrapping: str) -> list[str]:
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(4, 7))
+    call("global", model)
+    return [] if prune.is_pruned(model) else ["not pruned"]
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2"])
+def test_after_a_forward_that_raised(wrapping):
+    assert_nothing_wrong(run_ranks(after_a_forward_that_raised, 2, wrapping))

@@ -1,0 +1,147 @@
+"""Importance scores under a key that stands for no parameter of the call are an error.
+
+Ignored, the parameter that was meant would be ranked by its values, in silence.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_tied import TiedNet
+
+import distprune as prune
+import reference
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
+from distprune import schedule
+from distprune.naming import unwrap
+from distprune.testing import run_ranks
+from models import Net, fill, target
+
+NAMES = ["l1.weight", "l2.weight"]
+
+CASES = {  # case -> (type of the error, what its text says)
+    "misspelt": ("ValueError", r"Linear, 'weigth'\)(.|\n)*'weight'"),
+    "another module": ("ValueError", r"Linear, 'weight'\)(.|\n)*l1\.weight"),
+    "another parameter": ("ValueError", r"Linear, 'bias'\)"),
+    "full name": ("TypeError", r"'l1\.wieght'(.|\n)*\(module, name\)(.|\n)*'l1\.weight'"),
+    "name of two letters": ("TypeError", r"'l1'(.|\n)*\(module, name\)"),
+    "a number": ("TypeError", r"7(.|\n)*\(module, name\)"),
+}
+
+
+def wrong_key(case: str, model: torch.nn.Module) -> object:
+    inner = wraps.unwrapped(model)
+    return {
+        "misspelt": (unwrap(inner.l1), "weigth"),
+        "another module": (unwrap(inner.l3), "weight"),
+        "another parameter": (unwrap(inner.l1), "bias"),
+        "full name": "l1.wieght",
+        "name of two letters": "l1",
+        "a number": 7,
+    }[case]
+
+
+def refused(wrapping: str, case: str, on_every_rank: bool) -> list[str]:
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    pairs = prune.select(model, NAMES)
+    scores = {pairs[0]: torch.ones(10, 6)}
+    if on_every_rank or dist.get_rank() == 0:
+        scores[wrong_key(case, model)] = torch.ones(5, 10)
+    before = snapshot(model)
+    kind, text = CASES[case]
+    try:
+        prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5)
+        return ["nothing was raised"]
+    except Exception as error:
+        wrong = changes(before, snapshot(model))
+        if type(error).__name__ != kind or not re.search(text, str(error)):
+            wrong.append(f"{type(error).__name__}: {error}")
+        return wrong
+
+
+@pytest.mark.parametrize("on_every_rank", [True, False])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "fsdp1-2"])
+def test_unknown_keys(wrapping, case, on_every_rank):
+    assert_nothing_wrong(run_ranks(refused, 2, wrapping, case, on_every_rank))
+
+
+def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
+    """The scores of a tied parameter are found, whichever of its names they are given under."""
+    model = fill(TiedNet(), "normal", "float32")
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(7, 4, generator=generator)
+    keep = reference.prune([scores], 10)[0]
+    model = wraps.wrap(model, wrapping)
+    inner = wraps.unwrapped(model)
+    pair, key = (getattr(inner, listed), "weight"), (getattr(inner, scored), "weight")
+    prune.global_unstructured([pair], prune.L1Unstructured, {key: scores}, amount=10)
+    mask = getattr(inner, listed).weight_mask
+    if hasattr(mask, "full_tensor"):
+        mask = mask.full_tensor()
+    return [] if torch.equal(mask.bool(), keep) else [f"{mask}, not {keep}"]
+
+
+@pytest.mark.parametrize("listed", ["embedding", "head"])
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2_root-2"])
+def test_scores_under_any_name_of_a_tied_parameter(wrapping, listed):
+    size = wraps.world_size(wrapping)
+    for scored in ("embedding", "head"):
+        assert_nothing_wrong(run_ranks(under_any_name, size, wrapping, listed, scored))
+
+
+def contradictory() -> str:
+    model = fill(TiedNet(), "normal", "float32")
+    pairs = prune.select(model, "embedding.weight")
+    scores = {
+        (model.embedding, "weight"): torch.ones(7, 4),
+        (model.head, "weight"): torch.rand(7, 4),
+    }
+    with pytest.raises(ValueError) as caught:
+        prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=10)
+    assert not prune.is_pruned(model)
+    scores[model.head, "weight"] = scores[model.embedding, "weight"].clone()
+    prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=10)
+    return str(caught.value)
+
+
+def test_two_scores_for_one_tied_parameter():
+    assert re.search("embedding.weight(.|\n)*several of its names", contradictory())
+
+
+def scheduled(wrapping: str) -> list[str]:
+    """One mapping serves all groups of a pruner; what is in none of them is an error."""
+    dense = fill(Net(), "normal", "float32")
+    indices = wraps.local_indices(dense, wrapping)
+    generator = torch.Generator().manual_seed(1)
+    scores = {
+        name: torch.rand(dense.get_parameter(name).shape, generator=generator) for name in NAMES
+    }
+    model = wraps.wrap(dense, wrapping)
+    groups = [{"parameters": prune.select(model, name)} for name in NAMES]
+    given = {
+        group["parameters"][0]: scores[name] for group, name in zip(groups, NAMES, strict=True)
+    }
+    pruner = schedule.ScheduledPruner(groups, schedule.OneShot(0, 0.5), importance_scores=given)
+    pruner.step()
+    keeps = {name: reference.prune([scores[name]], 0.5)[0] for name in NAMES}
+    wrong = wrong_masks(model, keeps, indices)
+
+    given[target(wraps.unwrapped(model), "l3.weight")] = torch.ones(3, 5)
+    later = schedule.OneShot(0, 0.8)
+    pruner = schedule.ScheduledPruner(groups, later, importance_scores=lambda: given)
+    before = snapshot(model)
+    try:
+        pruner.step()
+        wrong.append("nothing was raised")
+    except ValueError as error:
+        if "none of the parameters" not in str(error):
+            wrong.append(str(error))
+    return wrong + changes(before, snapshot(model))
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
+def test_groups_of_a_pruner(wrapping):
+    assert_nothing_wrong(run_ranks(scheduled, wraps.world_size(wrapping), wrapping))
