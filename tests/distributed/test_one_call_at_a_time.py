@@ -1,0 +1,174 @@
+"""Two calls on one group at a time are refused; an interrupt is shared by all ranks."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distprune as prune
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot
+from distprune.testing import run_ranks
+from models import Net, fill, target
+
+NAMES = ["l1.weight", "l2.weight"]
+
+
+class Calling(prune.BasePruningMethod):
+    """Ranks by values, and does something else while it is at it."""
+
+    PRUNING_TYPE = "unstructured"
+    DISTRIBUTED = "scores"
+
+    def __init__(self, amount, action=None):
+        self.amount = amount
+        self.action = action
+
+    def compute_scores(self, t):
+        if self.action is not None:
+            self.action()
+        return t.abs()
+
+
+class Action:
+    """What one rank's method does once; to other ranks it looks the same."""
+
+    def __init__(self, do):
+        self.do = do
+
+    def __call__(self):
+        do, self.do = self.do, None
+        if do is not None:
+            do()
+
+
+def model_and_targets(wrapping: str):
+    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    return model, [target(wraps.unwrapped(model), name) for name in NAMES]
+
+
+def outcome(model, call) -> tuple[str, str, list[str]]:
+    before = snapshot(model)
+    try:
+        call()
+        error = ("nothing", "")
+    except BaseException as raised:
+        error = (type(raised).__name__, str(raised))
+    return *error, changes(before, snapshot(model))
+
+
+def wrong_inside_a_call(wrapping: str, where: str) -> list[str]:
+    """A second call on the same group: from a function that the first one calls, or a thread."""
+    _, targets = model_and_targets(wrapping)
+    other, other_targets = model_and_targets("plain-2")
+    refused: list[tuple[str, str, list[str]]] = []
+
+    def second() -> None:
+        refused.append(
+            outcome(
+                other,
+                lambda: prune.global_unstructured(other_targets, prune.L1Unstructured, amount=0.5),
+            )
+        )
+
+    def in_thread() -> None:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    action = Action(second if where == "this thread" else in_thread)
+    report = prune.global_unstructured(targets, Calling, amount=0.5, action=action)
+    wrong = [] if report.num_pruned_now == 55 else [str(report)]
+    ((kind, text, changed),) = refused
+    if kind != "RuntimeError" or "under way" not in text or where not in text or changed:
+        wrong.append(f"{kind}: {text}; changed {changed}")
+    second()  # nothing is held after the call
+    return wrong + ([] if refused[-1][0] == "nothing" else [str(refused[-1])])
+
+
+@pytest.mark.parametrize("where", ["this thread", "another thread"])
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2"])
+def test_a_call_inside_a_call(wrapping, where):
+    assert_nothing_wrong(run_ranks(wrong_inside_a_call, 2, wrapping, where))
+
+
+def wrong_with_two_groups() -> list[str]:
+    """Two threads may call at the same time, each on a group of its own."""
+    groups = [dist.new_group() for _ in range(2)]
+    settings = [model_and_targets("plain-2") for _ in groups]
+    errors: list[BaseException] = []
+
+    def work(which: int) -> None:
+        try:
+            for _ in range(5):
+                prune.global_unstructured(
+                    settings[which][1], prune.L1Unstructured, group=groups[which], amount=3
+                )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wrong = [f"{type(error).__name__}: {error}" for error in errors]
+    for _, targets in settings:
+        pruned = sum(int((module.weight_mask == 0).sum()) for module, _ in targets)
+        wrong += [] if pruned == 15 else [f"{pruned} pruned"]
+    return wrong
+
+
+def test_threads_with_groups_of_their_own():
+    assert_nothing_wrong(run_ranks(wrong_with_two_groups, 2))
+
+
+def wrong_after_an_interrupt(wrapping: str) -> list[str]:
+    """SIGINT in a local step of one rank: it raises KeyboardInterrupt, the others say where."""
+    model, targets = model_and_targets(wrapping)
+    is_odd = dist.get_rank() == 1
+    action = Action((lambda: os.kill(os.getpid(), signal.SIGINT)) if is_odd else None)
+    before = signal.getsignal(signal.SIGINT)
+    kind, text, changed = outcome(
+        model, lambda: prune.global_unstructured(targets, Calling, amount=0.5, action=action)
+    )
+    wrong = [f"changed {each}" for each in changed]
+    if is_odd and kind != "KeyboardInterrupt":
+        wrong.append(f"{kind}: {text}")
+    if not is_odd and (kind != "RuntimeError" or "on rank 1: KeyboardInterrupt" not in text):
+        wrong.append(f"{kind}: {text}")
+    if signal.getsignal(signal.SIGINT) is not before:
+        wrong.append("the handler of SIGINT is another one now")
+    prune.global_unstructured(targets, Calling, amount=0.5)
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "tp-2"])
+def test_an_interrupt_is_shared(wrapping):
+    assert_nothing_wrong(run_ranks(wrong_after_an_interrupt, 2, wrapping))
+
+
+def wrong_after_two_interrupts() -> list[str]:
+    """The second one does not wait: a step that never ends can be left."""
+    model, targets = model_and_targets("plain-1")
+
+    def interrupt_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        torch.zeros(1)  # handlers run between two instructions
+        raise AssertionError("the second interrupt waited")
+
+    kind, text, _ = outcome(
+        model,
+        lambda: prune.global_unstructured(
+            targets, Calling, amount=0.5, action=Action(interrupt_twice)
+        ),
+    )
+    return [] if kind in ("KeyboardInterrupt", "RuntimeError") and "waited" not in text else [text]
+
+
+def test_a_second_interrupt_is_raised_at_once():
+    assert_nothing_wrong(run_ranks(wrong_after_two_interrupts, 2))
