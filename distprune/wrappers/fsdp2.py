@@ -29,13 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from distprune.product import write_product
-
-_PARAM_FIELDS = (
-    "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
-    "padded_sharded_param_size", "mp_policy", "_init_extensions", "fsdp_placement",
-    "reset_sharded_param",
-)  # fmt: skip
-_INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
+from distprune.wrappers import private_fields
 
 
 @dataclass(frozen=True)
@@ -119,14 +113,9 @@ class ManagedParameter:
 
     def check_fields(self) -> None:
         """Raise NotImplementedError naming the private fields that this torch lacks."""
-        missing = [name for name in _PARAM_FIELDS if not hasattr(self.fsdp_param, name)]
         info = getattr(self.fsdp_param, "_module_info", None)
-        missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
-        if missing:
-            raise NotImplementedError(
-                f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
-                "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
-            )
+        objects = {"FSDPParam": self.fsdp_param, "FSDPParamGroup": self.group}
+        private_fields.check("FSDP2", objects | {"ParamModuleInfo": info})
 
 
 class ShardMask:

@@ -13,7 +13,7 @@ PACKAGE = Path(distprune.__file__).parent
 LEVELS = [
     ["files", "files.errors", "natural_order", "memory"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
-    ["files.header", "files.recipe", "product"],
+    ["files.header", "files.recipe", "product", "wrappers.private_fields"],
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
