@@ -38,11 +38,17 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        import numpy  # noqa: F401
+        import torch
+    except ModuleNotFoundError as error:
+        print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
+        return exits.USAGE
+    try:
         from distprune.selftest.ranks import LostError, Ranks
         from distprune.selftest.running import end_process, run
     except ImportError as error:
-        print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
-        return exits.USAGE
+        print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
+        return exits.INTERNAL
     try:
         ranks = Ranks(options.timeout, cpu=options.cpu)
     except LostError as error:

@@ -124,21 +124,19 @@ def _run_checks(
 
 def _attempt(check: Callable[[Case], Found], case: Case) -> dict[str, Any]:
     """What a check found on this rank, for the others to read."""
+    found = {"tried": True, "raised": False}
     try:
-        return {"raised": False, **asdict(check(case))}
+        return {**found, **asdict(check(case))}
     except NotTried as reason:
-        return {"not tried": str(reason)}
+        return {**found, "tried": False, "wrong": [], "detail": str(reason)}
     except Exception as error:
-        last = "".join(traceback.format_exception(error)).rstrip()
-        return {"raised": True, "wrong": [last], "detail": ""}
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return {**found, "raised": True, "wrong": [trace], "detail": ""}
 
 
 def _judge(result: Result, ranks: Ranks, mine: dict[str, Any], report: Report) -> None:
     """Complete a result with what all ranks found."""
     found = ranks.share(mine)
-    if "not tried" in found[0]:
-        result.status, result.detail, result.wrong = NOT_TRIED, found[0]["not tried"], []
-        return
     by_text: dict[str, list[int]] = {}
     for rank, each in enumerate(found):
         for text in each["wrong"]:
@@ -149,7 +147,8 @@ def _judge(result: Result, ranks: Ranks, mine: dict[str, Any], report: Report) -
     ]
     if len(by_text) > _MAX_SHOWN:
         result.wrong.append(f"and {len(by_text) - _MAX_SHOWN} more")
-    result.status = FAILED if by_text else OK
+    tried = all(each["tried"] for each in found)
+    result.status = FAILED if by_text else OK if tried else NOT_TRIED
     result.detail = found[0]["detail"]
     if len({each["raised"] for each in found}) > 1:
         # The others may be inside a collective that this one has left.

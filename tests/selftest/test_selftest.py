@@ -179,6 +179,26 @@ def test_what_does_not_hold_is_exit_code_1():
     assert "4 of 24 checks FAILED" in out
 
 
+MISSING = """
+import sys
+sys.modules[sys.argv.pop(1)] = None
+from distprune.cli.main import main
+main(["selftest"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "expected", "message"),
+    [
+        ("torch", 2, "the self-test needs torch and numpy"),
+        ("distprune.wrappers.private_fields", 1, "FAILED: distprune does not import with torch"),
+    ],
+)
+def test_a_torch_that_lacks_a_module(module, expected, message):
+    code, out, err = end_of(start("-c", MISSING, module))
+    assert code == expected and message in out + err, out + err
+
+
 @pytest.mark.parametrize("arguments", [["--bogus"], ["--timeout", "0"], ["--timeout", "x"]])
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
     from distprune.cli.main import main
