@@ -2,11 +2,13 @@
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make test    lint, then run all tests
+#   make test TORCH=2.15.0   the same with that torch, in a .venv-torch2.15.0 of its own
 #   make bench   measure time, memory and communication, and compare them with bounds
-#   make clean   delete the .venv and everything that was made
+#   make clean   delete the .venvs and everything that was made
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= 2
@@ -20,9 +22,10 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 $(READY): pyproject.toml constraints.txt
-	@echo "== installing into $(VENV), with the versions in constraints.txt"
+	@echo "== installing into $(VENV), with the versions in constraints.txt$(TORCH:%= but torch %)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test]'
 	@touch $@
 
 prune: $(READY)
@@ -43,4 +46,4 @@ bench: $(READY)
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch* runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

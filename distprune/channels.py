@@ -24,6 +24,8 @@ from distprune.keys import Order
 from distprune.passes import count_live
 from distprune.ranking import zero_lowest
 
+# Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
+USES_VECTOR_NORM = torch.__version__ >= (2, 14)
 _BLOCK = 1 << 20  # elements whose float64 terms are held at a time
 
 
@@ -121,6 +123,7 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
     """Prune the channels of the smallest norm of one sharded parameter."""
     shard = call.shards[0]
     axis = checked_dim(shard.shape, dim)
+    refuse_no_order(n)
     if not is_norm_order(n):
         raise NotImplementedError(
             f"{shard.name}: n={n!r} is not supported on a sharded parameter; expected a "
@@ -195,8 +198,17 @@ def checked_dim(shape: Sequence[int], dim: int) -> int:
     return int(dim) % len(shape)
 
 
+def refuse_no_order(n: object) -> None:
+    """Raise TypeError for n=None where torch's own pruning does; before, None meant 2."""
+    if n is None and USES_VECTOR_NORM:
+        raise TypeError(
+            f"n=None: torch {torch.__version__} takes no None for the order of a norm; expected a "
+            "number. Pass n=2, which None meant before torch 2.14."
+        )
+
+
 def is_norm_order(n: object) -> bool:
-    """Whether torch.norm of this order is a sum over elements (2 by default), not of a matrix."""
+    """Whether torch.norm of this order is a sum over elements (None: 2), not of a matrix."""
     return n is None or (isinstance(n, numbers.Real) and not math.isnan(n))
 
 

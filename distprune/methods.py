@@ -168,7 +168,8 @@ class LnStructured(BasePruningMethod):
 
     Args:
         amount: a fraction of the channels in [0, 1], or a count.
-        n: order of the norm, as in ``torch.norm``.
+        n: order of the norm, as in ``torch.norm``. None is 2 before torch 2.14, and a TypeError
+            since, as in torch's own pruning.
         dim: the channels' dimension.
     """
 
@@ -290,8 +291,15 @@ def chosen_hook(module: nn.Module, name: str) -> BasePruningMethod:
 
 
 def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
-    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]]."""
+    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]].
+
+    Orders that are not a number mean what they mean in the installed torch's pruning.
+
+    Raises:
+        TypeError: ``n`` is None and torch is 2.14 or later, or ``n`` is of no known kind.
+    """
     axis = dim % t.ndim
+    channels.refuse_no_order(n)
     if channels.is_norm_order(n) and t.is_floating_point():
         norms = channels.channel_norms(
             t.movedim(axis, 0),
@@ -302,7 +310,13 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
             Communicator(()),
         )
         return norms.to(device=t.device, dtype=t.dtype)
-    return torch.norm(t, p=n, dim=[other for other in range(t.ndim) if other != axis])
+    dims = [other for other in range(t.ndim) if other != axis]
+    if not channels.USES_VECTOR_NORM:
+        return torch.norm(t, p=n, dim=dims)
+    if n == "nuc" or (n == "fro" and len(dims) == 2):
+        matrix_dims = dims if len(dims) == 2 else (-2, -1)
+        return torch.linalg.matrix_norm(t, ord=n, dim=matrix_dims)
+    return torch.linalg.vector_norm(t, ord=2 if n == "fro" else n, dim=dims)
 
 
 def _check_given(call: PruningCall, mask: Tensor) -> None:

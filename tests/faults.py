@@ -145,9 +145,8 @@ def run_doomed_ranks(
         try:
             answers = _collect({r: pipe for r, pipe in enumerate(pipes) if r != doomed})
             seconds = time.monotonic() - started
-            if is_stopped:
-                os.kill(processes[doomed].pid, signal.SIGCONT)
-            answers |= _collect({doomed: pipes[doomed]})
+            stopped = processes[doomed].pid if is_stopped else None
+            answers |= _collect({doomed: pipes[doomed]}, stopped)
         finally:
             for process in processes:
                 process.kill()
@@ -158,11 +157,14 @@ def run_doomed_ranks(
     return answers, seconds
 
 
-def _collect(pipes: dict[int, Connection]) -> dict[int, Any]:
+def _collect(pipes: dict[int, Connection], stopped: int | None = None) -> dict[int, Any]:
+    """Answers by rank, without those that died; a stopped process is sent SIGCONT until then."""
     answers, pending = {}, {pipe: rank for rank, pipe in pipes.items()}
     deadline = time.monotonic() + DEADLINE
-    while pending and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(pending), left):
+    while pending and time.monotonic() < deadline:
+        if stopped is not None:  # again and again: it may not have come to its stop yet
+            os.kill(stopped, signal.SIGCONT)
+        for pipe in wait(list(pending), 0.2):
             rank = pending.pop(pipe)
             with contextlib.suppress(EOFError, OSError):  # it died
                 answers[rank] = pipe.recv()

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 import distprune
-from distprune.cli import applying, environment, looking, planning, pruning, recipes, verifying
+from distprune.cli import (
+    applying,
+    environment,
+    looking,
+    planning,
+    pruning,
+    recipes,
+    selftesting,
+    verifying,
+)
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
@@ -58,6 +67,20 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         app.command(help=_flowing(_command.__doc__ or ""), rich_help_panel=_panel)(_command)
+
+
+# It has a parser of its own, which works without typer.
+@app.command(
+    "selftest",
+    help=_flowing(selftesting.ABOUT),
+    rich_help_panel="Recipes and support",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def _selftest(context: typer.Context) -> None:
+    raise typer.Exit(selftesting.main(context.args))
+
+
 app.add_typer(recipes.app, name="recipe", rich_help_panel="Recipes and support")
 
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from distprune.cli import exits
+from distprune.cli import exits, selftesting
 
 _DEFECT = (
     "this is a defect of distprune. Please report it, with the lines above and the output of "
@@ -22,17 +22,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: without the program's name; those of the process by default.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["selftest"]:  # without typer and rich, which may not be installed
+        sys.exit(selftesting.main(given[1:]))
     try:
         from distprune.cli.app import app
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("typer", "rich"):
             raise
         print(
-            f"distprune: the command line needs {error.name}: pip install 'distprune[cli]'",
+            f"distprune: the command line needs {error.name}: pip install 'distprune[cli]' "
+            "(only selftest works without)",
             file=sys.stderr,
         )
         sys.exit(exits.USAGE)
-    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         # Exits by itself: with 0, or with 2 if misused.
         app(args=given, prog_name="distprune", obj=given)

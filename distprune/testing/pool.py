@@ -20,6 +20,9 @@ from distprune.testing.calls import PackedCall, RankError, pack
 from distprune.testing.worker import work
 
 _GRACE = 3.0  # seconds that the other ranks get to answer once one has failed
+# A worker with more is replaced: torch 2.11 never frees a mesh that FSDP2 or tensor parallelism
+# has used, and each keeps the threads of its group.
+_MAX_THREADS = 64
 _PRELOAD = [
     "numpy",
     "torch",
@@ -91,6 +94,13 @@ class _Worker:
     def stack(self) -> str:
         return self.stack_file.read_text() if self.stack_file.exists() else ""
 
+    def num_threads(self) -> int:
+        """Of the process; 0 where the system does not tell."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
+
 
 class _Pool:
     def __init__(self) -> None:
@@ -136,7 +146,7 @@ class _Pool:
             self._folder = None
 
     def _start(self, world_size: int) -> None:
-        if any(not worker.process.is_alive() for worker in self._workers):
+        if any(not w.process.is_alive() or w.num_threads() > _MAX_THREADS for w in self._workers):
             self.close()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)

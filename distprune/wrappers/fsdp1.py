@@ -20,19 +20,10 @@ from torch.distributed import get_rank
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from distprune import live_graphs
+from distprune.wrappers import private_fields
 from distprune.wrappers.errors import backward_to_come
 from distprune.wrappers.fsdp1_mask import FlatMask, is_summoned, local_slice
 
-_HANDLE_FIELDS = (
-    "flat_param", "process_group", "uses_sharded_strategy", "_training_state",
-    "_all_gather_flat_param", "prepare_gradient_for_optim", "_uses_param_mixed_precision",
-    "_force_full_precision", "needs_unshard", "reshard", "post_reshard",
-    "_free_unsharded_flat_param",
-)  # fmt: skip
-_FLAT_FIELDS = (
-    "_param_infos", "_shared_param_infos", "_fqns", "_shapes", "_strides", "_contiguities",
-    "_shard_param_infos", "_param_extensions",
-)  # fmt: skip
 _MANAGED = "_fsdp_flattened"
 
 # A leaf does not know its wrapper, and FSDP1 keeps no list of its modules.
@@ -171,13 +162,8 @@ class FlatPiece:
     def check_fields(self) -> None:
         """Raise NotImplementedError naming the private fields that this torch lacks."""
         handle = self.handle
-        missing = [name for name in _HANDLE_FIELDS if not hasattr(handle, name)]
-        missing += [name for name in _FLAT_FIELDS if not hasattr(handle.flat_param, name)]
-        if missing:
-            raise NotImplementedError(
-                f"torch {torch.__version__} changed FSDP1's {', '.join(missing)}; distprune "
-                "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
-            )
+        objects = {"FullyShardedDataParallel": self.state, "FlatParamHandle": handle}
+        private_fields.check("FSDP1", objects | {"FlatParameter": handle.flat_param})
 
     def reshard(self) -> None:
         """Free the gathered copy if there is one: after evaluation the root keeps its own.

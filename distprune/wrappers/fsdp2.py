@@ -31,15 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from distprune import live_graphs
 from distprune.masking.lost import lost_mask
 from distprune.product import write_product
+from distprune.wrappers import private_fields
 from distprune.wrappers.errors import backward_to_come
-
-_PARAM_FIELDS = (
-    "_module_info", "sharded_param", "sharded_state", "mesh_info", "post_forward_mesh_info",
-    "padded_sharded_param_size", "mp_policy", "_init_extensions", "fsdp_placement",
-    "reset_sharded_param",
-)  # fmt: skip
-_GROUP_FIELDS = ("wait_for_unshard", "_to_sharded")
-_INFO_FIELDS = ("module", "param_name", "shared_modules", "shared_param_names")
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,8 @@ class ManagedParameter:
         if after is not None and after is not self.fsdp_param.mesh_info:
             return (
                 "it is resharded to a smaller mesh after forward (an integer "
-                "reshard_after_forward), where FSDP2 supports no all-gather extension; call "
-                "module.set_reshard_after_forward(True) on its FSDP module first"
+                "reshard_after_forward), where FSDP2 supports no all-gather extension; pass "
+                "reshard_after_forward=True or False to fully_shard"
             )
         if self.fsdp_param.offload_to_cpu and self.fsdp_param.device.type != "cpu":
             return (
@@ -141,15 +134,9 @@ class ManagedParameter:
 
     def check_fields(self) -> None:
         """Raise NotImplementedError naming the private fields that this torch lacks."""
-        missing = [name for name in _PARAM_FIELDS if not hasattr(self.fsdp_param, name)]
         info = getattr(self.fsdp_param, "_module_info", None)
-        missing += [f"_module_info.{name}" for name in _INFO_FIELDS if not hasattr(info, name)]
-        missing += [name for name in _GROUP_FIELDS if not hasattr(self.group, name)]
-        if missing:
-            raise NotImplementedError(
-                f"torch {torch.__version__} changed FSDP2's {', '.join(missing)}; distprune "
-                "supports torch 2.11 to 2.13. Install one of these, or a newer distprune."
-            )
+        objects = {"FSDPParam": self.fsdp_param, "FSDPParamGroup": self.group}
+        private_fields.check("FSDP2", objects | {"ParamModuleInfo": info})
 
 
 class ShardMask:

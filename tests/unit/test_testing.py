@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -198,6 +199,21 @@ def test_no_threads_of_earlier_groups_are_left():
     for _ in range(5):
         run_ranks(use_groups_and_caches, 2)
     assert run_ranks(num_threads, 2) == before
+
+
+def leave_threads(number: int) -> int:
+    """Threads that never end, such as torch 2.11 keeps of every group that had a DTensor."""
+    for _ in range(number):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_workers_with_many_threads_are_replaced():
+    first = run_ranks(leave_threads, 2, 5)
+    assert run_ranks(leave_threads, 2, 100) == first
+    assert not {*first} & {*run_ranks(process_id, 2)}
+    assert max(run_ranks(num_threads, 2)) < 20
 
 
 def run_python(folder, *arguments, **files) -> subprocess.CompletedProcess:

@@ -1,0 +1,138 @@
+"""``distprune selftest``: whether what distprune promises holds on this machine.
+
+It is what a user runs first, so it needs neither typer nor rich: torch and numpy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from distprune.cli import exits
+
+ABOUT = """Check on this machine, backend and torch what distprune promises.
+
+Masks against a reference on every wrapper that the ranks allow, random masks, traffic,
+errors on all ranks or none, a training step, a checkpoint, and the private fields of torch that
+distprune stands on. It says what holds here, what does not, and what could not be tried."""
+_EPILOG = """examples:
+  python -m distprune selftest
+  torchrun --nproc-per-node 4 -m distprune selftest
+
+exit codes:
+  0 all that was tried holds, 1 something does not hold, 2 wrong usage, 5 ranks that are lost"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the self-test on this rank.
+
+    Args:
+        arguments: what follows ``selftest``.
+
+    Returns:
+        The exit code, the same on every rank.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        import numpy  # noqa: F401
+        import torch
+    except ModuleNotFoundError as error:
+        print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
+        return exits.USAGE
+    try:
+        from distprune.selftest.ranks import LostError, Ranks
+        from distprune.selftest.running import end_process, run
+    except ImportError as error:
+        print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
+        return exits.INTERNAL
+    try:
+        ranks = Ranks(options.timeout, cpu=options.cpu)
+    except LostError as error:
+        print(f"distprune: {error}", file=sys.stderr)
+        return exits.DISTRIBUTED
+    printer = _Printer(as_json=options.as_json, is_leader=ranks.rank == 0)
+
+    def give_up(report: Any) -> None:
+        printer.end(report)
+        end_process(exits.DISTRIBUTED)
+
+    try:
+        report = run(
+            ranks,
+            options.folder,
+            started=printer.start,
+            finished=printer.row,
+            stuck=give_up,
+        )
+    except LostError as error:
+        print(f"distprune: {error}", file=sys.stderr)
+        _leave_at_once(exits.DISTRIBUTED)
+    printer.end(report)
+    if report.ended is not None:
+        # The group's other ranks may be gone: nothing may wait for them.
+        is_lost = report.ended == "a rank is lost"
+        _leave_at_once(exits.DISTRIBUTED if is_lost else exits.INTERNAL)
+    ranks.leave()
+    return exits.OK if report.holds else exits.INTERNAL
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distprune selftest",
+        description=ABOUT,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="print one JSON document"
+    )
+    parser.add_argument("--cpu", action="store_true", help="test gloo on the CPU, not accelerators")
+    parser.add_argument("--folder", help="where all ranks can write a small checkpoint")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=60.0, help="seconds for each check (default 60)"
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError(text)
+    return value
+
+
+def _leave_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Printer:
+    """Writes the report on rank 0: line by line as it comes, or one JSON document."""
+
+    def __init__(self, *, as_json: bool, is_leader: bool) -> None:
+        from distprune.selftest.checks import CHECKS
+        from distprune.selftest.models import WRAPPINGS
+        from distprune.selftest.table import Lines
+
+        self._lines = Lines([each.name for each in WRAPPINGS], list(CHECKS))
+        self._as_json, self._is_leader = as_json, is_leader
+
+    def start(self, facts: dict[str, Any]) -> None:
+        self._print(self._lines.head(facts))
+
+    def row(self, results: list[Any]) -> None:
+        self._print(self._lines.row(results[0].wrapping, results))
+
+    def end(self, report: Any) -> None:
+        if self._as_json and self._is_leader:
+            print(json.dumps(report.as_json(), indent=2), flush=True)
+        self._print(self._lines.end(report))
+
+    def _print(self, text: str) -> None:
+        if self._is_leader and not self._as_json:
+            print(text, flush=True)

@@ -1,0 +1,253 @@
+"""What is checked on each wrapper: one function for each line of the contract.
+
+A check returns what it found wrong on this rank and does not raise for it: a rank that left in
+the middle would keep the others waiting. Each is collective over all ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import distprune
+from distprune.selftest.comparing import (
+    Traffic,
+    far,
+    masked_output,
+    state_of,
+    whole_weights,
+    wrong_masks,
+)
+from distprune.selftest.models import WEIGHTS, Case, held, net, reference_masks, weights_of
+from distprune.wrappers import managed_parameters, private_fields
+
+_AMOUNTS = (0.3, 17, 0.5)  # of prunings one after the other
+_TRAFFIC_LIMIT = 256_000  # bytes that one pruning may send per rank, whatever the model's size
+
+
+@dataclass
+class Found:
+    """What a check found on this rank.
+
+    Attributes:
+        wrong: one sentence for each thing that does not hold.
+        detail: a few words about what was measured; shown in place of "ok".
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    detail: str = ""
+
+
+class NotTried(Exception):
+    """A check that makes no sense here, for a reason that is the same on every rank."""
+
+
+def check_private_fields(case: Case) -> Found:
+    """The private fields and functions of torch are there."""
+    model = case.wrapped(net("distinct", case.num_ranks))
+    found = Found()
+    for adapter in case.wrapping.adapters:
+        found.wrong += [f"torch has no {name}" for name in private_fields.missing_names(adapter)]
+    objects: list[tuple[str, str, Any]] = [("Module", "Module", model)]
+    if "DDP" in case.wrapping.adapters:
+        objects.append(("DDP", "DistributedDataParallel", model))
+    objects += [("DTensor", "DTensor", p) for p in model.parameters() if hasattr(p, "device_mesh")]
+    missing = [
+        f"torch has no {name}"
+        for wrapper, kind, each in objects
+        for name in private_fields.missing_fields(wrapper, {kind: each})
+    ]
+    if "FSDP2" in case.wrapping.adapters:
+        missing += [f"torch has no {name}" for name in private_fields.missing_states(model)]
+    found.wrong += list(dict.fromkeys(missing))
+    if not {"FSDP1", "FSDP2"} & set(case.wrapping.adapters):
+        return found
+    managed = managed_parameters(model)
+    lost = [n for m, n in weights_of(model) if (id(m), n) not in managed]
+    if lost:
+        found.wrong.append(f"{len(lost)} of {len(WEIGHTS)} parameters are not found in the wrapper")
+    for each in managed.values():
+        try:
+            each.check_fields()
+        except NotImplementedError as error:
+            found.wrong.append(str(error))
+            break
+    return found
+
+
+def check_masks(case: Case) -> Found:
+    """Masks by magnitude are those of one process, bit for bit, ties included."""
+    found, indices = Found(), case.indices()
+    for kind in ("distinct", "tied", "equal"):
+        model = net(kind, case.num_ranks)
+        values = whole_weights(model)
+        keeps = [np.ones(each.shape, dtype=bool) for each in values]
+        model = case.wrapped(model)
+        for amount in _AMOUNTS:
+            before = sum(int(keep.sum()) for keep in keeps)
+            keeps = reference_masks(values, amount, keeps)
+            expected = before - sum(int(keep.sum()) for keep in keeps)
+            report = _prune(model, amount)
+            when = f"{kind} values, amount {amount}"
+            if report.num_pruned_now != expected:
+                found.wrong.append(
+                    f"{when}: {report.num_pruned_now} elements were pruned, expected {expected}"
+                )
+            found.wrong += wrong_masks(model, keeps, indices, when)
+    return found
+
+
+def check_random(case: Case) -> Found:
+    """Random masks do not depend on the sharding: they are those of plain replicas."""
+    found, indices = Found(), case.indices()
+    keeps = []
+    for seed in (1, 2):
+        model, plain = (net("distinct", case.num_ranks) for _ in range(2))
+        model = case.wrapped(model)
+        for each in (model, plain):
+            torch.manual_seed(seed)
+            selected = distprune.select(each)
+            distprune.global_unstructured(selected, distprune.RandomUnstructured, amount=0.4)
+        keeps = [held(module, name + "_mask") != 0 for module, name in weights_of(plain)]
+        found.wrong += wrong_masks(model, keeps, indices, f"seed {seed}")
+        num_elements = sum(keep.size for keep in keeps)
+        num_pruned = num_elements - sum(int(keep.sum()) for keep in keeps)
+        if num_pruned != round(0.4 * num_elements):
+            found.wrong.append(
+                f"seed {seed}: {num_pruned} of {num_elements} elements were pruned, expected "
+                f"{round(0.4 * num_elements)}"
+            )
+    return found
+
+
+def check_traffic(case: Case) -> Found:
+    """A pruning sends kilobytes, however large the model is."""
+    model = case.wrapped(net("distinct", case.num_ranks, num_inputs=512))
+    with Traffic() as traffic:
+        _prune(model, 0.5)
+    found = Found(detail=f"{traffic.num_bytes / 1000:.0f} kB")
+    if traffic.num_bytes > _TRAFFIC_LIMIT:
+        num_bytes = 4 * sum(each.size for each in whole_weights(net("equal", 1, num_inputs=512)))
+        found.wrong.append(
+            f"one pruning sent {traffic.num_bytes / 1000:.0f} kB in {traffic.num_calls} "
+            f"collectives, of a model whose weights are {num_bytes / 1000:.0f} kB; expected at "
+            f"most {_TRAFFIC_LIMIT / 1000:.0f} kB"
+        )
+    return found
+
+
+def check_all_or_none(case: Case) -> Found:
+    """When one rank passes another amount, every rank raises and nothing changes."""
+    if case.num_ranks < 2:
+        raise NotTried("needs 2 ranks")
+    found, indices = Found(), case.indices()
+    model = net("tied", case.num_ranks)
+    values = whole_weights(model)
+    model = case.wrapped(model)
+    before = state_of(model)
+    try:
+        _prune(model, 0.25 if case.rank == case.num_ranks - 1 else 0.5)
+        found.wrong.append("amounts that differ between the ranks raised no error here")
+    except ValueError as error:
+        if "amount" not in str(error):
+            found.wrong.append(f"the error does not name the amount: {error}")
+    if state_of(model) != before:
+        found.wrong.append("the model has changed although the ranks' amounts differ")
+        return found
+    _prune(model, 0.5)  # goes on as if nothing had been
+    keeps = reference_masks(values, 0.5, [np.ones(each.shape, dtype=bool) for each in values])
+    found.wrong += wrong_masks(model, keeps, indices, "after the error")
+    return found
+
+
+def check_training(case: Case) -> Found:
+    """A step of training is that of a dense model with masked weights, and the zeros stay."""
+    found, indices = Found(), case.indices()
+    model = net("distinct", case.num_ranks)
+    dense = net("distinct", case.num_ranks).to(case.device)
+    values = whole_weights(model)
+    keeps = reference_masks(values, 0.5, [np.ones(each.shape, dtype=bool) for each in values])
+    model = case.wrapped(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _prune(model, 0.5)
+
+    which, num_parts = case.wrapping.part(case.num_ranks, case.rank)
+    generator = torch.Generator().manual_seed(7)
+    batch = torch.randn(4 * num_parts, 6, generator=generator).to(case.device)
+    rows = slice(4 * which, 4 * which + 4)
+    masks = {
+        name: torch.from_numpy(k).to(case.device) for name, k in zip(WEIGHTS, keeps, strict=True)
+    }
+
+    output = model(batch[rows])
+    found.wrong += far("the output", output, masked_output(dense, masks, batch)[rows])
+    output.square().sum(1).mean().backward()
+    optimizer.step()
+    masked_output(dense, masks, batch).square().sum(1).mean().backward()
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter -= 0.1 * parameter.grad
+        trained = whole_weights(dense)
+        for i, (module, name) in enumerate(weights_of(model)):
+            mine, parts = held(module, name + "_orig"), indices[i]
+            expected = trained[i].reshape(-1)[parts]
+            found.wrong += far(f"{WEIGHTS[i]} after a step", mine, expected)
+            pruned = ~keeps[i].reshape(-1)[parts]
+            if not np.array_equal(mine[pruned], values[i].reshape(-1)[parts][pruned]):
+                found.wrong.append(f"a step changed pruned elements of {WEIGHTS[i]}")
+        output = model(batch[rows])
+        expected = masked_output(dense, masks, batch)[rows]
+        found.wrong += far("the output after a step", output, expected)
+    return found
+
+
+def check_checkpoint(case: Case) -> Found:
+    """Masks and weights survive torch.distributed.checkpoint, bit for bit."""
+    if case.folder is None:
+        raise NotTried("the ranks see no common folder; name one with --folder")
+    import torch.distributed.checkpoint as dcp
+
+    found = Found()
+    saved = case.wrapped(net("tied", case.num_ranks))
+    _prune(saved, 0.5)
+    path = Path(case.folder, case.wrapping.name.replace(" ", ""))
+    dcp.save(distprune.checkpoint.get_state_dict(saved), checkpoint_id=path)
+    loaded = case.wrapped(net("distinct", case.num_ranks, seed=1))
+    distprune.checkpoint.load(path, loaded)
+    pairs = zip(WEIGHTS, weights_of(saved), weights_of(loaded), strict=True)
+    for label, (module, name), (other, _) in pairs:
+        for suffix in ("_orig", "_mask"):
+            if not hasattr(other, name + suffix):
+                found.wrong.append(f"{label}{suffix} was not loaded")
+            elif not np.array_equal(held(module, name + suffix), held(other, name + suffix)):
+                found.wrong.append(f"{label}{suffix} was loaded with other values")
+    return found
+
+
+def remove_checkpoints(folder: str) -> None:
+    """Delete what :func:`check_checkpoint` wrote; for one rank."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# In the order in which they run; the names are the columns of the table.
+CHECKS: dict[str, Callable[[Case], Found]] = {
+    "private fields": check_private_fields,
+    "masks": check_masks,
+    "random": check_random,
+    "traffic": check_traffic,
+    "all or none": check_all_or_none,
+    "training": check_training,
+    "checkpoint": check_checkpoint,
+}
+
+
+def _prune(model: nn.Module, amount: int | float) -> distprune.PruningReport:
+    selected = distprune.select(model)
+    return distprune.global_unstructured(selected, distprune.L1Unstructured, amount=amount)

@@ -1,0 +1,93 @@
+"""Comparisons of what this rank holds with a reference: each returns sentences, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distprune.selftest.models import WEIGHTS, held, weights_of
+
+_RTOL, _ATOL = 1e-4, 1e-5  # of sums whose order the ranks change
+
+
+def whole_weights(model: nn.Module) -> list[np.ndarray]:
+    """Copies of the weights of a model that is not wrapped."""
+    return [model.get_parameter(name).detach().clone().cpu().numpy() for name in WEIGHTS]
+
+
+def wrong_masks(
+    model: nn.Module, keeps: list[np.ndarray], indices: list[np.ndarray], when: str
+) -> list[str]:
+    """Compare the masks that this rank holds with its parts of whole ones, bit for bit."""
+    wrong = []
+    pairs = weights_of(model)
+    for label, (module, name), keep, parts in zip(WEIGHTS, pairs, keeps, indices, strict=True):
+        if not hasattr(module, name + "_mask"):
+            wrong.append(f"{when}: {label} has no mask")
+            continue
+        mask, expected = held(module, name + "_mask"), keep.reshape(-1)[parts]
+        if mask.shape != expected.shape:
+            wrong.append(
+                f"{when}: the mask of {label} has shape {mask.shape}, expected {expected.shape}"
+            )
+            continue
+        differs = (mask != 0) != expected
+        if differs.any():
+            wrong.append(
+                f"{when}: {int(differs.sum())} of {differs.size} mask elements of {label} on this "
+                f"rank differ from the reference, the first at index {int(parts[differs][0])} of "
+                "the whole parameter"
+            )
+    return wrong
+
+
+def masked_output(dense: nn.Module, masks: dict[str, Tensor], batch: Tensor) -> Tensor:
+    """The output of a dense model whose weights are multiplied by masks."""
+    masked = {name: dense.get_parameter(name) * mask for name, mask in masks.items()}
+    return torch.func.functional_call(dense, masked, (batch,))
+
+
+def far(what: str, actual: Any, expected: Any) -> list[str]:
+    """A sentence if two arrays differ by more than rounding."""
+    actual, expected = (
+        each.detach().cpu().numpy() if isinstance(each, Tensor) else each
+        for each in (actual, expected)
+    )
+    if actual.shape != expected.shape:
+        return [f"{what} has shape {actual.shape}, expected {expected.shape}"]
+    if np.allclose(actual, expected, rtol=_RTOL, atol=_ATOL):
+        return []
+    distance = float(np.abs(actual - expected).max())
+    return [f"{what} differs from the reference by up to {distance:.3g}"]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What a pruning may change, to be compared with ==."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        state[name] = [*module._parameters, *module._buffers, *module._forward_pre_hooks]
+    for module, name in weights_of(model):
+        if hasattr(module, name):
+            state[f"{id(module)} {name}"] = held(module, name).tobytes()
+    return state
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives that the dispatcher runs, and the bytes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        if "c10d" in func.namespace and name not in ("wait_tensor", "monitored_barrier_"):
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.num_calls += 1
+            self.num_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))

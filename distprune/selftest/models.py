@@ -1,0 +1,243 @@
+"""Small models, every way to wrap them, and the masks that they should get.
+
+The reference is numpy and one sort. What a rank holds is found without distprune: a copy of the
+model is filled with the index of each element and wrapped in the same way, so that what the rank
+has of it *is* the list of its indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+WEIGHTS = ("l1.weight", "l2.weight", "l3.weight")
+
+
+class Net(nn.Module):
+    """Three linear layers; few numbers of ranks divide their 10 and 5 rows."""
+
+    def __init__(self, num_inputs: int, num_hidden: int) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(num_inputs, num_hidden)
+        self.l2 = nn.Linear(num_hidden, 10)
+        self.l3 = nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l3(torch.tanh(self.l2(torch.relu(self.l1(x)))))
+
+
+@torch.no_grad()
+def net(values: str, num_ranks: int, *, seed: int = 0, num_inputs: int = 6) -> Net:
+    """A model on the CPU, the same on every rank.
+
+    Args:
+        values: "distinct"; "tied", a few multiples of 1/4; "equal", all of one magnitude;
+            "indices", each element's row-major index.
+        num_ranks: divides the number of hidden units, as tensor parallelism needs.
+        seed: of the values.
+        num_inputs: how wide the first layer is.
+    """
+    model = Net(num_inputs, num_ranks * -(-2 * num_inputs // num_ranks))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        shape = parameter.shape
+        drawn = torch.randn(shape, generator=generator)
+        if values == "tied":
+            drawn = (drawn * 4).round() / 4
+        elif values == "equal":
+            drawn = torch.full(shape, 0.5).copysign(drawn)
+        elif values == "indices":
+            drawn = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+        parameter.copy_(drawn)
+    return model
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """One way to wrap a model.
+
+    Attributes:
+        name: as the table has it.
+        wrap: what it does with a model on ``device``, over ranks of a mesh of ``shape``.
+        adapters: whose private fields it stands on, keys of wrappers.private_fields.
+        least: how many ranks it needs.
+        num_axes: of its mesh; two need an even number of ranks.
+        batch_axes: those of them whose ranks have different parts of a batch.
+    """
+
+    name: str
+    wrap: Callable[[nn.Module, torch.device, tuple[int, ...]], nn.Module]
+    adapters: tuple[str, ...] = ()
+    least: int = 1
+    num_axes: int = 1
+    batch_axes: tuple[int, ...] = (0,)
+
+    def why_not(self, num_ranks: int) -> str | None:
+        """Why it can not be tried with so many ranks; None if it can."""
+        if num_ranks < self.least:
+            return f"needs {self.least} ranks"
+        if num_ranks % self.num_axes:
+            return "needs an even number of ranks"
+        return None
+
+    def mesh_shape(self, num_ranks: int) -> tuple[int, ...]:
+        """Of all ranks."""
+        return (num_ranks,) if self.num_axes == 1 else (num_ranks // 2, 2)
+
+    def part(self, num_ranks: int, rank: int) -> tuple[int, int]:
+        """Which of how many parts of a batch a rank trains on."""
+        shape = self.mesh_shape(num_ranks)
+        coordinate = np.unravel_index(rank, shape)
+        which, of = 0, 1
+        for axis in self.batch_axes:
+            which, of = which * shape[axis] + int(coordinate[axis]), of * shape[axis]
+        return which, of
+
+
+def _plain(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
+    return model
+
+
+def _ddp(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model)
+
+
+def _fsdp1(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    options: dict[str, Any] = {}
+    if len(shape) == 2:
+        options["device_mesh"] = _mesh(device, shape, ("replicate", "shard"))
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    return FullyShardedDataParallel(
+        model,
+        device_id=device,
+        use_orig_params=True,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        **options,
+    )
+
+
+def _fsdp2(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
+    names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
+    return _fully_shard(model, _mesh(device, shape, names))
+
+
+def _tp(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
+    return _parallelize(model, _mesh(device, shape, ("tp",)))
+
+
+def _fsdp2_tp(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
+    mesh = _mesh(device, shape, ("dp", "tp"))
+    return _fully_shard(_parallelize(model, mesh["tp"]), mesh["dp"])
+
+
+def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def _fully_shard(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    return parallelize_module(model, mesh, {"l1": ColwiseParallel(), "l2": RowwiseParallel()})
+
+
+WRAPPINGS = (
+    Wrapping("plain", _plain, ("Module",), batch_axes=()),
+    Wrapping("DDP", _ddp, ("DDP",)),
+    Wrapping("FSDP1", _fsdp1, ("FSDP1",), least=2),
+    Wrapping("FSDP1 hybrid", _fsdp1, ("FSDP1",), least=4, num_axes=2, batch_axes=(0, 1)),
+    Wrapping("FSDP2", _fsdp2, ("FSDP2", "DTensor")),
+    Wrapping("HSDP", _fsdp2, ("FSDP2", "DTensor"), least=4, num_axes=2, batch_axes=(0, 1)),
+    Wrapping("TP", _tp, ("DTensor",), batch_axes=()),
+    Wrapping("FSDP2 + TP", _fsdp2_tp, ("FSDP2", "DTensor"), least=4, num_axes=2),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to wrap models, on this rank; what every check is called with.
+
+    Attributes:
+        folder: for checkpoints, which every rank sees; None if there is no such folder.
+    """
+
+    wrapping: Wrapping
+    device: torch.device
+    folder: str | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size()
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """The model on this rank's device, wrapped."""
+        shape = self.wrapping.mesh_shape(self.num_ranks)
+        return self.wrapping.wrap(model.to(self.device), self.device, shape)
+
+    def indices(self, num_inputs: int = 6) -> list[np.ndarray]:
+        """For each of ``WEIGHTS``, the row-major indices of the elements that this rank holds."""
+        model = self.wrapped(net("indices", self.num_ranks, num_inputs=num_inputs))
+        return [held(module, name).astype(np.int64) for module, name in weights_of(model)]
+
+
+def weights_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The (module, name) pairs of ``WEIGHTS``, found without distprune."""
+    modules = {name.split(".")[-1]: module for name, module in model.named_modules()}
+    layers = [modules[name.split(".")[0]] for name in WEIGHTS]
+    # FSDP1 registers what it wraps one level below.
+    return [(getattr(layer, "module", layer), "weight") for layer in layers]
+
+
+def held(module: nn.Module, name: str) -> np.ndarray:
+    """What this rank holds of a parameter or mask, a copy."""
+    tensor = getattr(module, name).detach()
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.clone().cpu().numpy()
+
+
+def reference_masks(
+    values: Sequence[np.ndarray], amount: int | float, keeps: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Masks (True: keep) after one more pruning of whole parameters by magnitude.
+
+    The order is (magnitude, position in the list, row-major index); exactly as many elements are
+    pruned as asked for, of those that are kept so far.
+    """
+    sizes = [each.size for each in values]
+    magnitudes = np.abs(np.concatenate([each.reshape(-1) for each in values]).astype(np.float64))
+    positions = np.repeat(np.arange(len(sizes)), sizes)
+    indices = np.concatenate([np.arange(size) for size in sizes])
+    kept = np.concatenate([keep.reshape(-1) for keep in keeps])
+    order = np.lexsort((indices, positions, magnitudes))
+    order = order[kept[order]]
+    k = amount if isinstance(amount, int) else round(amount * len(order))
+    kept[order[:k]] = False
+    parts = np.split(kept, np.cumsum(sizes)[:-1])
+    return [part.reshape(each.shape) for part, each in zip(parts, values, strict=True)]

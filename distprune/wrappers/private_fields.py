@@ -1,0 +1,155 @@
+"""The private fields and functions of torch that distprune relies on: one table.
+
+The adapters of this package look here before they read a parameter, and ``distprune selftest``
+compares all of the table with the torch that is installed. A field that a new torch renames or
+drops is then named, wherever it is noticed first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+# The oldest and the newest torch that the whole test suite passes with.
+TESTED = ("2.11", "2.15")
+
+# By wrapper, the attributes of its objects. "new or old": one of them will do.
+FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "FSDP2": {
+        "FSDPParam": (
+            "_module_info", "sharded_param", "sharded_state", "mesh_info",
+            "post_forward_mesh_info", "padded_sharded_param_size", "mp_policy",
+            "_init_extensions", "fsdp_placement", "reset_sharded_param", "offload_to_cpu",
+            "device",
+        ),
+        "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
+        "FSDPParamGroup": ("fsdp_params", "_to_sharded", "wait_for_unshard"),
+        "FSDPState": ("_fsdp_param_groups or _fsdp_param_group",),
+    },
+    "FSDP1": {
+        "FullyShardedDataParallel": (
+            "_handle", "_state_dict_type", "_state_dict_config", "_device_handle", "rank",
+            "world_size", "process_group", "sharding_strategy",
+        ),
+        "FlatParamHandle": (
+            "flat_param", "process_group", "uses_sharded_strategy", "_training_state",
+            "_all_gather_flat_param", "prepare_gradient_for_optim", "_uses_param_mixed_precision",
+            "_force_full_precision", "needs_unshard", "reshard", "post_reshard",
+            "_free_unsharded_flat_param",
+        ),
+        "FlatParameter": (
+            "_param_infos", "_shared_param_infos", "_fqns", "_shapes", "_strides",
+            "_contiguities", "_shard_param_infos", "_param_extensions",
+        ),
+    },
+    "DDP": {
+        "DistributedDataParallel": (
+            "_active_ddp_module", "parameters_to_ignore", "_assign_modules_buffers",
+        ),
+    },
+    "DTensor": {"DTensor": ("_local_tensor",)},
+    "Module": {
+        "Module": (
+            "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks",
+            "_non_persistent_buffers_set", "_apply", "_call_impl",
+        ),
+    },
+}  # fmt: skip
+
+# By wrapper, the names that are taken from private modules, or that are private themselves.
+NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "FSDP2": {
+        "torch.distributed._composable_state": ("_module_state_mapping",),
+        "torch.distributed.fsdp._fully_shard._fsdp_common": ("FSDPMeshInfo",),
+        "torch.distributed.fsdp._fully_shard._fsdp_param": ("ShardedState.SHARDED",),
+        "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState",),
+        "torch.distributed.fsdp": ("FSDPModule",),
+    },
+    "FSDP1": {
+        "torch.distributed.fsdp": ("FlatParameter",),
+        "torch.distributed.fsdp._common_utils": ("HandleTrainingState.SUMMON_FULL_PARAMS",),
+        "torch.distributed.fsdp._shard_utils": (
+            "_create_chunk_dtensor", "_create_chunk_sharded_tensor",
+        ),
+    },
+    "Module": {
+        "torch._C": ("_current_graph_task_id", "DisableTorchFunctionSubclass"),
+        "torch._C._autograd": ("_get_sequence_nr",),
+        "torch": ("Tensor._use_count",),
+    },
+    "DTensor": {
+        "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
+        "torch.distributed.tensor.placement_types": ("_StridedShard",),
+    },
+}  # fmt: skip
+
+
+def check(wrapper: str, objects: Mapping[str, Any]) -> None:
+    """Raise if one of a wrapper's objects lacks a field that its adapter uses.
+
+    Args:
+        wrapper: a key of ``FIELDS``.
+        objects: by the keys of ``FIELDS[wrapper]``, all or some.
+
+    Raises:
+        NotImplementedError: names the fields, this torch, and those that are supported.
+
+    Cost: a look at each attribute, some microseconds.
+    """
+    missing = missing_fields(wrapper, objects)
+    if missing:
+        refuse(wrapper, missing)
+
+
+def missing_fields(wrapper: str, objects: Mapping[str, Any]) -> list[str]:
+    """The fields of the table that a wrapper's objects lack: ["FSDPParam.mesh_info"]."""
+    return [
+        f"{kind}.{name}"
+        for kind, each in objects.items()
+        for name in FIELDS[wrapper][kind]
+        if not any(hasattr(each, either) for either in name.split(" or "))
+    ]
+
+
+def missing_states(model: nn.Module) -> list[str]:
+    """The fields that FSDP2's states of a model lack; its parameters are found through them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    missing: list[str] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            read = getattr(module, "_get_fsdp_state", None)
+            if read is None:
+                return ["FSDPModule._get_fsdp_state"]
+            missing += missing_fields("FSDP2", {"FSDPState": read()})
+    return sorted(set(missing))
+
+
+def missing_names(wrapper: str) -> list[str]:
+    """The names of the table that cannot be imported from the installed torch."""
+    missing = []
+    for path, names in NAMES.get(wrapper, {}).items():
+        try:
+            module: Any = importlib.import_module(path)
+        except ImportError:
+            missing.append(path)
+            continue
+        for name in names:
+            found = module
+            for part in name.split("."):
+                found = getattr(found, part, None)
+            if found is None:
+                missing.append(f"{path}.{name}")
+    return missing
+
+
+def refuse(wrapper: str, missing: list[str]) -> NoReturn:
+    """Raise NotImplementedError that names what a torch changed."""
+    raise NotImplementedError(
+        f"torch {torch.__version__} changed {wrapper}'s {', '.join(missing)}; distprune supports "
+        f"torch {TESTED[0]} to {TESTED[1]}. Install one of these, or a newer distprune."
+    )

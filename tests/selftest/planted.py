@@ -1,0 +1,178 @@
+"""Faults to plant in distprune, and a self-test that runs with one of them on every rank."""
+
+import contextlib
+import importlib
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import distprune
+from distprune.selftest import checks, models, running
+from distprune.selftest.ranks import Ranks
+
+
+def report_of(store, wrappings, only, fault=None, timeout=30.0):
+    """The report of this rank, as JSON, of a run on some wrappings with some of the checks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # the self-test makes its own
+    chosen = [each for each in models.WRAPPINGS if each.name in wrappings]
+    some = {name: check for name, check in checks.CHECKS.items() if name in only}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(running, "WRAPPINGS", chosen))
+        stack.enter_context(mock.patch.object(running, "CHECKS", some))
+        if fault is not None:
+            FAULTS[fault](stack)
+        ranks = Ranks(timeout, cpu=True, meeting=(dist.FileStore(store, size), rank, size))
+        report = running.run(ranks)
+    if report.ended is None:
+        ranks.leave()
+    else:
+        dist.destroy_process_group()
+    return report.as_json()
+
+
+def replace(stack, module, path, value):
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    stack.enter_context(mock.patch.object(owner, name, value))
+
+
+def swap_ties(stack):
+    """Of two equal magnitudes the later one is pruned instead of the earlier one."""
+    after_pruning(stack, lambda mask, values: swap(mask, values, equal=True))
+
+
+def swap_random(stack):
+    """One pruned element and one that is kept change places, on sharded parameters only."""
+    after_pruning(stack, lambda mask, values: swap(mask, values, equal=False))
+
+
+def after_pruning(stack, change):
+    prune = distprune.global_unstructured
+
+    def changed(parameters, *args, **kwargs):
+        report = prune(parameters, *args, **kwargs)
+        for module, name in parameters:
+            mask = getattr(module, name + "_mask")
+            if hasattr(mask, "to_local"):
+                change(mask.to_local(), getattr(module, name + "_orig").to_local())
+        return report
+
+    stack.enter_context(mock.patch.object(distprune, "global_unstructured", changed))
+
+
+@torch.no_grad()
+def swap(mask, values, *, equal):
+    flat, magnitudes = mask.view(-1), values.abs().flatten()
+    for first in flat.logical_not().nonzero().flatten().tolist():
+        others = flat.bool() & (magnitudes == magnitudes[first]) if equal else flat.bool()
+        if others.any():
+            flat[first], flat[int(others.nonzero()[0])] = 1, 0
+            return
+
+
+def one_too_many(stack):
+    count = importlib.import_module("distprune.amount").checked_count
+    replace(stack, "distprune.ranking", "checked_count", lambda *args: count(*args) + 1)
+
+
+def idle_mask(stack):
+    """The mask is registered and does not act in the all-gather."""
+    keep = lambda local, mask, out: out.copy_(local)  # noqa: E731
+    replace(stack, "distprune.wrappers.fsdp2", "write_product", keep)
+
+
+def dense_gradient(stack):
+    replace(stack, "distprune.wrappers.fsdp2", "ShardMask._mask_gradient", lambda self, p: None)
+
+
+def much_traffic(stack):
+    reduce = importlib.import_module("distprune.collectives").Communicator._reduce
+
+    def wasteful(self, values, op):
+        dist.all_reduce(torch.zeros(100_000))
+        return reduce(self, values, op)
+
+    replace(stack, "distprune.collectives", "Communicator._reduce", wasteful)
+
+
+def uncompared_amounts(stack):
+    replace(stack, "distprune.global_pruning", "describe_method", lambda *a: ())
+
+
+def changed_before_agreed(stack):
+    """The error comes on every rank, and a parameter has changed by then."""
+    prune = distprune.global_unstructured
+
+    def impatient(parameters, *args, **kwargs):
+        parameters = list(parameters)
+        module, name = parameters[0]
+        if not hasattr(module, name + "_mask"):
+            with torch.no_grad():
+                getattr(module, name).mul_(0.5)
+        return prune(parameters, *args, **kwargs)
+
+    stack.enter_context(mock.patch.object(distprune, "global_unstructured", impatient))
+
+
+def lossy_checkpoint(stack):
+    load = distprune.checkpoint.load
+
+    def lossy(path, model):
+        load(path, model)
+        module, name = models.weights_of(model)[0]
+        mask = getattr(module, name + "_mask")
+        mask = mask.to_local() if hasattr(mask, "to_local") else mask
+        mask.view(-1)[:1] = 1 - mask.view(-1)[:1].int()
+
+    replace(stack, "distprune.checkpoint", "load", lossy)
+
+
+def renamed_field(stack):
+    fields = importlib.import_module("distprune.wrappers.private_fields").FIELDS
+    names = {**fields["FSDP2"], "FSDPParam": ("sharded_param", "_of_tomorrow")}
+    stack.enter_context(mock.patch.dict(fields, {"FSDP2": names}))
+
+
+def lost_function(stack):
+    names = importlib.import_module("distprune.wrappers.private_fields").NAMES
+    stack.enter_context(mock.patch.dict(names, {"DTensor": {"torch.distributed.tensor": ("No",)}}))
+
+
+def _as_check(stack, check):
+    stack.enter_context(mock.patch.dict(running.CHECKS, {"masks": check}))
+
+
+def one_rank_raises(stack):
+    def check(case):
+        if case.rank == 1:
+            raise MemoryError("planted")
+        return checks.Found()
+
+    _as_check(stack, check)
+
+
+def one_rank_sleeps(stack):
+    for module in ("ranks", "running"):
+        replace(stack, f"distprune.selftest.{module}", "_MARGIN", 0.5)
+
+    def check(case):
+        if case.rank == 1:
+            time.sleep(8)
+        return checks.Found()
+
+    _as_check(stack, check)
+
+
+FAULTS = {
+    each.__name__: each
+    for each in (
+        swap_ties, swap_random, one_too_many, idle_mask, dense_gradient, much_traffic,
+        uncompared_amounts, changed_before_agreed, lossy_checkpoint, renamed_field,
+        lost_function, one_rank_raises, one_rank_sleeps,
+    )
+}  # fmt: skip

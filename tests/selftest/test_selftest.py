@@ -1,0 +1,214 @@
+"""The self-test holds here, needs little, answers by its exit code, and finds faults."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import planted
+import pytest
+
+from distprune.selftest import checks, models
+from distprune.selftest.table import Lines, Report, Result
+from distprune.testing import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(*arguments, **environment):
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **settings},
+    )
+
+
+def end_of(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+# Neither is there; the self-test must not mind.
+WITHOUT_EXTRAS = """
+import sys
+for name in ("typer", "rich", "yaml", "safetensors", "transformers", "pytest"):
+    sys.modules[name] = None
+from distprune.cli.main import main
+main(["selftest", *sys.argv[1:]])
+"""
+
+
+def test_one_process_with_torch_and_numpy_only():
+    code, out, err = end_of(start("-c", WITHOUT_EXTRAS, "--json", "--cpu"))
+    assert code == 0, out + err
+    report = json.loads(out)
+    assert report["holds"] and report["ended"] is None
+    assert {"distprune", "torch", "python", "backend", "device", "ranks"} <= set(report["facts"])
+    tried = {(r["wrapping"], r["check"]) for r in report["results"] if r["status"] == "ok"}
+    columns = set(checks.CHECKS) - {"all or none"}
+    assert tried == {(w, c) for w in ("plain", "DDP", "FSDP2", "TP") for c in columns}
+    reasons = {r["detail"] for r in report["results"] if r["status"] == "not tried"}
+    assert reasons == {"needs 2 ranks", "needs 4 ranks"}
+
+
+def test_two_ranks_under_torchrun_print_once():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, out, err = end_of(start(*torchrun, "-m", "distprune", "selftest", "--cpu"))
+    assert code == 0, out + err
+    assert out.count("private fields") == 1
+    for name in ("plain", "DDP", "FSDP1", "FSDP2", "TP"):
+        (line,) = [line for line in out.splitlines() if line.split("  ")[0] == name]
+        assert line.count(" ok") == len(checks.CHECKS) - 1 and " kB" in line, line
+    assert "HSDP          not tried: needs 4 ranks" in out
+    assert "Everything that was tried holds: 35 checks" in out
+
+
+def test_every_wrapping_on_four_ranks(tmp_path):
+    names = [each.name for each in models.WRAPPINGS]
+    store, fast = str(tmp_path / "store"), ["masks", "training", "private fields"]
+    for report in run_ranks(planted.report_of, 4, store, names, fast, timeout=240):
+        assert report["holds"], report
+        assert len(report["results"]) == len(names) * len(fast)
+
+
+def test_an_odd_number_of_ranks_tries_what_it_can(tmp_path):
+    names = [each.name for each in models.WRAPPINGS]
+    store, some = str(tmp_path / "store"), ["masks", "checkpoint"]
+    for report in run_ranks(planted.report_of, 3, store, names, some, timeout=240):
+        assert report["holds"], report
+        skipped = {r["wrapping"] for r in report["results"] if r["status"] == "not tried"}
+        assert skipped == {"FSDP1 hybrid", "HSDP", "FSDP2 + TP"}
+
+
+FOUND = [
+    ("swap_ties", "FSDP2", "masks", "tied values, amount"),
+    ("swap_random", "FSDP2", "random", "seed 1: 2 of"),
+    ("one_too_many", "plain", "masks", "elements were pruned, expected"),
+    ("idle_mask", "FSDP2", "training", "the output differs from the reference"),
+    ("dense_gradient", "FSDP2", "training", "a step changed pruned elements of l1.weight"),
+    ("much_traffic", "DDP", "traffic", "expected at most 256 kB"),
+    ("uncompared_amounts", "DDP", "all or none", "RuntimeError"),
+    ("changed_before_agreed", "DDP", "all or none", "the model has changed although"),
+    ("lossy_checkpoint", "FSDP2", "checkpoint", "l1.weight_mask was loaded with other values"),
+    ("renamed_field", "FSDP2", "private fields", "changed FSDP2's FSDPParam._of_tomorrow"),
+    ("lost_function", "TP", "private fields", "torch has no torch.distributed.tensor.No"),
+]
+
+
+@pytest.mark.parametrize(("fault", "wrapping", "check", "message"), FOUND)
+def test_a_planted_fault_is_found_and_named(tmp_path, fault, wrapping, check, message):
+    found = run_ranks(
+        planted.report_of, 2, str(tmp_path / "store"), [wrapping], [check], fault, 10.0
+    )
+    for report in found:  # the same on both ranks
+        assert not report["holds"]
+        (result,) = report["results"]
+        assert (result["status"], result["check"]) == ("FAILED", check)
+        assert any(message in text for text in result["wrong"]), result["wrong"]
+        text = Lines([wrapping], [check]).end(_report(report))
+        assert f'FAILED: "{check}" on {wrapping}' in text and "1 of 1 checks FAILED" in text
+
+
+@pytest.mark.parametrize("check", sorted({check for _, _, check, _ in FOUND}))
+def test_without_the_fault_the_check_holds(tmp_path, check):
+    wrappings = [w for _, w, c, _ in FOUND if c == check]
+    store = str(tmp_path / "store")
+    for report in run_ranks(planted.report_of, 2, store, wrappings, [check], timeout=240):
+        assert report["holds"], report
+
+
+def test_a_rank_that_raises_alone_ends_the_test_on_every_rank(tmp_path):
+    some = ["masks", "checkpoint"]
+    arguments = (str(tmp_path / "store"), ["plain", "DDP"], some, "one_rank_raises")
+    for report in run_ranks(planted.report_of, 2, *arguments):
+        assert not report["holds"] and "out of step" in report["ended"]
+        (result,) = report["results"]
+        assert "rank 1: Traceback" in result["wrong"][0]
+        assert "MemoryError: planted" in result["wrong"][0]
+
+
+def test_a_rank_that_does_not_answer_ends_the_test_at_the_deadline(tmp_path):
+    arguments = (str(tmp_path / "store"), ["plain"], ["masks"], "one_rank_sleeps", 2.0)
+    first, second = run_ranks(planted.report_of, 2, *arguments)
+    for report in (first, second):
+        assert report["ended"] == "a rank is lost" and not report["holds"]
+    assert first["results"][0]["wrong"] == ["rank 1 did not answer within 2 s"]
+
+
+DYING = """
+import os, sys
+from distprune.selftest import checks
+def die(case):
+    if case.rank == 1:
+        os._exit(9)
+    return checks.check_masks(case)
+checks.CHECKS["masks"] = die
+from distprune.cli.main import main
+main(["selftest", "--cpu", "--timeout", "3"])
+"""
+
+
+def test_a_rank_that_dies_is_exit_code_5_on_the_others():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    processes = [start("-c", DYING, RANK=str(rank), **place) for rank in range(2)]
+    (code, out, err), (died, _, _) = map(end_of, processes)
+    assert (code, died) == (5, 9), out + err
+    assert "rank 1 did not answer within 3 s" in out and "ended early: a rank is lost" in out
+
+
+FAILING = """
+from distprune.selftest import checks
+checks.CHECKS["masks"] = lambda case: checks.Found(["planted"])
+from distprune.cli.main import main
+main(["selftest", "--cpu"])
+"""
+
+
+def test_what_does_not_hold_is_exit_code_1():
+    code, out, err = end_of(start("-c", FAILING))
+    assert code == 1, err
+    assert 'FAILED: "masks" on plain\n    planted\n' in out
+    assert "4 of 24 checks FAILED" in out
+
+
+MISSING = """
+import sys
+sys.modules[sys.argv.pop(1)] = None
+from distprune.cli.main import main
+main(["selftest"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "expected", "message"),
+    [
+        ("torch", 2, "the self-test needs torch and numpy"),
+        ("distprune.wrappers.private_fields", 1, "FAILED: distprune does not import with torch"),
+    ],
+)
+def test_a_torch_that_lacks_a_module(module, expected, message):
+    code, out, err = end_of(start("-c", MISSING, module))
+    assert code == expected and message in out + err, out + err
+
+
+@pytest.mark.parametrize("arguments", [["--bogus"], ["--timeout", "0"], ["--timeout", "x"]])
+def test_wrong_usage_is_exit_code_2(arguments, capsys):
+    from distprune.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["selftest", *arguments])
+    assert ended.value.code == 2
+    assert "usage: distprune selftest" in capsys.readouterr().err
+
+
+def _report(found):
+    results = [Result(**each) for each in found["results"]]
+    return Report(found["facts"], results, found["ended"], found["seconds"])
