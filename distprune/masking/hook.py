@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.masking import live_property
+from distprune.masking.record import MaskRecord
 from distprune.wrappers import is_managed
 
 
@@ -21,9 +22,11 @@ class PruningHook:
 
     Attributes:
         _tensor_name: which parameter of the module is pruned.
+        record: what the last pruning of the parameter left; None if that is not known.
     """
 
     _tensor_name: str
+    record: MaskRecord | None = None
     # The module that the hook is on; not pickled, bound again at the next forward.
     _module_ref: weakref.ref[nn.Module] | None = None
     # Every (module, name) of a tied parameter that was pruned, and is removed, as one.

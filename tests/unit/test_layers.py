@@ -21,6 +21,7 @@ LEVELS = [
         "strict",
         "shard",
         "keys",
+        "masking.record",
         "masking.survival",
         "wrappers.fsdp1_mask",
         "testing.calls",
