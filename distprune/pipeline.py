@@ -18,8 +18,10 @@ from distprune.bounds import SparsityBound
 from distprune.call import Decision, PruningCall
 from distprune.checksum import checksums
 from distprune.collectives import Communicator, attempt
+from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
-from distprune.masking.hook import PruningHook
+from distprune.masking.hook import PruningHook, find_hook
+from distprune.masking.record import MaskRecord, Member, join
 from distprune.passes import count_each_live
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
@@ -105,7 +107,7 @@ def prune_together(
                     "and max_sparsity have no meaning for it; expected a method that does, such as "
                     "L1Unstructured, RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
                 )
-        num_pruned = _attach_everywhere(targets, decision, make_hook, communicator)
+        num_pruned = _attach_everywhere(targets, num_live, decision, make_hook, communicator)
     return PruningReport(
         method=type(method).__name__,
         amount=amount,
@@ -217,24 +219,48 @@ def _mask_dtype(target: Target) -> torch.dtype:
 
 
 def _attach_everywhere(
-    targets: Sequence[Target], decision: Decision, make_hook: MakeHook, communicator: Communicator
+    targets: Sequence[Target],
+    num_live: Sequence[int],
+    decision: Decision,
+    make_hook: MakeHook,
+    communicator: Communicator,
 ) -> list[int]:
     """Change the modules on every rank, or on none; newly pruned elements per parameter."""
     transaction = Transaction()
+    attached: list[list[PruningHook]] = [[] for _ in targets]
 
     def attach() -> None:
-        for target, local_mask in zip(targets, decision.masks, strict=True):
+        for target, local_mask, hooks in zip(targets, decision.masks, attached, strict=True):
             mask = target.shard.as_parameter_layout(local_mask)
             for module, name in target.places:
+                present = find_hook(module, name)
+                earlier.append(None if present is None else present[1].member)
                 hook = make_hook(module, name)
+                hooks.append(hook)
                 transaction.attach(module, name, hook, mask, target.managed)
                 if target.is_tied and target.managed is None:
                     hook.tied_places = target.places
 
+    earlier: list[Member | None] = []
     _, error = attempt(attach)
-    counts = [int(error is not None), *decision.num_pruned]
+    parts = [
+        int(fingerprint_part(t.shard, mask)) if t.shard.replica == 0 else 0
+        for t, mask in zip(targets, decision.masks, strict=True)
+    ]
+    counts = [int(error is not None), *decision.num_pruned, *parts]
     shared = communicator.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
     if shared[0]:
         transaction.rollback()
         communicator.agree(error=error)
-    return shared[1:]
+    num_pruned, fingerprints = shared[1 : len(targets) + 1], shared[len(targets) + 1 :]
+    members = []
+    for target, live, pruned, fingerprint, hooks in zip(
+        targets, num_live, num_pruned, fingerprints, attached, strict=True
+    ):
+        record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
+        first = target.places[0][0] if target.places else None
+        members.append(Member(target.label, target.is_named, first))
+        for hook in hooks:
+            hook.record, hook.member = record, members[-1]
+    join(members, earlier)
+    return num_pruned

@@ -20,9 +20,11 @@ from distprune import ranking
 from distprune.amount import checked_count
 from distprune.call import Decision, PruningCall
 from distprune.collectives import attempt
+from distprune.fingerprint import fingerprint_part
 from distprune.keys import Order
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
+from distprune.masking.record import MaskRecord, Member, join
 from distprune.naming import NamedParameter, unwrap
 from distprune.pipeline import prune_together
 from distprune.sharding import ShardReader, is_sharded
@@ -162,6 +164,11 @@ class BasePruningMethod(PruningHook, ABC):
         except Exception:
             transaction.rollback()
             raise
+        mask = mask.detach()
+        num_pruned = int((mask == 0).sum())
+        hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)
+        hook.member = Member(shard.name, False, module)
+        join([hook.member], [None if present is None else present[1].member])
         return hook
 
     @classmethod
@@ -224,7 +231,10 @@ class BasePruningMethod(PruningHook, ABC):
             product = shard.live_values() if shard.is_sharded else self.apply_mask(module)
             # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
             final = product.masked_fill(shard.mask == 0, 0)
+            present = find_hook(module, name)
             Transaction().detach(module, name, final, reader.managed(module, name))
+        if present is not None and present[1].member is not None:
+            present[1].member.forget()
 
 
 class PruningContainer(BasePruningMethod):

@@ -92,6 +92,7 @@ def _read(
     shards: dict[Hashable, tuple[str, LocalShard]] = {}
     tied: set[Hashable] = set()
     inside = set(communicator.ranks)
+    named: set[str] = set()
     # By identity: parameters of one mesh share their list of ranks, which may be long.
     checked: dict[int, tuple[int, ...]] = {}
     for position, pair in enumerate(pairs):
@@ -103,6 +104,8 @@ def _read(
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
+        if label is not None:
+            named.add(label)
         label = label or f"{type(module).__name__}.{name} (#{position})"
         shard = reader.read(module, name, label)
         key = shard.key
@@ -135,6 +138,7 @@ def _read(
             reader.managed(*places[key][0]),
             shard,
             _scores_of(places[key], scores, label, shard),
+            label in named,
         )
         for key, (label, shard) in shards.items()
     ]

@@ -24,6 +24,7 @@ class Target:
         managed: a wrapper's record of it (wrappers.Managed), if it has one.
         shard: this rank's part.
         scores: this rank's part of the importance scores; None if none were given.
+        is_named: whether the label is a full name.
     """
 
     label: str
@@ -32,6 +33,7 @@ class Target:
     managed: Any | None
     shard: LocalShard
     scores: Tensor | None
+    is_named: bool = False
 
     @property
     def facts(self) -> str:
