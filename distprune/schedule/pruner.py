@@ -20,6 +20,8 @@ from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
+from distprune.verification.report import VerificationReport
+from distprune.verification.verifying import verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,6 +66,8 @@ class ScheduledPruner:
         pipeline_parallel: the ranks have different parameters, with full names, as for
             ``global_unstructured``. Bounds go by full name, and are checked at the first
             pruning.
+        verify_every: after every so many steps, whether or not anything was due, check that the
+            masks act, and are those that the last pruning left: see ``verify``. None: never.
 
     Attributes:
         num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
@@ -84,6 +88,7 @@ class ScheduledPruner:
         min_sparsity: SparsityBound | None = None,
         max_sparsity: SparsityBound | None = None,
         pipeline_parallel: bool = False,
+        verify_every: int | None = None,
     ) -> None:
         defaults = {
             "pipeline_parallel": pipeline_parallel,
@@ -102,10 +107,18 @@ class ScheduledPruner:
                 f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
                 "(module, name) to a tensor, or a function that returns one."
             )
+        if verify_every is not None and (
+            isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 1
+        ):
+            raise ValueError(
+                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
+            )
+        self._verify_every = verify_every
         self._importance_scores = importance_scores
         self._process_group = group
         self._is_pipeline_parallel = pipeline_parallel
         self.num_steps = 0
+        self._has_pruned = [False] * len(self._groups)
         self._last_reports: tuple[PruningReport | None, ...] = (None,) * len(self._groups)
 
     def step(self) -> PruningReport | None:
@@ -122,6 +135,8 @@ class ScheduledPruner:
             Exception: as ``global_unstructured``, on every rank. The step does not count then,
                 and no group has changed but those before the one that failed: a second call
                 takes up where the first one stopped.
+            VerificationError: see ``verify_every``; on every rank. The step counts, and its
+                pruning is done.
 
         Cost: nothing at a step that is not due, so ranks are only compared where all
         of them prune. A rank that is at another step, where nothing is due, is not
@@ -134,8 +149,32 @@ class ScheduledPruner:
         )
         self.num_steps += 1
         self._last_reports = reports
+        done_now = (report is not None for report in reports)
+        self._has_pruned = [a or b for a, b in zip(self._has_pruned, done_now, strict=True)]
+        if self._verify_every is not None and self.num_steps % self._verify_every == 0:
+            self.verify()
         done = [report for report in reports if report is not None]
         return _merged(done) if done else None
+
+    def verify(self) -> VerificationReport:
+        """Check the masks of the parameters now; see :func:`distprune.verify`. Collective.
+
+        Every parameter of a group that this object has pruned has to be pruned. What only the
+        whole model shows, such as a module that was replaced in it, is left to ``verify(model)``.
+
+        Returns:
+            A report, the same on every rank.
+
+        Raises:
+            VerificationError: something is wrong; on every rank.
+        """
+        groups = zip(self._groups, self._has_pruned, strict=True)
+        return verify_parameters(
+            self.parameters,
+            world(self._process_group),
+            pruned=[has_pruned for group, has_pruned in groups for _ in group.parameters],
+            pipeline_parallel=self._is_pipeline_parallel,
+        )
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:
@@ -183,6 +222,7 @@ class ScheduledPruner:
         Local on every rank. For when the schedule is over: a later pruning would
         rank the zeros like any other value.
         """
+        self._has_pruned = [False] * len(self._groups)
         for group in self._groups:
             for module, name in group.parameters:
                 # Not pruned yet, or removed with a parameter that it is tied to.

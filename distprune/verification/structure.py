@@ -120,6 +120,14 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
         )
         place.is_readable = False
         return
+    expected = getattr(record, "sharded", None)
+    if expected is not None and not is_dtensor(expected):
+        problems.append(
+            f"{name}_orig was replaced by {_described(expected)}, which its wrapper cannot gather; "
+            "load a state dict of DTensors, or without assign=True"
+        )
+        place.is_readable = False
+        return
     if not shard_mask.is_attached():
         problems.append("its mask is not attached to the shard, which is gathered unmasked")
     if not live_property.is_live(module, name):
@@ -127,9 +135,7 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
     if not record.has_registered(module, name + "_orig"):
         problems.append(f"{name}_orig was replaced by a parameter that the wrapper does not have")
         place.is_readable = False
-    expected = getattr(record, "sharded", None)
-    expected = record.values if expected is None else expected
-    problem = _layout_problem(expected, place.mask)
+    problem = _layout_problem(record.values if expected is None else expected, place.mask)
     if problem is None and "bool" not in str(place.mask.dtype):
         problem = f"its mask has dtype {place.mask.dtype}; expected torch.bool under FSDP"
     if problem is not None:

@@ -118,7 +118,7 @@ def verify_parameters(
     parameters: Sequence[tuple[nn.Module, str]],
     communicator: Communicator,
     *,
-    are_pruned: bool,
+    pruned: Sequence[bool],
     pipeline_parallel: bool = False,
 ) -> VerificationReport:
     """:func:`verify` for single parameters, by ranks that talk to each other already.
@@ -127,7 +127,7 @@ def verify_parameters(
 
     Args:
         parameters: (module, name) pairs.
-        are_pruned: whether all of them have to be.
+        pruned: which of them have to be.
     """
 
     def find() -> Local:
@@ -140,14 +140,9 @@ def verify_parameters(
                 if structure.is_traced(module, name):
                     found = structure.place(module, name, path)
                     places.setdefault((id(module), name), found)
-            wanted.append(Wanted(path, ((unwrap(pair[0]), pair[1]),)))
-        return _inspected(
-            list(places.values()),
-            wanted if are_pruned else [],
-            communicator,
-            pipeline_parallel,
-            None,
-        )
+            if pruned[position]:
+                wanted.append(Wanted(path, ((unwrap(pair[0]), pair[1]),)))
+        return _inspected(list(places.values()), wanted, communicator, pipeline_parallel, None)
 
     return _verified(
         find, communicator, is_expected_given=True, pipeline_parallel=pipeline_parallel

@@ -4,12 +4,15 @@ A mutation is done to a model on all ranks or on the last one only; verify raise
 then, the same text, which names the parameter.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import distprune as prune
 import wraps
@@ -92,6 +95,9 @@ def replace_submodule(model, kind):
 
 def replace_parameter(model, kind):
     module = inner(model, "l1")
+    if kind == "fsdp1_flat":  # what is there is a view of memory that was freed
+        module._parameters["weight_orig"] = nn.Parameter(torch.ones(6, 6))
+        return
     module._parameters["weight_orig"] = nn.Parameter(module.weight_orig.detach().clone())
 
 
@@ -102,24 +108,16 @@ def swap_parameters(model, kind):
 
 
 def assign_whole(model, kind):
-    state = {}
-    for name in ("l1.weight_orig", "l1.weight_mask"):
-        tensor = getattr(inner(model, "l1"), name.partition(".")[2])
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        state[name] = whole.detach().clone()
+    state = {name: torch.ones(6, 6) for name in ("weight_orig", "weight_mask")}
     if kind in ("plain", "ddp"):
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = {name: distribute_tensor(t, mesh, [Replicate()]) for name, t in state.items()}
-    inner(model, "l1").load_state_dict(
-        {name.partition(".")[2]: t for name, t in state.items()}, strict=False, assign=True
-    )
+    with contextlib.suppress(AttributeError):  # of FSDP2, half way through
+        inner(model, "l1").load_state_dict(state, strict=False, assign=True)
 
 
 def assign_whole_mask(model, kind):
-    module = inner(model, "l1")
-    mask = module.weight_mask
-    mask = mask.full_tensor() if isinstance(mask, DTensor) else mask
-    module._buffers["weight_mask"] = mask.new_ones(6, 6, 1)
+    inner(model, "l1")._buffers["weight_mask"] = torch.ones(6, 6, 1, dtype=torch.bool)
 
 
 def wrap_anew(model, kind):
@@ -236,14 +234,14 @@ def missed(per_rank: list[list]) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_mutations_on_all_ranks_are_found(wrapping, trained):
     size = wraps.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, EVERYWHERE, False, trained)
+    found = run_ranks(verified, size, wrapping, EVERYWHERE, False, trained, timeout=60)
     assert not missed(found), "\n".join(missed(found))
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS[1:])
 def test_mutations_on_one_rank_are_found(wrapping):
     size = wraps.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, ONE_RANK, True, False)
+    found = run_ranks(verified, size, wrapping, ONE_RANK, True, False, timeout=60)
     assert not missed(found), "\n".join(missed(found))
     if size == 2:
         assert all("rank 1" in text or "skipped" in text for _, text in found[0][3:])
@@ -252,13 +250,13 @@ def test_mutations_on_one_rank_are_found(wrapping):
 @pytest.mark.parametrize("mutation, wrapping", SOME, ids=lambda x: getattr(x, "__name__", x))
 def test_mutations_of_some_wrappers_are_found(mutation, wrapping):
     size = wraps.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, [mutation], False, False)
+    found = run_ranks(verified, size, wrapping, [mutation], False, False, timeout=60)
     assert not missed(found), "\n".join(missed(found))
 
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "hsdp-2x2"])
 def test_one_weight_of_one_replica_is_found(wrapping):
     size = wraps.world_size(wrapping)
-    found = run_ranks(verified, size, wrapping, [change_a_weight], True, True)
+    found = run_ranks(verified, size, wrapping, [change_a_weight], True, True, timeout=60)
     assert not missed(found), "\n".join(missed(found))
     assert "different weights: rank" in found[0][0][1]

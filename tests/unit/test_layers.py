@@ -56,7 +56,7 @@ LEVELS = [
     ["pruning_method"],
     ["methods"],
     ["local_pruning", "global_pruning", "schedule.groups"],
-    ["verification.measuring", "verification.structure"],
+    ["verification.measuring", "verification.structure", "verification.records"],
     ["verification.sharing"],
     ["verification.expectations"],
     ["verification.verifying", "verification"],
