@@ -17,7 +17,7 @@ from distprune.memory import Array
 from distprune.shard import FlatShard, LocalShard
 
 # Elements at a time: what is made of them stays in the second-level cache.
-_CPU_CHUNK, _DEVICE_CHUNK = memory.SERIAL, 1 << 25
+_CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 25
 
 
 @dataclass
@@ -58,9 +58,9 @@ def measure(shard: LocalShard, product: Tensor | None, *, compares_weight: bool)
     flat_mask, flat_values = shard.flat(mask), shard.flat(values)
     flat_product = None if product is None else shard.flat(product.detach())
     for span in _chunks(flat_mask):
-        pruned, kept = _zeros_and_ones(flat_mask[span])
-        num_pruned += int(pruned.sum() if isinstance(pruned, Tensor) else np.count_nonzero(pruned))
-        num_kept += kept
+        pruned, zeros, ones = _zeros_and_ones(flat_mask[span])
+        num_pruned += zeros
+        num_kept += ones
         if flat_product is not None and not is_exposed:
             is_exposed = _any_nonzero(flat_product[span], pruned)
     problems = []
@@ -93,26 +93,30 @@ def place_hash(shard: LocalShard) -> int:
     return _hash(_place(shard)) | 1
 
 
-def _chunks(flat: Tensor) -> Iterator[slice]:
-    size = _CPU_CHUNK if memory.takes_numpy(flat.device) else _DEVICE_CHUNK
+def _chunks(flat: Tensor, times: int = 1) -> Iterator[slice]:
+    size = times * (_CPU_CHUNK if memory.takes_numpy(flat.device) else _DEVICE_CHUNK)
     for first in range(0, flat.numel(), size):
         yield slice(first, first + size)
 
 
-def _zeros_and_ones(mask: Tensor) -> tuple[Array | Tensor, int]:
-    """Which are 0, and how many are 1."""
+def _zeros_and_ones(mask: Tensor) -> tuple[Array | Tensor, int, int]:
+    """Which are 0, and how many are 0 and 1."""
     if not memory.takes_numpy(mask.device):
         zeros = mask == 0
-        ones = ~zeros if mask.dtype is torch.bool else mask == 1
-        return zeros, int(ones.sum())
+        num_zeros = int(zeros.sum())
+        is_bool = mask.dtype is torch.bool
+        return zeros, num_zeros, mask.numel() - num_zeros if is_bool else int((mask == 1).sum())
     if mask.dtype is torch.bool:  # true bytes need not be 1
-        zeros = mask.view(torch.uint8).numpy() == 0
-        return zeros, zeros.size - np.count_nonzero(zeros)
+        found = mask.view(torch.uint8).numpy() == 0
+        num_zeros = int(np.count_nonzero(found))
+        return found, num_zeros, found.size - num_zeros
     if mask.dtype is torch.bfloat16:  # which numpy does not know; the sign of a zero is shifted out
         bits = mask.view(torch.int16).numpy()
-        return bits << 1 == 0, np.count_nonzero(bits == 0x3F80)
-    array = mask.numpy()
-    return array == 0, np.count_nonzero(array == 1)
+        found, ones = bits << 1 == 0, bits == 0x3F80
+    else:
+        array = mask.numpy()
+        found, ones = array == 0, array == 1
+    return found, int(np.count_nonzero(found)), int(np.count_nonzero(ones))
 
 
 def _any_nonzero(values: Tensor, where: Array | Tensor) -> bool:
@@ -127,9 +131,10 @@ def _is_infinite_under(values: Tensor, mask: Tensor) -> bool:
     """Whether a pruned value is infinite or NaN, which a sum that is finite rules out."""
     if not (values.is_floating_point() or values.is_complex()):
         return False
-    for span in _chunks(values):
+    for span in _chunks(values, 4):
         chunk = values[span]
-        if not bool(chunk.sum().isfinite()) and bool((~chunk.isfinite() & (mask[span] == 0)).any()):
+        total = chunk.sum().item()
+        if total - total != 0 and bool((~chunk.isfinite() & (mask[span] == 0)).any()):
             return True
     return False
 

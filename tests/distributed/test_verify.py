@@ -264,10 +264,7 @@ def load(wrapping: str, path: str, with_records: bool) -> list[str]:
             prune_all(model, amount)
         prune.checkpoint.load(path, model)
         wrong += found(model, f"loaded, pruned before: {amount}")
-        mask = wraps.local(
-            next(b for n, b in model.named_buffers() if n.endswith("l1.weight_mask"))
-        )
-        mask.fill_(1)
+        wraps.local(prune.select(model, "l1")[0][0].weight_mask).fill_(1)
         if prune.verify(model, raise_errors=False).ok == with_records:
             wrong.append("a mask that changed after loading is not told")
     return wrong
