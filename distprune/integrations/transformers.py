@@ -178,9 +178,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         report = self.pruner.step()
         if self._verify_every is not None and state.global_step % self._verify_every == 0:
             assert self._model is not None
-            self.pruner.verify()
-            if is_pruned(self._model):
-                verify(self._model)
+            verify(self._model, expected=self.pruner.pruned_parameters)
         if report is None:
             return
         self.last_report = report

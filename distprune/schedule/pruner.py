@@ -168,13 +168,18 @@ class ScheduledPruner:
         Raises:
             VerificationError: something is wrong; on every rank.
         """
-        groups = zip(self._groups, self._has_pruned, strict=True)
         return verify_parameters(
             self.parameters,
             world(self._process_group),
-            pruned=[has_pruned for group, has_pruned in groups for _ in group.parameters],
+            pruned=self.pruned_parameters,
             pipeline_parallel=self._is_pipeline_parallel,
         )
+
+    @property
+    def pruned_parameters(self) -> list[tuple[nn.Module, str]]:
+        """Those of ``parameters`` in the groups that this object has pruned."""
+        groups = zip(self._groups, self._has_pruned, strict=True)
+        return [pair for group, has_pruned in groups if has_pruned for pair in group.parameters]
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:

@@ -118,7 +118,7 @@ def verify_parameters(
     parameters: Sequence[tuple[nn.Module, str]],
     communicator: Communicator,
     *,
-    pruned: Sequence[bool],
+    pruned: Sequence[tuple[nn.Module, str]],
     pipeline_parallel: bool = False,
 ) -> VerificationReport:
     """:func:`verify` for single parameters, by ranks that talk to each other already.
@@ -127,12 +127,11 @@ def verify_parameters(
 
     Args:
         parameters: (module, name) pairs.
-        pruned: which of them have to be.
+        pruned: those of them that have to be.
     """
 
     def find() -> Local:
         places: dict[tuple[int, str], Place] = {}
-        wanted = []
         for position, pair in enumerate(parameters):
             path = getattr(pair, "fqn", f"{type(pair[0]).__name__}.{pair[1]} (#{position})")
             for module, name in getattr(pair, "places", (tuple(pair),)):
@@ -140,8 +139,7 @@ def verify_parameters(
                 if structure.is_traced(module, name):
                     found = structure.place(module, name, path)
                     places.setdefault((id(module), name), found)
-            if pruned[position]:
-                wanted.append(Wanted(path, ((unwrap(pair[0]), pair[1]),)))
+        wanted = wanted_of(pruned)
         return _inspected(list(places.values()), wanted, communicator, pipeline_parallel, None)
 
     return _verified(
