@@ -221,34 +221,53 @@ def dense_places(model: nn.Module, places: Iterable[Place], prefix: str = "") ->
     return found
 
 
-def missing_members(places: Iterable[Place]) -> list[str]:
-    """Names of parameters that were pruned with others that are here, and are not here."""
+def missing_members(model: nn.Module, places: Iterable[Place], *, forget: bool) -> list[str]:
+    """Names of parameters that were pruned with others that are here, and are not pruned here.
+
+    Those of another model, or of another part of it, are not missing.
+
+    Args:
+        forget: do not miss them any more.
+    """
+    places = list(places)
     held: dict[Member, Place] = {}
     for each in places:
         if each.hook is not None and each.hook.member is not None:
             held.setdefault(each.hook.member, each)
     names, has_collected = [], False
+    dense: set[str] = set()
     for group in {id(member.group): member.group for member in held}.values():
         missing = [member for member in group if member not in held]
         if not missing:
             continue
-        moved = [
+        if not has_collected:
+            gc.collect()  # modules and what is on them refer to each other
+            has_collected = True
+            dense = _parameter_paths(model) - {place.path for place in places}
+        moves = [
             _moved(member.label, held[member].path)
             for member in group
             if member in held and member.is_full
         ]
-        move = next((each for each in moved if each is not None), None)
+        move = next((each for each in moves if each is not None), None)
         for member in missing:
-            path = None if move is None or not member.is_full else move.path_of(member.label)
-            if path is not None:
+            path: str | None = member.label
+            if move is not None and member.is_full:
+                path = move.path_of(member.label)
+            if path is not None and (member.is_gone or (move is not None and path in dense)):
                 names.append(path)
-                continue
-            if not member.is_full and not member.is_gone and not has_collected:
-                gc.collect()  # hooks and modules refer to each other
-                has_collected = True
-            if not member.is_full and member.is_gone:
-                names.append(member.label)
-    return sorted(names)
+                if forget:
+                    member.forget()
+    return [] if forget else sorted(names)
+
+
+def _parameter_paths(model: nn.Module) -> set[str]:
+    """Full names of all parameters, in whatever form a wrapper has them."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in named_modules(model)
+        for name in (*module._parameters, *module.__dict__)
+    }
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,9 @@ def verify(
             whose counts (and fingerprints) have to be those of now. By default what has a trace
             of pruning.
         accept: take the masks as they are for those of the last pruning, if nothing else is
-            wrong: after ``load_state_dict`` of other masks, or a change by hand, that was meant.
-            (``checkpoint.load`` loads what was known of the masks that it loads.)
+            wrong, and do not miss modules that are gone: after ``load_state_dict`` of other masks,
+            or a change by hand, that was meant. (``checkpoint.load`` loads what was known of the
+            masks that it loads.)
         raise_errors: raise if anything is wrong. If False, only the report tells.
         group: the ranks that take part; every rank by default. Collective.
         pipeline_parallel: ranks have different parameters, with full names, as for
@@ -100,7 +101,7 @@ def verify(
         places = structure.places_of(model, prefix)
         if accept:
             _refresh(places)
-        return _inspected(places, wanted, communicator, pipeline_parallel, model)
+        return _inspected(places, wanted, communicator, pipeline_parallel, model, accept)
 
     communicator = world(group)
     return _verified(
@@ -216,6 +217,7 @@ def _inspected(
     communicator: Communicator,
     pipeline_parallel: bool,
     model: nn.Module | None,
+    accept: bool = False,
 ) -> Local:
     """Everything that this rank can tell alone."""
     reader, managed = ShardReader(), managed_parameters(model)
@@ -253,7 +255,8 @@ def _inspected(
             by_path = [each for each in found.values() if each.name == name]
             (by_path[0].problems if by_path else local.problems).append(what)
     local.found = list(found.values())
-    _add_missing(local, places, wanted, is_whole=model is not None)
+    absent = [] if model is None else structure.missing_members(model, places, forget=accept)
+    _add_missing(local, places, wanted, absent)
     return local
 
 
@@ -319,13 +322,11 @@ def _compare_tied(entry: Found, place: Place, shard: LocalShard) -> None:
 
 
 def _add_missing(
-    local: Local, places: list[Place], wanted: list[Wanted] | None, *, is_whole: bool
+    local: Local, places: list[Place], wanted: list[Wanted] | None, absent: list[str]
 ) -> None:
     """Enter what should be pruned, and is not."""
-    missing: dict[str, str] = {}
-    if is_whole:
-        for name in structure.missing_members(places):
-            missing[name] = "it was pruned together with others, and is not pruned any more"
+    gone = "it was pruned together with others, and is not pruned any more"
+    missing = dict.fromkeys(absent, gone)
     paths = {place.path for place in places}
     held = {(id(place.module), place.name) for place in places}
     for each in wanted or ():

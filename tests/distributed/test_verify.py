@@ -369,3 +369,42 @@ def test_verify_every_is_a_number_of_steps():
             prune.schedule.ScheduledPruner(
                 prune.select(model), prune.schedule.OneShot(1, 0.5), verify_every=wrong
             )
+
+
+def test_two_models_that_were_pruned_together_do_not_miss_each_other():
+    one, other = make("plain-1"), nn.Sequential(make("plain-1"), nn.Linear(3, 2))
+    parameters = [*prune.select(one), *prune.select(other)]
+    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
+    assert prune.verify(one).ok and prune.verify(other).ok
+    assert prune.verify(other[0]).ok and prune.verify(copy.deepcopy(one)).ok
+
+
+def test_a_module_that_was_taken_away_on_purpose_is_accepted():
+    model = make("plain-1")
+    prune_all(model)
+    prune_all(model, 0.1)
+    del model.l3
+    with pytest.raises(prune.VerificationError, match=r"l3.weight: it was pruned together"):
+        prune.verify(model)
+    assert prune.verify(model, accept=True).ok and prune.verify(model).ok
+
+
+@pytest.mark.parametrize("layer", ["lstm", "attention"])
+def test_modules_that_read_their_weights_themselves(layer):
+    model = nn.ModuleDict(
+        {"lstm": nn.LSTM(4, 4)} if layer == "lstm" else {"attn": nn.MultiheadAttention(4, 2)}
+    )
+    names = ["weight_ih_l0", "weight_hh_l0"] if layer == "lstm" else ["in_proj_weight", "weight"]
+    prune.global_unstructured(prune.select(model, names=names), prune.L1Unstructured, amount=0.5)
+    x = torch.ones(2, 1, 4)
+    for when in ("pruned", "forward", "stepped", "forward again"):
+        assert prune.verify(model).ok, when
+        if when != "stepped":
+            out = model["lstm"](x)[0] if layer == "lstm" else model["attn"](x, x, x)[0]
+            out.sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
+    assert prune.verify(model).ok
