@@ -32,12 +32,9 @@ class _AfterLoading:
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         for hook in self.pruned(module):
             hook.note_again(module)
-            name = hook._tensor_name
-            if isinstance(module.__dict__.get(name), Tensor) and not live_property.is_live(
-                module, name
-            ):
+            if _has_product(module, hook._tensor_name):
                 with torch.enable_grad():
-                    setattr(module, name, hook.apply_mask(module))
+                    setattr(module, hook._tensor_name, hook.apply_mask(module))
 
     @staticmethod
     def pruned(module: nn.Module) -> list[PruningHook]:
@@ -48,6 +45,19 @@ class _AfterLoading:
             if isinstance(hook, PruningHook)
             and isinstance(module._buffers.get(hook._tensor_name + "_mask"), Tensor)
         ]
+
+
+def _has_product(module: nn.Module, name: str) -> bool:
+    """Whether there is a masked weight, and what was loaded can be multiplied."""
+    original, mask = module._parameters.get(name + "_orig"), module._buffers[name + "_mask"]
+    return (
+        isinstance(module.__dict__.get(name), Tensor)
+        and not live_property.is_live(module, name)
+        and original is not None
+        and original.shape == mask.shape
+        and original.device == mask.device
+        and hasattr(original, "placements") == hasattr(mask, "placements")
+    )
 
 
 def _hooks(module: nn.Module) -> dict[int, Any]:

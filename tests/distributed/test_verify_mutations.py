@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
 import wraps
@@ -121,12 +121,18 @@ def assign_whole_mask(model, kind):
 
 
 def wrap_anew(model, kind):
-    """What one gets from fully_shard on a model that was pruned before, and from a copy."""
+    """A model that was pruned first and wrapped second, without shard_masks."""
     plain = fill(Net(SIZES), "normal", "float32")
     prune.global_unstructured(prune.select(plain), prune.L1Unstructured, amount=0.5)
-    for layer in plain.children():
-        fully_shard(layer)
-    return fully_shard(plain)
+    if kind != "tp":
+        return wraps.wrap(plain, f"{kind}-2")
+    mesh = init_device_mesh("cpu", (2,))
+    return parallelize_module(plain, mesh, {"l1": ColwiseParallel()})
+
+
+def write_to_gathered_copy(model, kind):
+    model.eval()(torch.ones(2, 6))  # the root keeps it until the next backward
+    inner(model, "l1").weight.data.fill_(1.0)
 
 
 def parameter_in_its_place(model, kind):
@@ -178,7 +184,8 @@ EVERYWHERE = [  # on every wrapper
 SOME = [
     *[(half, wrapping) for wrapping in ("plain-1", "ddp-2", "tp-2")],
     *[(write_to_product, wrapping) for wrapping in ("plain-1", "ddp-2")],
-    *[(wrap_anew, wrapping) for wrapping in ("fsdp2-2",)],
+    *[(wrap_anew, wrapping) for wrapping in ("fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "tp-2")],
+    (write_to_gathered_copy, "fsdp2_root-2"),
     *[(nan_under_the_mask, wrapping) for wrapping in ("plain-1", "fsdp2-2", "tp-2", "fsdp1-2")],
 ]
 ONE_RANK = [
