@@ -31,6 +31,9 @@ __all__ = [
     "PruningReport",
     "RandomStructured",
     "RandomUnstructured",
+    "VerificationError",
+    "VerificationReport",
+    "VerifiedParameter",
     "checkpoint",
     "custom_from_mask",
     "global_unstructured",
@@ -47,6 +50,7 @@ __all__ = [
     "schedule",
     "select",
     "shard_masks",
+    "verify",
 ]
 
 

@@ -17,6 +17,7 @@ the job hangs. Give it one of its own, made once: ``process_group=dist.new_group
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -31,6 +32,7 @@ from distprune.masking.hook import PruningHook
 from distprune.methods import Identity
 from distprune.naming import named_modules
 from distprune.pretrained import fold, save_pretrained
+from distprune.verification.records import put_records, records_of
 from distprune.writable import check_writable
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
@@ -46,7 +48,7 @@ __all__ = [
     "save_pretrained",
 ]
 
-_MODEL, _OPTIMIZER, _PRUNER = "model", "optimizer", "pruner"
+_MODEL, _OPTIMIZER, _PRUNER, _RECORDS = "model", "optimizer", "pruner", "masks"
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Unmasked = Literal["error", "keep", "ones"]
@@ -82,7 +84,8 @@ def get_state_dict(
         group: the ranks that save together; every rank by default.
 
     Returns:
-        {"model": ..., "optimizer": ..., "pruner": ...}, without what was not given. Tensors
+        {"model": ..., "optimizer": ..., "pruner": ..., "masks": ...}, without what was not given.
+        "masks" is what ``verify`` knows of them, as JSON, if anything is pruned. Tensors
         are references, not copies, sharded as they are in the model. Keys are those of the
         unwrapped model ("layers.0.weight_orig", "layers.0.weight_mask"): no prefix of DDP,
         FSDP, activation checkpointing or ``torch.compile``.
@@ -94,7 +97,11 @@ def get_state_dict(
     function, an optimizer that never stepped makes one step with learning rate 0.
     """
     check_writable(model, group=group)
-    return _get_state_dict(model, optimizers, pruner)
+    state = _get_state_dict(model, optimizers, pruner)
+    records = records_of(model)
+    if records:
+        state[_RECORDS] = json.dumps(records)
+    return state
 
 
 def load(
@@ -110,7 +117,8 @@ def load(
     """Load what was saved with :func:`get_state_dict`, on any sharding, into a model.
 
     The model may be fresh: it is given a mask wherever the checkpoint has one. Collective
-    over ``group``. Masks and weights are those that were saved, bit for bit.
+    over ``group``. Masks and weights are those that were saved, bit for bit; ``verify`` compares
+    the masks with what was known of them then.
 
     Args:
         checkpoint_id: what ``dcp.save`` was given.
@@ -139,11 +147,12 @@ def load(
     communicator = world(group)
     reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
 
-    def read_plan() -> tuple[list[str], list[str]]:
+    def read_plan() -> tuple[list[str], list[str], bool]:
         if unmasked not in ("error", "keep", "ones"):
             raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
         keys = reader.read_metadata().state_dict_metadata
         prefix = _MODEL + "."
+        has_records = _RECORDS in keys
         keys = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
         dense = [name for name in _pruned_here(model) if name in keys]
         if dense and unmasked == "error":
@@ -152,10 +161,10 @@ def load(
                 "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
                 "loaded weights, unmasked='ones' to start unpruned, or remove() the pruning first."
             )
-        return keys, dense
+        return keys, dense, has_records
 
     plan, error = attempt(read_plan)
-    keys, dense = plan or ([], [])
+    keys, dense, has_records = plan or ([], [], False)
     if error is None and communicator.index == 0:
         _, error = attempt(check_masks_of_ties, model, keys, reader)
     facts = [("keys of the checkpoint", ", ".join(sorted(keys))), ("unmasked", unmasked)]
@@ -166,15 +175,22 @@ def load(
     as_saved = {name + ORIGINAL: name for name in dense}
     state = _get_state_dict(model, optimizers, pruner)
     kept = {name + MASK: state[_MODEL].pop(name + MASK) for name in dense}
+    if has_records:
+        state[_RECORDS] = ""
     _rename(state, as_saved)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group)
     _rename(state, {saved: name for name, saved in as_saved.items()})
     state[_MODEL].update(kept)
     _set_state_dict(model, optimizers, pruner, state)
+    before = records_of(model)
+    records = json.loads(state[_RECORDS]) if has_records else {}
+    records |= {name: before[name] for name in dense if name in before}
     if unmasked == "ones":
         masks = _pruned_here(model)
         for name in dense:
             masks[name].fill_(1)
+            records[name] = [0, 0]
+    put_records(model, records)
 
 
 def prepare_for_load(

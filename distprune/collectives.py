@@ -125,7 +125,7 @@ class Communicator:
             result = step()
             return result, () if facts_of is None else facts_of(result)
 
-        done, error = attempt(run_step)
+        done, error = attempt_all(run_step)
         self.agree(() if done is None else done[1], error)
         assert done is not None
         return done[0]
@@ -212,7 +212,7 @@ class Communicator:
     def _share(self, size: int, step: Callable[[], Tensor], op: Any, failed: int) -> Tensor:
         if self.size == 1:
             return step()
-        values, error = attempt(step)
+        values, error = attempt_all(step)
         shared = torch.zeros(size + 1, dtype=torch.int64)
         if error is None:
             assert values is not None
@@ -348,15 +348,23 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
-    """Call and return (result, None) or (None, error): see [Note: all or none].
+def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    """Call and return (result, None) or (None, error): see [Note: all or none]."""
+    try:
+        return function(*args), None
+    except Exception as error:  # whatever it is, every rank is to raise it
+        return None, error
 
-    An interrupt that waits (see :meth:`Communicator.exclusively`) is such an error.
+
+def attempt_all(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
+    """The same, and interrupts and exits are errors too: what ends this rank ends the call.
+
+    So is an interrupt that waits; see :meth:`Communicator.exclusively`.
     """
     try:
         result = function(*args)
         raise_waiting_interrupt()
-    except BaseException as error:  # whatever it is, every rank is to raise it
+    except BaseException as error:
         return None, error
     return result, None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from distprune.bounds import SparsityBound
-from distprune.collectives import Communicator, attempt, world
+from distprune.collectives import Communicator, attempt_all, world
 from distprune.methods import chosen_hook
 from distprune.pipeline import prune_together
 from distprune.pruning_method import BasePruningMethod
@@ -115,7 +115,7 @@ def prune_over(
     **kwargs: Any,
 ) -> PruningReport:
     """:func:`global_unstructured` over ranks that the caller talks to already."""
-    made, error = attempt(_make_method, parameters, pruning_method, importance_scores, kwargs)
+    made, error = attempt_all(_make_method, parameters, pruning_method, importance_scores, kwargs)
     method, facts = (None, []) if made is None else made
     return prune_together(
         parameters,

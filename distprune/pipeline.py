@@ -20,8 +20,8 @@ from distprune.checksum import checksums, of_shard, replicas_agree
 from distprune.collectives import Communicator
 from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
-from distprune.masking.hook import PruningHook
-from distprune.masking.record import MaskRecord
+from distprune.masking.hook import PruningHook, find_hook
+from distprune.masking.record import MaskRecord, Member, join
 from distprune.memory import on_host
 from distprune.passes import count_each_live
 from distprune.reading import read_together
@@ -235,6 +235,7 @@ def _attach_everywhere(
     """
     transaction = Transaction()
     hooks: list[list[PruningHook]] = [[] for _ in targets]
+    earlier: list[Member | None] = []
     rank = communicator.rank
 
     def finish_and_attach() -> Tensor:
@@ -244,6 +245,8 @@ def _attach_everywhere(
             parts.append(fingerprint_part(target.shard, local_mask))
             mask = target.shard.as_parameter_layout(local_mask)
             for module, name in target.places:
+                present = find_hook(module, name)
+                earlier.append(None if present is None else present[1].member)
                 hook = make_hook(module, name)
                 transaction.attach(module, name, hook, mask, target.managed)
                 if target.is_tied and target.managed is None:
@@ -270,9 +273,13 @@ def _attach_everywhere(
     except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
         raise
+    members = []
     for target, live, of_target, row in zip(targets, num_live, hooks, shared, strict=True):
         pruned, fingerprint, *_ = row
-        record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
+        first = target.places[0][0] if target.places else None
+        members.append(Member(target.label, target.is_named, first))
         for hook in of_target:
-            hook.record = record
+            hook.record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
+            hook.member = members[-1]
+    join(members, earlier)
     return [pruned for pruned, *_ in shared]

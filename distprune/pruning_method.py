@@ -22,11 +22,13 @@ from distprune import ranking
 from distprune.amount import checked_count
 from distprune.call import Decision, PruningCall
 from distprune.checksum import checksums
-from distprune.collectives import attempt
+from distprune.collectives import attempt_all
+from distprune.fingerprint import fingerprint_part
 from distprune.keys import Order
 from distprune.masking import checks
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
+from distprune.masking.record import MaskRecord, Member, join
 from distprune.naming import NamedParameter, unwrap
 from distprune.pipeline import prune_together
 from distprune.sharding import ShardReader, is_sharded
@@ -177,6 +179,11 @@ class BasePruningMethod(PruningHook, ABC):
         except Exception:
             transaction.rollback()
             raise
+        mask = mask.detach()
+        num_pruned = int((mask == 0).sum())
+        hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)
+        hook.member = Member(shard.name, False, module)
+        join([hook.member], [None if present is None else present[1].member])
         return hook
 
     @classmethod
@@ -196,7 +203,7 @@ class BasePruningMethod(PruningHook, ABC):
             checks.check_hook(method, label)
             return method, cls.describe_arguments(args, kwargs)
 
-        made, error = attempt(make)
+        made, error = attempt_all(make)
         method, facts = (None, []) if made is None else made
         scores = None if importance_scores is None else {(module, name): importance_scores}
         prune_together(
@@ -258,7 +265,10 @@ class BasePruningMethod(PruningHook, ABC):
             if shard.is_sharded or self.multiplies:
                 # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
                 final = final.masked_fill(shard.mask == 0, 0)
+            present = find_hook(module, name)
             Transaction().detach(module, name, final, managed)
+        if present is not None and present[1].member is not None:
+            present[1].member.forget()
 
 
 class PruningContainer(BasePruningMethod):

@@ -31,4 +31,10 @@ from distprune.naming import NamedParameter
 from distprune.pruning_method import BasePruningMethod, PruningContainer
 from distprune.report import ParameterReport, PruningReport
 from distprune.selecting import select
+from distprune.verification.report import (
+    VerificationError,
+    VerificationReport,
+    VerifiedParameter,
+)
+from distprune.verification.verifying import verify
 from distprune.wrapping import masks_aside, shard_masks

@@ -104,6 +104,7 @@ def _read(
     shards: dict[Hashable, tuple[str, LocalShard]] = {}
     tied: set[Hashable] = set()
     inside = set(communicator.ranks)
+    named: set[str] = set()
     # By identity: parameters of one mesh share their list of ranks, which may be long.
     checked: dict[int, tuple[int, ...]] = {}
     for position, pair in enumerate(pairs):
@@ -115,6 +116,8 @@ def _read(
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
+        if label is not None:
+            named.add(label)
         label = label or f"{type(module).__name__}.{name} (#{position})"
         shard = _read_one(reader, module, name, label)
         key = shard.key
@@ -148,6 +151,7 @@ def _read(
             reader.managed(*places[key][0]),
             shard,
             *_scores_of(given.get(key, ()), label, shard),
+            label in named,
         )
         for key, (label, shard) in shards.items()
     ]

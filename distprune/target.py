@@ -25,6 +25,7 @@ class Target:
         shard: this rank's part.
         scores: this rank's part of the importance scores; None if none were given.
         about_scores: what of them must be equal on all ranks.
+        is_named: whether the label is a full name.
     """
 
     label: str
@@ -34,6 +35,7 @@ class Target:
     shard: LocalShard
     scores: Tensor | None
     about_scores: str = "none"
+    is_named: bool = False
 
     @property
     def facts(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune.checksum import checksums
-from distprune.collectives import Communicator, attempt, world
+from distprune.collectives import Communicator, attempt_all, world
 from distprune.masking.attach import Transaction, unregister
 from distprune.masking.checks import (
     check_binary,
@@ -145,7 +145,7 @@ def _put_back_everywhere(
     """
     transaction = Transaction()
     with torch.inference_mode(False), torch.no_grad():
-        _, failure = attempt(_put_back, kept, transaction)
+        _, failure = attempt_all(_put_back, kept, transaction)
     is_ending = raised is not None and not isinstance(raised, Exception)
     failed = torch.tensor([int(failure is not None)])
     if bool(failed if is_ending else communicator.max(failed)):

@@ -71,7 +71,7 @@ class Injector:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Injector]:
-        attempt, reduce = collectives.attempt, Communicator._reduce
+        attempt_all, reduce = collectives.attempt_all, Communicator._reduce
 
         def watched_attempt(function: Callable[..., Any], *args: Any) -> Any:
             def watched() -> Any:
@@ -80,7 +80,7 @@ class Injector:
                 self.reach("after step")
                 return result
 
-            return attempt(watched)
+            return attempt_all(watched)
 
         def watched_reduce(communicator: Communicator, values: torch.Tensor, op: Any) -> Any:
             self.reach("before reduce")
@@ -90,7 +90,7 @@ class Injector:
 
         with contextlib.ExitStack() as patches:
             for module in (collectives, global_pruning, pruning_method):
-                patches.enter_context(mock.patch.object(module, "attempt", watched_attempt))
+                patches.enter_context(mock.patch.object(module, "attempt_all", watched_attempt))
             patches.enter_context(mock.patch.object(Communicator, "_reduce", watched_reduce))
             yield self
 

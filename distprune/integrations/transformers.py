@@ -35,6 +35,8 @@ from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.selecting import select
+from distprune.verification.records import put_records, records_of
+from distprune.verification.verifying import verify
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ class PruningCallback(TrainerCallback, ExportableState):
             :meth:`make_permanent` before saving for others, or save with
             ``distprune.checkpoint.save_pretrained``: ``from_pretrained`` does not know
             ``weight_orig`` and would leave such weights at random. A warning says so.
+        verify_every: after every so many of the Trainer's steps, check that the masks act, and
+            are those that the last pruning left, and stop the training with an error if not: see
+            ``distprune.verify``. None: never.
 
     Attributes:
         pruner: the ScheduledPruner; None before training.
@@ -74,6 +79,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         types: type | tuple[type, ...] | None = None,
         names: str | Sequence[str] = ("weight",),
         permanent: bool = True,
+        verify_every: int | None = None,
     ) -> None:
         if isinstance(plan, str | Path):
             plan = load_recipe(plan)
@@ -93,7 +99,13 @@ class PruningCallback(TrainerCallback, ExportableState):
         self._plan = plan
         self._selection = selection
         self._permanent = permanent
+        if verify_every is not None and verify_every < 1:
+            raise ValueError(
+                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
+            )
+        self._verify_every = verify_every
         self.pruner: ScheduledPruner | None = None
+        self._model: nn.Module | None = None
         self.last_report: PruningReport | None = None
 
     def make_permanent(self) -> None:
@@ -106,8 +118,12 @@ class PruningCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into ``trainer_state.json``."""
-        pruning = None if self.pruner is None else self.pruner.state_dict()
-        return {"args": {}, "attributes": {"pruning": pruning}}
+        if self.pruner is None:
+            return {"args": {}, "attributes": {"pruning": None}}
+        attributes = {"pruning": self.pruner.state_dict()}
+        if self._model is not None:
+            attributes["masks"] = records_of(self._model)
+        return {"args": {}, "attributes": attributes}
 
     def on_init_end(
         self,
@@ -144,6 +160,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         pruning = (saved or {}).get("attributes", {}).get("pruning")
         if pruning is not None and state.global_step > 0:
             pruner.load_state_dict(pruning)
+            put_records(model, saved["attributes"].get("masks", {}))
             if pruner.sparsity > 0 and not any(is_pruned(module) for module, _ in parameters):
                 raise RuntimeError(
                     f"the checkpoint of step {state.global_step} is pruned to "
@@ -151,7 +168,7 @@ class PruningCallback(TrainerCallback, ExportableState):
                     "in Trainer(..., callbacks=[...]), before the checkpoint is read."
                 )
         pruner.num_steps = state.global_step
-        self.pruner = pruner
+        self.pruner, self._model = pruner, model
         self._warn_of_an_early_end(state)
 
     def on_step_end(
@@ -160,6 +177,9 @@ class PruningCallback(TrainerCallback, ExportableState):
         """Prune what is due."""
         assert self.pruner is not None
         report = self.pruner.step()
+        if self._verify_every is not None and state.global_step % self._verify_every == 0:
+            assert self._model is not None
+            verify(self._model, expected=self.pruner.pruned_parameters)
         if report is None:
             return
         self.last_report = report

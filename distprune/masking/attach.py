@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.masking import live_property, survival
+from distprune.masking import live_property, loading, survival
 from distprune.masking.hook import PruningHook, find_hook
 
 
@@ -49,8 +49,10 @@ class Transaction:
         else:
             _mask_shards(owners, name, mask, managed)
         hook.bind(module)
+        hook.note_parameter(module, is_managed=managed is not None)
         for owner in owners:
             survival.install(owner, name)
+            loading.install(owner)
             present = find_hook(owner, name)
             if present is None:
                 owner.register_forward_pre_hook(hook)
@@ -116,7 +118,12 @@ class Transaction:
 def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     """Remember what pruning changes on a module; the result puts it back."""
     cls = module.__class__
-    dicts = [module._parameters, module._buffers, module._forward_pre_hooks]
+    dicts = [
+        module._parameters,
+        module._buffers,
+        module._forward_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ]
     saved = [dict(each) for each in dicts]
     non_persistent = module._non_persistent_buffers_set
     saved_non_persistent = set(non_persistent)
@@ -187,6 +194,7 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
     del module._buffers[name + "_mask"]
     survival.uninstall(module)
+    loading.uninstall(module)
     _rename_parameter(module, name + "_orig", name)
     _refresh_flat_weights(module, name)
 
@@ -227,6 +235,7 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
         del owner.__dict__[key]
         delattr(owner, name + "_mask")
         survival.uninstall(owner)
+        loading.uninstall(owner)
         _rename_parameter(owner, name + "_orig", name)
 
 

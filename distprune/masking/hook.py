@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distprune.masking import live_property
 from distprune.masking.lost import lost_mask
-from distprune.masking.record import MaskRecord
+from distprune.masking.record import MaskRecord, Member
 from distprune.wrappers import is_managed
 
 # Modules that got a hook, or were copied with one, since somebody asked last.
@@ -27,10 +27,16 @@ class PruningHook:
     Attributes:
         _tensor_name: which parameter of the module is pruned.
         record: what the last pruning of the parameter left; None if that is not known.
+        member: the parameter among those that it was pruned with, if that is known.
+        layout: how the parameter lay when the mask was put on it; None if a wrapper has it.
     """
 
     _tensor_name: str
     record: MaskRecord | None = None
+    member: Member | None = None
+    layout: str | None = None
+    # Of the parameter, then. (torch.utils.swap_tensors refuses what a weak reference refers to.)
+    _parameter_id: int | None = None
     # The module that the hook is on; not pickled, bound again at the next forward.
     _module_ref: weakref.ref[nn.Module] | None = None
     # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
@@ -79,6 +85,23 @@ class PruningHook:
         self._module_ref = weakref.ref(module)
         _bound.add(module)
 
+    def note_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
+        """Remember which parameter the mask is for."""
+        parameter = module._parameters.get(self._tensor_name + "_orig")
+        self.layout = None if is_managed or parameter is None else layout_of(parameter)
+        self._parameter_id = None
+        self.note_again(module)
+
+    def note_again(self, module: nn.Module) -> None:
+        """The same after something that may replace the parameter: loading, or moving."""
+        parameter = module._parameters.get(self._tensor_name + "_orig")
+        if self.layout is not None and parameter is not None:
+            self._parameter_id = id(parameter)
+
+    def is_another(self, parameter: Tensor) -> bool:
+        """Whether a parameter is known not to be the one that the mask is for."""
+        return self._parameter_id not in (None, id(parameter))
+
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
@@ -117,6 +140,7 @@ class PruningHook:
         state.pop("_module_ref", None)
         state.pop("_ddp_ref", None)
         state.pop("_seen", None)
+        state.pop("_parameter_id", None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
@@ -139,6 +163,13 @@ class PruningHook:
         if in_copy:
             clone.bind(memo[id(module)])
         return clone
+
+
+def layout_of(parameter: Tensor) -> str:
+    """How a parameter that no wrapper has is spread over the ranks, in words."""
+    if not hasattr(parameter, "placements"):
+        return "whole"
+    return f"{parameter.placements} on a mesh of shape {tuple(parameter.device_mesh.shape)}"
 
 
 def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:

@@ -60,4 +60,7 @@ class _ApplyKeepingMasks:
                 # A meta tensor holds nothing: the mask waits where it is.
                 device = mask.device if now.is_meta else now.device
                 module._buffers[key] = mask.to(device=device, dtype=now.dtype)
+        for hook in module._forward_pre_hooks.values():
+            if hasattr(hook, "note_again"):  # the parameter may be another object now
+                hook.note_again(module)
         return module

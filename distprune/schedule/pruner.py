@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distprune.bounds import SparsityBound
 from distprune.budget import FLOOR
-from distprune.collectives import Communicator, attempt, world
+from distprune.collectives import Communicator, attempt_all, world
 from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
 from distprune.masking.checks import check_removable
@@ -23,6 +23,8 @@ from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
 from distprune.score_keys import without_others
+from distprune.verification.report import VerificationReport
+from distprune.verification.verifying import verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +69,8 @@ class ScheduledPruner:
         pipeline_parallel: the ranks have different parameters, with full names, as for
             ``global_unstructured``. Bounds go by full name, and are checked at the first
             pruning.
+        verify_every: after every so many steps, whether or not anything was due, check that the
+            masks act, and are those that the last pruning left: see ``verify``. None: never.
 
     Attributes:
         num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
@@ -87,6 +91,7 @@ class ScheduledPruner:
         min_sparsity: SparsityBound | None = None,
         max_sparsity: SparsityBound | None = None,
         pipeline_parallel: bool = False,
+        verify_every: int | None = None,
     ) -> None:
         defaults = {
             "pipeline_parallel": pipeline_parallel,
@@ -105,10 +110,18 @@ class ScheduledPruner:
                 f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
                 "(module, name) to a tensor, or a function that returns one."
             )
+        if verify_every is not None and (
+            isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 1
+        ):
+            raise ValueError(
+                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
+            )
+        self._verify_every = verify_every
         self._importance_scores = importance_scores
         self._process_group = group
         self._is_pipeline_parallel = pipeline_parallel
         self.num_steps = 0
+        self._has_pruned = [False] * len(self._groups)
         self._last_reports: tuple[PruningReport | None, ...] = (None,) * len(self._groups)
 
     def step(self) -> PruningReport | None:
@@ -125,6 +138,8 @@ class ScheduledPruner:
             Exception: as ``global_unstructured``, on every rank. The step does not count then,
                 and no group has changed but those before the one that failed: a second call
                 takes up where the first one stopped.
+            VerificationError: see ``verify_every``; on every rank. The step counts, and its
+                pruning is done.
 
         Cost: nothing at a step that is not due, so ranks are only compared where all
         of them prune. A rank that is at another step, where nothing is due, is not
@@ -137,8 +152,37 @@ class ScheduledPruner:
         )
         self.num_steps += 1
         self._last_reports = reports
+        done_now = (report is not None for report in reports)
+        self._has_pruned = [a or b for a, b in zip(self._has_pruned, done_now, strict=True)]
+        if self._verify_every is not None and self.num_steps % self._verify_every == 0:
+            self.verify()
         done = [report for report in reports if report is not None]
         return _merged(done) if done else None
+
+    def verify(self) -> VerificationReport:
+        """Check the masks of the parameters now; see :func:`distprune.verify`. Collective.
+
+        Every parameter of a group that this object has pruned has to be pruned. What only the
+        whole model shows, such as a module that was replaced in it, is left to ``verify(model)``.
+
+        Returns:
+            A report, the same on every rank.
+
+        Raises:
+            VerificationError: something is wrong; on every rank.
+        """
+        return verify_parameters(
+            self.parameters,
+            world(self._process_group),
+            pruned=self.pruned_parameters,
+            pipeline_parallel=self._is_pipeline_parallel,
+        )
+
+    @property
+    def pruned_parameters(self) -> list[tuple[nn.Module, str]]:
+        """Those of ``parameters`` in the groups that this object has pruned."""
+        groups = zip(self._groups, self._has_pruned, strict=True)
+        return [pair for group, has_pruned in groups if has_pruned for pair in group.parameters]
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:
@@ -195,6 +239,7 @@ class ScheduledPruner:
         pairs = [pair for pair in pairs if find_hook(*pair) is not None]
         for module, name in pairs:
             check_removable(module, name)
+        self._has_pruned = [False] * len(self._groups)
         for module, name in pairs:
             # Else removed with a parameter that it is tied to.
             if find_hook(module, name) is not None:
@@ -203,7 +248,7 @@ class ScheduledPruner:
     def _prune_group(self, which: int) -> PruningReport | None:
         group = self._groups[which]
         communicator = world(self._process_group)
-        target, error = attempt(group.target_at, self.num_steps)
+        target, error = attempt_all(group.target_at, self.num_steps)
         # Whatever decides if a rank goes on to the next collective.
         facts = [
             ("step of the schedule", str(self.num_steps)),
@@ -246,7 +291,7 @@ class ScheduledPruner:
         """The scores of a group: one mapping serves all groups."""
         scores = self._importance_scores
         if scores is not None and not isinstance(scores, Mapping):
-            scores, error = attempt(scores)
+            scores, error = attempt_all(scores)
             communicator.agree(error=error)
         mine = self._groups[which].places
         others = [p for i, each in enumerate(self._groups) if i != which for p in each.places]

@@ -67,6 +67,9 @@ class Managed(Protocol):
     def reshard(self) -> None:
         """Free the gathered copy if there is one: it was made without the mask to come."""
 
+    def has_registered(self, module: nn.Module, name: str) -> bool:
+        """Whether what a module has under a name is this parameter, in any of its forms."""
+
     def rename(self, old: str, new: str) -> None:
         """Tell the wrapper that what it registers as ``old`` is to be registered as ``new``."""
 

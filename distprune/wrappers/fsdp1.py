@@ -186,6 +186,14 @@ class FlatPiece:
             handle.reshard(free_unsharded_flat_param=not handle.needs_unshard())
             handle.post_reshard()
 
+    def has_registered(self, module: nn.Module, name: str) -> bool:
+        """Whether what a module has under a name is this parameter, or a view that FSDP1 made."""
+        registered, flat_param = module._parameters.get(name), self.handle.flat_param
+        if registered is None:  # without use_orig_params, or gathered
+            return isinstance(module.__dict__.get(name), Tensor)
+        lists = (getattr(flat_param, each, None) for each in ("_params", "_shared_params"))
+        return any(registered is each for found in lists for each in found or ())
+
     def rename(self, old: str, new: str) -> None:
         """Tell FSDP1 that what it registers as ``old`` is to be registered as ``new``."""
         flat_param = self.handle.flat_param

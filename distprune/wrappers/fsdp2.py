@@ -112,6 +112,15 @@ class ManagedParameter:
         if gathered is not None and live_graphs.reaches(gathered):
             raise backward_to_come(*self.owners[0])
 
+    def has_registered(self, module: nn.Module, name: str) -> bool:
+        """Whether what a module has under a name is this parameter, or a copy that FSDP2 made."""
+        registered = module._parameters.get(name)
+        copies = ("_unsharded_param", "_sharded_post_forward_param")
+        is_copy = self.fsdp_param.sharded_state != ShardedState.SHARDED and any(
+            registered is getattr(self.fsdp_param, each, None) for each in copies
+        )
+        return registered is not None and (registered is self.sharded or is_copy)
+
     def rename(self, old: str, new: str) -> None:
         """Tell FSDP2 that what it registers as ``old`` is to be registered as ``new``.
 

@@ -30,6 +30,7 @@ PARTS = (
     "importing",
     "one_process",
     "ranks",
+    "verifying",
     "training_step",
     "adversarial",
     "schedules",

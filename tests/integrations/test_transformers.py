@@ -74,7 +74,7 @@ def equal_states(one, other) -> bool:
 def test_interrupted_and_resumed_equals_undisturbed(tmp_path, tied):
     def new_callback():
         exclude = [] if tied else ["lm_head"]
-        return PruningCallback(SCHEDULE, exclude=exclude, permanent=False)
+        return PruningCallback(SCHEDULE, exclude=exclude, permanent=False, verify_every=1)
 
     undisturbed = make_trainer(tmp_path / "a", [new_callback()], tiny_llama(tied))
     undisturbed.train()
@@ -96,6 +96,28 @@ def test_interrupted_and_resumed_equals_undisturbed(tmp_path, tied):
     masks = [getattr(module, f"{name}_mask") for module, name in targets]
     count = sum(mask.numel() for mask in masks)
     assert sum(int((mask == 0).sum()) for mask in masks) == round(0.8 * count)
+
+
+class FlipAt(TrainerCallback):
+    """Changes a mask behind the back of everybody."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            mask = model.model.layers[1].mlp.up_proj.weight_mask
+            mask.view(-1)[3] = 1 - mask.view(-1)[3]
+
+
+def test_a_mask_that_changes_while_training_stops_it(tmp_path):
+    callback = PruningCallback(SCHEDULE, exclude="lm_head", verify_every=5)
+    trainer = make_trainer(tmp_path, [callback, FlipAt(8)])
+    with pytest.raises(prune.VerificationError, match=r"layers\.1\.mlp\.up_proj\.weight: its mask"):
+        trainer.train()
+    assert trainer.state.global_step == 10
+    with pytest.raises(ValueError, match="verify_every=0"):
+        PruningCallback(SCHEDULE, verify_every=0)
 
 
 def test_the_saved_model_is_plain_and_its_history_has_the_sparsity(tmp_path):

@@ -1,0 +1,41 @@
+"""What is known of the masks of a model, in plain values: to be saved with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from distprune.masking.hook import PruningHook
+from distprune.masking.record import MaskRecord
+from distprune.naming import named_modules
+
+
+def records_of(model: nn.Module) -> dict[str, list[int]]:
+    """[fingerprint, pruned elements] of every parameter of which they are known, by full name.
+
+    No sharding changes them; they are the same on every rank that has the parameter.
+    """
+    return {
+        name: [hook.record.fingerprint, hook.record.num_pruned]
+        for name, hook in _named_hooks(model)
+        if hook.record is not None
+    }
+
+
+def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
+    """Let the hooks of a model know of the masks that were loaded.
+
+    Args:
+        records: as :func:`records_of` gave them; what has none there is unknown from now on.
+    """
+    for name, hook in _named_hooks(model):
+        hook.record = MaskRecord(*records[name]) if name in records else None
+
+
+def _named_hooks(model: nn.Module) -> Iterator[tuple[str, PruningHook]]:
+    for path, module in named_modules(model):
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PruningHook):
+                name = hook._tensor_name
+                yield f"{path}.{name}" if path else name, hook

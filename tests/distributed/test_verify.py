@@ -1,0 +1,410 @@
+"""verify: it passes on everything that is in order, on every wrapper, and says what is there."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot
+from distprune.testing import run_ranks
+from models import Net, fill
+from traffic import Traffic
+
+WRAPPINGS = [
+    "plain-1", "plain-2", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp1_root-3", "fsdp1_hybrid-2x2",
+    "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2",
+]  # fmt: skip
+
+
+def make(wrapping: str, dtype: str = "float32") -> nn.Module:
+    return wraps.wrap(fill(Net(wraps.runnable_sizes(wrapping)), "normal", dtype), wrapping)
+
+
+def prune_all(model: nn.Module, amount: float = 0.5, **kwargs) -> prune.PruningReport:
+    return prune.global_unstructured(
+        prune.select(model), prune.L1Unstructured, amount=amount, **kwargs
+    )
+
+
+def train(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def found(model: nn.Module, when: str, report: prune.PruningReport | None = None, **kwargs):
+    """What is wrong with a verification that should pass, in words."""
+    try:
+        before = snapshot(model)
+        result = prune.verify(model, **kwargs)
+    except prune.VerificationError as error:
+        return [f"{when}: {error}"]
+    wrong = []
+    if report is not None:
+        counts = {entry.name: (entry.num_elements, entry.num_pruned) for entry in report.parameters}
+        if {e.name: (e.num_elements, e.num_pruned) for e in result.parameters} != counts:
+            wrong.append(f"{when}: other counts, {result}")
+    if not result.ok or changes(before, snapshot(model)):
+        wrong.append(f"{when}: {result.ok=}, changed {changes(before, snapshot(model))}")
+    return wrong
+
+
+def lifetime(wrapping: str) -> list[str]:
+    model = make(wrapping)
+    report = prune_all(model, 0.4)
+    wrong = found(model, "pruned", report)
+    train(model)
+    wrong += found(model, "trained", report)
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 6))
+    wrong += found(model, "evaluated", report, expected=report)
+    model.train()
+    report = prune_all(model, 0.5)
+    wrong += found(model, "pruned again", report)
+    state = copy.deepcopy(model.state_dict())
+    train(model)
+    model.load_state_dict(state)
+    wrong += found(model, "loaded", report)
+    for module, name in prune.select(model, "l1"):
+        prune.custom_from_mask(module, name, torch.ones(prune_shape(report, "l1.weight", model)))
+    wrong += found(model, "custom mask")
+    for module, name in prune.select(model, "l2"):
+        prune.remove(module, name)
+    wrong += found(model, "one removed")
+    train(model)
+    wrong += found(model, "one removed, trained")
+    return wrong
+
+
+def prune_shape(report: prune.PruningReport, name: str, model: nn.Module) -> tuple[int, ...]:
+    sizes = wraps.runnable_sizes("tp-2")[:2]
+    numel = next(entry.num_elements for entry in report.parameters if entry.name == name)
+    return (numel // sizes[0], sizes[0])
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_nothing_is_found_on_a_healthy_model(wrapping):
+    assert_nothing_wrong(run_ranks(lifetime, wraps.world_size(wrapping), wrapping))
+
+
+def other_ways(wrapping: str) -> list[str]:
+    wrong = []
+    for dtype in ("bfloat16", "float16", "float64"):
+        model = make(wrapping, dtype)
+        prune_all(model)
+        if not prune.verify(model, raise_errors=False).ok:
+            wrong.append(f"{dtype}: {prune.verify(model, raise_errors=False)}")
+    model = make(wrapping)
+    for module, name in prune.select(model):
+        prune.l1_unstructured(module, name, 0.3)
+        torch.manual_seed(0)  # or replicas would differ, which verify tells
+        prune.random_unstructured(module, name, 2)
+        prune.ln_structured(module, name, 1, n=2, dim=0)
+    wrong += found(model, "one by one")
+    model = make(wrapping)
+    pruner = prune.schedule.ScheduledPruner(
+        prune.select(model), prune.schedule.Linear(begin=0, end=4, frequency=1, final_sparsity=0.6)
+    )
+    for step in range(6):
+        report = pruner.step()
+        expected = prune.select(model) if step else ()  # it begins at sparsity 0
+        wrong += found(model, f"step {step}", report, expected=expected)
+        train(model, 1)
+        wrong += found(model, f"step {step}, trained", expected=expected)
+    for options in ({"assign": True}, {}):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        inner = model.module if wraps.kind_of(wrapping) == "ddp" else model
+        state = {name.removeprefix("module."): value for name, value in state.items()}
+        if options and wraps.kind_of(wrapping).startswith("fsdp1"):
+            continue
+        inner.load_state_dict(state, **options)
+        wrong += found(model, f"loaded with {options}")
+    pruner.remove()
+    report = prune.verify(model, raise_errors=False)
+    if report.ok or prune.verify(model, expected=()).parameters:
+        wrong.append(f"removed: {report}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
+def test_nothing_is_found_however_it_was_pruned(wrapping):
+    assert_nothing_wrong(run_ranks(other_ways, wraps.world_size(wrapping), wrapping))
+
+
+def wrapped_afterwards(wrapping: str) -> list[str]:
+    model = fill(Net(wraps.runnable_sizes(wrapping)), "normal", "float32")
+    report = prune_all(model)
+    if wraps.kind_of(wrapping) in ("tp", "fsdp2_tp"):
+        with prune.masks_aside(model):
+            model = wraps.wrap(model, wrapping)
+    else:
+        model = wraps.wrap(model, wrapping)
+        prune.shard_masks(model)
+    wrong = found(model, "wrapped", report)
+    train(model)
+    return wrong + found(model, "trained", report)
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"])
+def test_wrapping_a_pruned_model_is_no_fault(wrapping):
+    assert_nothing_wrong(run_ranks(wrapped_afterwards, wraps.world_size(wrapping), wrapping))
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__((6, 6, 6, 6))
+        self.l3.weight = self.l1.weight
+
+
+def tied(wrapping: str) -> list[str]:
+    model = wraps.wrap(fill(Tied(), "normal", "float32"), wrapping)
+    report = prune_all(model)
+    wrong = found(model, "tied", report)
+    train(model)
+    return wrong + found(model, "tied, trained", report)
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp1_root-2", "fsdp2_root-2"])
+def test_a_tied_parameter_is_one(wrapping):
+    assert_nothing_wrong(run_ranks(tied, 2, wrapping))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "moved", "submodule", "outer"])
+def test_copies_and_parts_of_a_plain_model_are_fine(how):
+    model = nn.Sequential(make("plain-1"), nn.Linear(3, 3))
+    prune_all(model)
+    assert prune.verify(model).ok
+    match how:
+        case "deepcopy":
+            model = copy.deepcopy(model)
+        case "pickle":
+            model = pickle.loads(pickle.dumps(model))
+        case "moved":
+            model = model.double()
+        case "submodule":
+            model = model[0]
+        case "outer":
+            model = nn.Sequential(nn.Identity(), model)
+    assert prune.verify(model).ok
+    model(torch.ones(1, 6, dtype=next(model.parameters()).dtype))
+    assert prune.verify(model).ok
+    assert prune.verify(copy.deepcopy(model)).ok
+
+
+def stages() -> list[str]:
+    rank = torch.distributed.get_rank()
+    part = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(4 + rank, 3))
+    fill(part, "normal", "float32", seed=rank)
+    parameters = prune.select(part, prefix=f"stage{rank}")
+    report = prune.global_unstructured(
+        parameters, prune.L1Unstructured, amount=0.5, pipeline_parallel=True
+    )
+    wrong = found(part, "stages", pipeline_parallel=True, prefix=f"stage{rank}")
+    result = prune.verify(part, pipeline_parallel=True, prefix=f"stage{rank}")
+    if result.num_pruned != report.num_pruned or len(result.parameters) != 4:
+        wrong.append(str(result))
+    return wrong
+
+
+def test_pipeline_stages_have_parameters_of_their_own():
+    assert_nothing_wrong(run_ranks(stages, 2))
+
+
+def traffic(wrapping: str) -> tuple[int, int, int, list[str], str]:
+    model = make(wrapping)
+    prune_all(model)
+    with Traffic() as seen:
+        report = prune.verify(model)
+    kinds = sorted({name for name, _ in seen.calls})
+    data = json.loads(report.to_json())
+    assert data["ok"] and data["num_pruned"] == report.num_pruned
+    table = "\n".join(str(report).splitlines()[:-1])
+    return report.num_collectives, report.bytes_sent, seen.num_bytes, kinds, table
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
+def test_it_takes_a_few_small_all_reduces(wrapping):
+    first, *others = run_ranks(traffic, wraps.world_size(wrapping), wrapping)
+    assert all(other == first for other in others)
+    num_collectives, reported, seen, kinds, _ = first
+    assert num_collectives == 4 and reported == seen and kinds == ["allreduce_"]
+    assert seen <= 200 * 3 + 200
+
+
+def test_the_report_is_a_table():
+    model = make("plain-1")
+    prune_all(model)
+    text = str(prune.verify(model))
+    assert "l1.weight" in text and "total" in text and "nothing is wrong" in text
+
+
+def save(wrapping: str, path: str, with_records: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model = make(wrapping)
+    prune_all(model, 0.3)
+    state = prune.checkpoint.get_state_dict(model)
+    if not with_records:  # as earlier versions wrote it
+        del state["masks"]
+    dcp.save(state, checkpoint_id=path)
+
+
+def load(wrapping: str, path: str, with_records: bool) -> list[str]:
+    wrong = []
+    for amount in (None, 0.5):
+        model = make(wrapping)
+        if amount is not None:
+            prune_all(model, amount)
+        prune.checkpoint.load(path, model)
+        wrong += found(model, f"loaded, pruned before: {amount}")
+        wraps.local(prune.select(model, "l1")[0][0].weight_mask).fill_(1)
+        if prune.verify(model, raise_errors=False).ok == with_records:
+            wrong.append("a mask that changed after loading is not told")
+    return wrong
+
+
+@pytest.mark.parametrize("first, second", [("fsdp2-3", "fsdp1-2"), ("fsdp2-2", "plain-1")])
+@pytest.mark.parametrize("with_records", [True, False])
+def test_checkpoints_tell_what_was_known_of_the_masks(first, second, with_records, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    run_ranks(save, wraps.world_size(first), first, path, with_records)
+    size = wraps.world_size(second)
+    assert_nothing_wrong(run_ranks(load, size, second, path, with_records))
+
+
+def other_masks(wrapping: str) -> list[str]:
+    model, other = make(wrapping), make(wrapping)
+    prune_all(model, 0.5)
+    prune_all(other, 0.2)
+    model.load_state_dict(copy.deepcopy(other.state_dict()))
+    report = prune.verify(model, raise_errors=False)
+    if report.ok or not all("changed since the last" in text for text in report.all_problems):
+        return [str(report)]
+    if not prune.verify(model, accept=True).ok:
+        return ["not accepted"]
+    return found(model, "accepted", expected=prune.verify(other))
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
+def test_masks_that_were_loaded_by_hand_have_to_be_accepted(wrapping):
+    assert_nothing_wrong(run_ranks(other_masks, wraps.world_size(wrapping), wrapping))
+
+
+def test_what_is_expected_and_missing_is_told():
+    model = make("plain-1")
+    report = prune_all(model)
+    fresh = make("plain-1")
+    with pytest.raises(prune.VerificationError, match=r"l2.weight: it is expected to be pruned"):
+        prune.verify(fresh, expected=report)
+    with pytest.raises(prune.VerificationError, match="nothing is pruned"):
+        prune.verify(fresh)
+    assert prune.verify(fresh, expected=()).ok
+    assert prune.verify(model, expected=["l1.weight", "l2.weight"]).ok
+    assert prune.verify(model, expected=prune.select(model)).ok
+    with pytest.raises(prune.VerificationError, match=r"l1.bias: it is expected"):
+        prune.verify(model, expected=[*prune.select(model), "l1.bias"])
+    prune_all(model, 0.1)
+    with pytest.raises(prune.VerificationError, match="as in the report"):
+        prune.verify(model, expected=report)
+    with pytest.raises(TypeError, match=r"expected\[0\] is a int"):
+        prune.verify(model, expected=[1])
+    with pytest.raises(TypeError, match="model is a list"):
+        prune.verify([model])
+
+
+@pytest.mark.parametrize("names", ["full", "none"])
+def test_a_module_that_was_replaced_is_missed_by_those_pruned_with_it(names):
+    model = make("plain-1")
+    parameters = prune.select(model)
+    if names == "none":
+        parameters = [tuple(pair) for pair in parameters]
+    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
+    del parameters
+    model.l2 = nn.Linear(10, 5)
+    with pytest.raises(prune.VerificationError, match="it was pruned together with others"):
+        prune.verify(model)
+
+
+def follow(wrapping: str) -> list[str]:
+    model = make(wrapping)
+    pruner = prune.schedule.ScheduledPruner(
+        [
+            {"parameters": prune.select(model, "l1")},
+            {"parameters": prune.select(model, "l3"),
+             "schedule": prune.schedule.OneShot(5, 0.5)},
+        ],
+        prune.schedule.OneShot(1, 0.5),
+        verify_every=2,
+    )  # fmt: skip
+    wrong = []
+    for step in range(8):
+        train(model, 1)
+        if step == 6:
+            module, _ = prune.select(model, "l1")[0]
+            mask = wraps.local(module.weight_mask)
+            mask.copy_(1 - mask.int())
+        try:
+            pruner.step()
+        except prune.VerificationError as error:
+            wrong.append(f"{step}: {'l1.weight' in str(error)}")
+    return wrong if wrong != ["7: True"] or pruner.num_steps != 8 else []
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
+def test_a_schedule_verifies_every_few_steps(wrapping):
+    assert_nothing_wrong(run_ranks(follow, wraps.world_size(wrapping), wrapping))
+
+
+def test_verify_every_is_a_number_of_steps():
+    model = make("plain-1")
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="verify_every="):
+            prune.schedule.ScheduledPruner(
+                prune.select(model), prune.schedule.OneShot(1, 0.5), verify_every=wrong
+            )
+
+
+def test_two_models_that_were_pruned_together_do_not_miss_each_other():
+    one, other = make("plain-1"), nn.Sequential(make("plain-1"), nn.Linear(3, 2))
+    parameters = [*prune.select(one), *prune.select(other)]
+    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
+    assert prune.verify(one).ok and prune.verify(other).ok
+    assert prune.verify(other[0]).ok and prune.verify(copy.deepcopy(one)).ok
+
+
+def test_a_module_that_was_taken_away_on_purpose_is_accepted():
+    model = make("plain-1")
+    prune_all(model)
+    prune_all(model, 0.1)
+    del model.l3
+    with pytest.raises(prune.VerificationError, match=r"l3.weight: it was pruned together"):
+        prune.verify(model)
+    assert prune.verify(model, accept=True).ok and prune.verify(model).ok
+
+
+@pytest.mark.parametrize("layer", ["lstm", "attention"])
+def test_modules_that_read_their_weights_themselves(layer):
+    model = nn.ModuleDict(
+        {"lstm": nn.LSTM(4, 4)} if layer == "lstm" else {"attn": nn.MultiheadAttention(4, 2)}
+    )
+    names = ["weight_ih_l0", "weight_hh_l0"] if layer == "lstm" else ["in_proj_weight", "weight"]
+    prune.global_unstructured(prune.select(model, names=names), prune.L1Unstructured, amount=0.5)
+    x = torch.ones(2, 1, 4)
+    for when in ("pruned", "forward", "stepped", "forward again"):
+        assert prune.verify(model).ok, when
+        if when != "stepped":
+            out = model["lstm"](x)[0] if layer == "lstm" else model["attn"](x, x, x)[0]
+            out.sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state)
+    assert prune.verify(model).ok

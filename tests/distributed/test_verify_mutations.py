@@ -1,0 +1,269 @@
+"""verify: whatever stops a mask from acting, or changes it, is found on every rank.
+
+A mutation is done to a model on all ranks or on the last one only; verify raises on every rank
+then, the same text, which names the parameter.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import distprune as prune
+import wraps
+from distprune.masking.hook import find_hook
+from distprune.naming import named_modules
+from distprune.testing import run_ranks
+from models import Net, fill
+
+WRAPPINGS = ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "hsdp-2x2", "tp-2"]
+SIZES = (6, 6, 6, 6)  # so that parameters can be exchanged
+NAME = "l1.weight"
+
+
+def make(wrapping: str) -> nn.Module:
+    model = wraps.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    return model
+
+
+def inner(model: nn.Module, name: str) -> nn.Module:
+    return dict(named_modules(model))[name]
+
+
+def values(tensor: Tensor) -> Tensor:
+    return wraps.local(tensor)
+
+
+def flip(model, kind):
+    mask = values(inner(model, "l1").weight_mask).view(-1)
+    mask[0] = 1 - mask[0].int()
+
+
+def fill_with_ones(model, kind):
+    values(inner(model, "l1").weight_mask).fill_(1)
+
+
+def fill_with_zeros(model, kind):
+    values(inner(model, "l1").weight_mask).fill_(0)
+
+
+def exchange(model, kind):
+    mask = values(inner(model, "l1").weight_mask).view(-1)
+    kept, pruned = int((mask != 0).nonzero()[0]), int((mask == 0).nonzero()[0])
+    mask[kept], mask[pruned] = 0, 1
+
+
+def half(model, kind):
+    values(inner(model, "l1").weight_mask).mul_(0.5)
+
+
+def another_mask(model, kind):
+    module = inner(model, "l1")
+    module.weight_mask = torch.ones_like(module.weight_mask)
+
+
+def mask_of_other_layer(model, kind):
+    inner(model, "l1").weight_mask = inner(model, "l2").weight_mask
+
+
+def drop_hook(model, kind):
+    module = inner(model, "l1")
+    del module._forward_pre_hooks[find_hook(module, "weight")[0]]
+
+
+def drop_all_hooks(model, kind):
+    inner(model, "l1")._forward_pre_hooks.clear()
+
+
+def change_a_weight(model, kind):
+    values_of_weight(model)[0] += 1e-3
+
+
+def values_of_weight(model) -> Tensor:
+    return values(inner(model, "l1").weight_orig).view(-1)
+
+
+def replace_submodule(model, kind):
+    wraps.unwrapped(model).l1 = nn.Linear(6, 6)
+
+
+def replace_parameter(model, kind):
+    module = inner(model, "l1")
+    if kind == "fsdp1_flat":  # what is there is a view of memory that was freed
+        module._parameters["weight_orig"] = nn.Parameter(torch.ones(6, 6))
+        return
+    module._parameters["weight_orig"] = nn.Parameter(module.weight_orig.detach().clone())
+
+
+def swap_parameters(model, kind):
+    first, second = inner(model, "l1"), inner(model, "l2")
+    a, b = first.weight_orig, second.weight_orig
+    first._parameters["weight_orig"], second._parameters["weight_orig"] = b, a
+
+
+def assign_whole(model, kind):
+    state = {name: torch.ones(6, 6) for name in ("weight_orig", "weight_mask")}
+    if kind in ("plain", "ddp"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state = {name: distribute_tensor(t, mesh, [Replicate()]) for name, t in state.items()}
+    with contextlib.suppress(AttributeError):  # of FSDP2, half way through
+        inner(model, "l1").load_state_dict(state, strict=False, assign=True)
+
+
+def assign_whole_mask(model, kind):
+    inner(model, "l1")._buffers["weight_mask"] = torch.ones(6, 6, 1, dtype=torch.bool)
+
+
+def wrap_anew(model, kind):
+    """A model that was pruned first and wrapped second, without shard_masks."""
+    plain = fill(Net(SIZES), "normal", "float32")
+    prune.global_unstructured(prune.select(plain), prune.L1Unstructured, amount=0.5)
+    if kind != "tp":
+        return wraps.wrap(plain, f"{kind}-2")
+    mesh = init_device_mesh("cpu", (2,))
+    return parallelize_module(plain, mesh, {"l1": ColwiseParallel()})
+
+
+def write_to_gathered_copy(model, kind):
+    model.eval()(torch.ones(2, 6))  # the root keeps it until the next backward
+    inner(model, "l1").weight.data.fill_(1.0)
+
+
+def parameter_in_its_place(model, kind):
+    module = inner(model, "l1")
+    if kind in ("plain", "ddp"):
+        module.weight = nn.Parameter(torch.ones(6, 6))
+    else:
+        module._parameters["weight"] = nn.Parameter(torch.ones(6, 6))
+
+
+def delete_mask(model, kind):
+    del inner(model, "l1")._buffers["weight_mask"]
+
+
+def no_mask(model, kind):
+    inner(model, "l1").weight_mask = None
+
+
+def delete_everything(model, kind):
+    module = inner(model, "l1")
+    del module._buffers["weight_mask"]
+    module._forward_pre_hooks.clear()
+
+
+def write_to_product(model, kind):
+    inner(model, "l1").weight.data.fill_(1.0)
+
+
+def share(model, kind):
+    module, other = inner(model, "l1"), inner(model, "l3")
+    prune.remove(other, "weight")
+    shared = module._parameters.get("weight_orig", module.__dict__.get("weight_orig"))
+    other._parameters.pop("weight", None)
+    other._parameters["weight"] = shared
+
+
+def nan_under_the_mask(model, kind):
+    module = inner(model, "l1")
+    mask = values(module.weight_mask)
+    with torch.no_grad():
+        values(module.weight_orig)[mask == 0] = torch.nan
+
+
+EVERYWHERE = [  # on every wrapper
+    flip, fill_with_ones, fill_with_zeros, exchange, another_mask, drop_hook, drop_all_hooks,
+    replace_submodule, replace_parameter, swap_parameters, assign_whole, assign_whole_mask,
+    parameter_in_its_place, delete_mask, no_mask, delete_everything, share,
+]  # fmt: skip
+SOME = [
+    *[(half, wrapping) for wrapping in ("plain-1", "ddp-2", "tp-2")],
+    *[(write_to_product, wrapping) for wrapping in ("plain-1", "ddp-2")],
+    *[(wrap_anew, wrapping) for wrapping in ("fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "tp-2")],
+    (write_to_gathered_copy, "fsdp2_root-2"),
+    *[(nan_under_the_mask, wrapping) for wrapping in ("plain-1", "fsdp2-2", "tp-2", "fsdp1-2")],
+]
+ONE_RANK = [
+    flip, fill_with_ones, exchange, drop_hook, replace_submodule, replace_parameter,
+    swap_parameters, assign_whole_mask, parameter_in_its_place, delete_mask, no_mask,
+    delete_everything,
+]  # fmt: skip
+SKIPPED = {  # of FSDP1 without use_orig_params no parameter is registered that could be swapped
+    ("fsdp1_flat", assign_whole),
+    ("fsdp1_flat", share),
+    ("fsdp1", assign_whole),
+}
+
+
+def verified(wrapping: str, mutations: list, only_last_rank: bool, trained: bool) -> list:
+    """Per mutation: what verify raised on this rank, or nothing."""
+    results = []
+    for mutation in mutations:
+        if (wraps.kind_of(wrapping), mutation) in SKIPPED:
+            results.append((mutation.__name__, NAME + " (skipped)"))
+            continue
+        model = make(wrapping)
+        if trained:
+            model(torch.ones(2, 6)).sum().backward()
+        prune.verify(model)
+        if not only_last_rank or dist.get_rank() == dist.get_world_size() - 1:
+            with torch.no_grad():
+                model = mutation(model, wraps.kind_of(wrapping)) or model
+        try:
+            prune.verify(model)
+            results.append((mutation.__name__, None))
+        except prune.VerificationError as error:
+            text = str(error)
+            assert not error.report.ok and "cannot be read" not in text, text
+            results.append((mutation.__name__, text))
+        if dist.get_world_size() > 1:
+            dist.barrier()
+    return results
+
+
+def missed(per_rank: list[list]) -> list[str]:
+    wrong = []
+    for found in zip(*per_rank, strict=True):
+        name, text = found[0]
+        if any(other != found[0] for other in found):
+            wrong.append(f"{name}: ranks raise different texts: {found}")
+        elif text is None or NAME not in text:
+            wrong.append(f"{name}: {text}")
+    return wrong
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_mutations_on_all_ranks_are_found(wrapping, trained):
+    size = wraps.world_size(wrapping)
+    found = run_ranks(verified, size, wrapping, EVERYWHERE, False, trained, timeout=60)
+    assert not missed(found), "\n".join(missed(found))
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS[1:])
+def test_mutations_on_one_rank_are_found(wrapping):
+    size = wraps.world_size(wrapping)
+    found = run_ranks(verified, size, wrapping, ONE_RANK, True, False, timeout=60)
+    assert not missed(found), "\n".join(missed(found))
+    if size == 2:
+        assert all("rank 1" in text or "skipped" in text for _, text in found[0][3:])
+
+
+@pytest.mark.parametrize("mutation, wrapping", SOME, ids=lambda x: getattr(x, "__name__", x))
+def test_mutations_of_some_wrappers_are_found(mutation, wrapping):
+    size = wraps.world_size(wrapping)
+    found = run_ranks(verified, size, wrapping, [mutation], False, False, timeout=60)
+    assert not missed(found), "\n".join(missed(found))
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "hsdp-2x2"])
+def test_one_weight_of_one_replica_is_found(wrapping):
+    size = wraps.world_size(wrapping)
+    found = run_ranks(verified, size, wrapping, [change_a_weight], True, True, timeout=60)
+    assert not missed(found), "\n".join(missed(found))
+    assert "different weights: rank" in found[0][0][1]
