@@ -17,8 +17,20 @@ def _nan(run, name):
 
 
 def _bias(run, name):
-    """A parameter that has no channels."""
-    return run.target(next(n for n in run.indices if run.oracle.value(n).ndim == 1))
+    """A parameter that has no channels, and no mask: torch's container takes those that have one.
+
+    Raises:
+        ValueError: there is none, which is as good as the mistake.
+    """
+    for other in run.indices:
+        if run.oracle.value(other).ndim == 1 and not hasattr(*_mask_of(run, other)):
+            return run.target(other)
+    raise ValueError("every bias is pruned")
+
+
+def _mask_of(run, name):
+    module, parameter = run.target(name)
+    return module, parameter + "_mask"
 
 
 def _single(amount):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import data
 import numpy as np
@@ -45,7 +45,7 @@ from measuring import (
 from torch import Tensor, nn
 
 import distprune
-from distprune.call import Decision, PruningCall
+from distprune.call import LocalMasks, PruningCall
 from distprune.collectives import world
 from distprune.methods import L1Unstructured, chosen_hook
 from distprune.pipeline import prune_together
@@ -223,7 +223,7 @@ def check_torch(model: nn.Module, expected: data.Expected, runs: Sequence[Measur
 
 
 class _Decided(Exception):
-    def __init__(self, decision: Decision) -> None:
+    def __init__(self, decision: LocalMasks) -> None:
         super().__init__()
         self.decision = decision
 
@@ -235,11 +235,11 @@ class _StopsWithMasks:
         self._method = method
         self.READS_VALUES = method.READS_VALUES
 
-    def decide(self, call: PruningCall) -> Decision:
-        raise _Decided(self._method.decide(call))
+    def decide(self, call: PruningCall) -> NoReturn:
+        raise _Decided(self._method.decide(call).finish())
 
 
-def decide_only(parameters: Sequence[tuple[nn.Module, str]], amount: float) -> Decision:
+def decide_only(parameters: Sequence[tuple[nn.Module, str]], amount: float) -> LocalMasks:
     """The whole call without attaching: parameters are read, counted and ranked, masks made."""
     method = _StopsWithMasks(L1Unstructured(amount))
     try:
