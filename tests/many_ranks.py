@@ -230,7 +230,7 @@ def prune_on(
         targets = [(module, "weight") for module in sharded[communicator.index]]
         return prune_over(communicator, targets, distprune.L1Unstructured, amount=amount)
 
-    # The placements are those of fully_shard, and so are the cuts, but no fully_shard has made them.
+    # Placements and cuts are those of fully_shard, but no fully_shard has made them.
     with mock.patch("distprune.sharding.dtensor._check_strided"):
         reports = run_virtual_ranks(prune, len(parts))
     masks = [torch.full((weight.numel(),), -1, dtype=torch.int8) for weight in whole]
