@@ -86,6 +86,7 @@ class Decision:
         num_ties_pruned: ... and those of them that were pruned.
         held_at: the bound, if any, that decided how much of each parameter was pruned;
             None from a method that knows no bounds.
+        is_by_magnitude: whether the smallest |value| of all parameters were pruned, and no others.
     """
 
     finish: Callable[[], LocalMasks]
@@ -93,3 +94,4 @@ class Decision:
     num_ties: int = 0
     num_ties_pruned: int = 0
     held_at: Sequence[str | None] | None = None
+    is_by_magnitude: bool = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from distprune.collectives import Communicator
 from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
-from distprune.masking.record import MaskRecord, Member, join
+from distprune.masking.record import MaskRecord, Member, Selection, join, new_token
 from distprune.memory import on_host
 from distprune.passes import count_each_live
 from distprune.reading import read_together
@@ -109,7 +110,10 @@ def prune_together(
                     "and max_sparsity have no meaning for it; expected a method that does, such as "
                     "L1Unstructured, RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
                 )
-        num_pruned = _attach_everywhere(targets, num_live, decision, make_hook, communicator)
+        selection = _selection(decision, targets, num_live, pipeline_parallel)
+        num_pruned = _attach_everywhere(
+            targets, num_live, decision, selection, make_hook, communicator
+        )
     return PruningReport(
         method=type(method).__name__,
         amount=amount,
@@ -225,6 +229,7 @@ def _attach_everywhere(
     targets: Sequence[Target],
     num_live: Sequence[int],
     decision: Decision,
+    selection: Selection,
     make_hook: MakeHook,
     communicator: Communicator,
 ) -> list[int]:
@@ -273,6 +278,7 @@ def _attach_everywhere(
     except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
         raise
+    selection = replace(selection, num_pruned=sum(pruned for pruned, *_ in shared))
     members = []
     for target, live, of_target, row in zip(targets, num_live, hooks, shared, strict=True):
         pruned, fingerprint, *_ = row
@@ -281,5 +287,22 @@ def _attach_everywhere(
         for hook in of_target:
             hook.record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
             hook.member = members[-1]
+            hook.selection = replace(
+                selection, position=len(members) - 1, sample=target.shard.sample()
+            )
     join(members, earlier)
     return [pruned for pruned, *_ in shared]
+
+
+def _selection(
+    decision: Decision, targets: Sequence[Target], num_live: Sequence[int], is_joined: bool
+) -> Selection:
+    """How the masks of a call were chosen, for who wants to repeat it."""
+    obstacle = None
+    if not decision.is_by_magnitude:
+        obstacle = "it was not pruned by magnitude alone"
+    elif any(live != target.shard.numel for target, live in zip(targets, num_live, strict=True)):
+        obstacle = "a parameter of its call was pruned before, and that mask is gone"
+    elif is_joined:
+        obstacle = "the ranks may have different parameters (pipeline_parallel)"
+    return Selection(new_token(), 0, len(targets), 0, None, obstacle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ _ELEMENTWISE_CHUNK = 1 << 20
 
 def magnitude_decision(call: PruningCall, amount: Amount) -> Decision:
     """Prune the smallest |score| over all parameters and ranks."""
-    return _ranked(call, amount, lambda: _tensor_keys(call))
+    decision = _ranked(call, amount, lambda: _tensor_keys(call))
+    is_by_value = call.bounds is None and all(scores is None for scores in call.scores)
+    return replace(decision, is_by_magnitude=is_by_value)
 
 
 def random_decision(call: PruningCall, amount: Amount) -> Decision:

@@ -117,6 +117,11 @@ class LocalShard:
                 stride=self.parameter.stride(),
             )
 
+    def sample(self, size: int = 256) -> Tensor:
+        """A copy of some of the values, evenly spaced, 1-d: an optimizer's step changes them."""
+        flat = self.flat(self.values)
+        return flat[:: max(1, flat.numel() // size)].clone()
+
     def live_values(self) -> Tensor:
         """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
         if self.mask is None:

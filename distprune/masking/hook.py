@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distprune.masking import live_property
 from distprune.masking.lost import lost_mask
-from distprune.masking.record import MaskRecord, Member
+from distprune.masking.record import MaskRecord, Member, Selection
 from distprune.wrappers import is_managed
 
 # Modules that got a hook, or were copied with one, since somebody asked last.
@@ -28,12 +28,14 @@ class PruningHook:
         _tensor_name: which parameter of the module is pruned.
         record: what the last pruning of the parameter left; None if that is not known.
         member: the parameter among those that it was pruned with, if that is known.
+        selection: how the last pruning chose the mask; None if that is not known.
         layout: how the parameter lay when the mask was put on it; None if a wrapper has it.
     """
 
     _tensor_name: str
     record: MaskRecord | None = None
     member: Member | None = None
+    selection: Selection | None = None
     layout: str | None = None
     # Of the parameter, then. (torch.utils.swap_tensors refuses what a weak reference refers to.)
     _parameter_id: int | None = None

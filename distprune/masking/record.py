@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,35 @@ class MaskRecord:
 
     fingerprint: int
     num_pruned: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How a parameter's mask was chosen by its last pruning, as far as that can be repeated.
+
+    Attributes:
+        token: the same for all parameters of one call, in one process.
+        position: of the parameter in the call's list ...
+        num_parameters: ... of so many.
+        num_pruned: elements that the call pruned, of all its parameters.
+        sample: some of this rank's values then, by which a later change is noticed.
+        obstacle: why it cannot be repeated; None if it can.
+    """
+
+    token: int
+    position: int
+    num_parameters: int
+    num_pruned: int
+    sample: Tensor | None
+    obstacle: str | None
+
+
+_tokens = itertools.count()
+
+
+def new_token() -> int:
+    """Tells one pruning call from all others of this process."""
+    return next(_tokens)
 
 
 class Member:

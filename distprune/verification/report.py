@@ -42,6 +42,8 @@ class VerificationReport:
         num_collectives: all-reduces that this rank took part in.
         bytes_sent: their payload, per rank.
         seconds: wall time on this rank.
+        recomputed: with ``reference``, parameters whose selection was repeated.
+        not_recomputed: with ``reference``, "name: why not" of all others.
     """
 
     parameters: tuple[VerifiedParameter, ...]
@@ -50,6 +52,8 @@ class VerificationReport:
     num_collectives: int
     bytes_sent: int
     seconds: float
+    recomputed: tuple[str, ...] = ()
+    not_recomputed: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -127,8 +131,15 @@ class VerificationReport:
                 lines[-1],
                 f"{verdict}; {ranks}; {traffic}; {self.seconds:.3g} s",
                 *(f"- {text}" for text in self.all_problems),
+                *self._recomputation(),
             ]
         )
+
+    def _recomputation(self) -> list[str]:
+        lines = []
+        if self.recomputed:
+            lines.append(f"selected anew, by sorting: {len(self.recomputed)} parameters")
+        return lines + [f"not selected anew: {text}" for text in self.not_recomputed]
 
 
 class VerificationError(RuntimeError):

@@ -145,7 +145,7 @@ def _least(
             shard = found.shard
             facts = f"{tuple(shard.shape)} {shard.values.dtype} {shard.layout}"
             kind = int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "big")
-            row[:5] = [_leader(shard, communicator), kind, -kind, shard.num_replicas, shard.numel]
+            row[:5] = [leader_of(shard, communicator), kind, -kind, shard.num_replicas, shard.numel]
             row[5] = -shard.num_replicas
             if found.record is not None:
                 number, bits = found.record.num_pruned, found.record.fingerprint
@@ -171,8 +171,10 @@ def _least(
     return result
 
 
-def _leader(shard: LocalShard, communicator: Communicator) -> int:
+def leader_of(shard: LocalShard | None, communicator: Communicator) -> int:
     """Which of all copies of the parameter this is: by a rank of it."""
+    if shard is None:
+        return _MAX
     if shard.ranks is None:
         return communicator.rank
     return min(shard.ranks) if communicator.rank in shard.ranks else _MAX
@@ -235,7 +237,7 @@ def _totals(
 def _row(
     shard: LocalShard, numbers: Numbers, lowest: _Least, communicator: Communicator
 ) -> list[int]:
-    leader = _leader(shard, communicator)
+    leader = leader_of(shard, communicator)
     if leader == _MAX:  # outside of the parameter's mesh
         return [0] * 8
     weight_hash = numbers.weight_hash or 0

@@ -69,6 +69,7 @@ LEVELS = [
     ["local_pruning", "global_pruning", "schedule.groups"],
     ["verification.measuring", "verification.structure", "verification.records"],
     ["verification.sharing"],
+    ["verification.reference"],
     ["verification.expectations"],
     ["verification.verifying", "verification"],
     ["schedule.pruner", "checkpoint", "mask_files"],

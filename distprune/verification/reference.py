@@ -1,0 +1,190 @@
+"""The last selection once more, by another way: gather everything, sort it, compare the masks.
+
+It shares no code with the selection that it checks, knows nothing of thresholds, and needs memory
+and traffic for whole parameters. What it cannot repeat it names, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune.collectives import Communicator
+from distprune.masking.hook import PruningHook
+from distprune.masking.record import Selection
+from distprune.memory import INTEGERS
+from distprune.shard import LocalShard
+from distprune.verification.sharing import Found, leader_of
+
+_UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"
+
+
+@dataclass
+class Recomputed:
+    """What came of it; the same on every rank.
+
+    Attributes:
+        names: parameters whose masks were recomputed.
+        problems: by name, what is wrong with those.
+        not_recomputed: "name: why", of all others.
+    """
+
+    names: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+    not_recomputed: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Call:
+    """The parameters of one pruning call that are in the model, in the order of the call."""
+
+    members: list[Found]
+    num_pruned: int
+    obstacle: str | None
+    has_changed: bool
+
+
+def recompute(
+    found: Sequence[Found], hooks: Mapping[str, Sequence[PruningHook]], communicator: Communicator
+) -> Recomputed:
+    """Repeat what the last pruning of each parameter selected, and compare.
+
+    Args:
+        found: every pruned parameter; the same names on every rank (so none of pipeline stages).
+        hooks: of each, by name.
+
+    Returns:
+        What was found. A selection can be repeated if it was by magnitude alone, of parameters that
+        had no mask before, whose weights have not changed since.
+
+    Raises:
+        Exception: what a rank raised, on every rank.
+
+    Cost: for each such call, memory for 17 bytes per element of all its parameters on every
+    rank, 16 bytes of communication per element, and a sort.
+    """
+    result = Recomputed()
+
+    def plan() -> list[_Call]:
+        calls, unknown = _calls(found, hooks)
+        result.not_recomputed += [f"{name}: {_UNKNOWN}" for name in unknown]
+        return calls
+
+    calls = communicator.run(plan, _describe)
+    if not calls:
+        return result
+    changed = communicator.max_of(
+        len(calls), lambda: torch.tensor([int(call.has_changed) for call in calls])
+    ).tolist()
+    for call, has_changed in zip(calls, changed, strict=True):
+        names = [member.name for member in call.members]
+        obstacle = call.obstacle or ("its weights have changed since" if has_changed else None)
+        if obstacle is not None:
+            result.not_recomputed += [f"{name}: {obstacle}" for name in names]
+            continue
+        result.names += names
+        result.problems |= _compare(call, communicator)
+    return result
+
+
+def _calls(
+    found: Sequence[Found], hooks: Mapping[str, Sequence[PruningHook]]
+) -> tuple[list[_Call], list[str]]:
+    """The calls that pruned these parameters last, and the parameters of which that is unknown."""
+    by_token: dict[int, list[tuple[int, Found, PruningHook]]] = {}
+    unknown = []
+    for each in found:
+        hook = next(iter(hooks.get(each.name, ())), None)
+        if hook is None or hook.selection is None or each.shard is None:
+            unknown.append(each.name)
+        else:
+            known = by_token.setdefault(hook.selection.token, [])
+            known.append((hook.selection.position, each, hook))
+    calls = []
+    for members in by_token.values():
+        members.sort(key=lambda member: member[0])
+        selection = members[0][2].selection
+        assert selection is not None
+        obstacle = selection.obstacle
+        if obstacle is None and len(members) != selection.num_parameters:
+            obstacle = (
+                f"{selection.num_parameters} parameters were ranked together, and "
+                f"{len(members)} of them are still pruned by that call in this model"
+            )
+        has_changed = any(not _is_same(hook.selection, each.shard) for _, each, hook in members)
+        found_members = [each for _, each, _ in members]
+        calls.append(_Call(found_members, selection.num_pruned, obstacle, has_changed))
+    return calls, unknown
+
+
+def _describe(calls: Sequence[_Call]) -> list[tuple[str, str]]:
+    return [
+        (
+            "a pruning to recompute",
+            f"{[member.name for member in call.members]}, {call.num_pruned}, {call.obstacle}",
+        )
+        for call in calls
+    ]
+
+
+def _is_same(selection: Selection | None, shard: LocalShard | None) -> bool:
+    """Whether a sample of the weights is that of the pruning."""
+    if selection is None or selection.sample is None or shard is None:
+        return False
+    sample = shard.sample()
+    return sample.shape == selection.sample.shape and torch.equal(
+        sample, selection.sample.to(sample.device, sample.dtype)
+    )
+
+
+def _compare(call: _Call, communicator: Communicator) -> dict[str, str]:
+    shards = [member.shard for member in call.members]
+    leaders = communicator.min_of(
+        len(shards),
+        lambda: torch.tensor([leader_of(shard, communicator) for shard in shards]),
+    ).tolist()
+    scores, positions, pruned = [], [], []
+    for which, (shard, leader) in enumerate(zip(shards, leaders, strict=True)):
+        assert shard is not None and shard.mask is not None
+        values = _whole(shard, shard.values, leader, communicator)
+        # float64 holds every value of the other floating-point dtypes exactly.
+        scores.append(np.abs(values.double().numpy()))
+        positions.append(np.full(shard.numel, which))
+        pruned.append((_whole(shard, shard.mask, leader, communicator) == 0).numpy())
+    # By score, then by position of the parameter, then by index: the last key is the first.
+    indices = np.concatenate([np.arange(each.size) for each in scores])
+    order = np.lexsort((indices, np.concatenate(positions), np.concatenate(scores)))
+    expected = np.zeros(order.size, dtype=bool)
+    expected[order[: call.num_pruned]] = True
+    ends = np.cumsum([each.size for each in scores])[:-1]
+    problems = {}
+    for member, is_pruned, should_be in zip(
+        call.members, pruned, np.split(expected, ends), strict=True
+    ):
+        num_wrong = int(np.count_nonzero(is_pruned != should_be))
+        if num_wrong:
+            problems[member.name] = (
+                f"{num_wrong} of {is_pruned.size} elements of its mask are not those that sorting "
+                f"all {order.size} scores of its call gives"
+            )
+    return problems
+
+
+def _whole(shard: LocalShard, local: Tensor, leader: int, communicator: Communicator) -> Tensor:
+    """A whole tensor, 1-d and row-major, on the CPU, from its parts on all ranks."""
+    if shard.ranks is None:  # every rank has it
+        return local.reshape(-1).cpu()
+    integer = INTEGERS[local.itemsize]
+
+    def spread() -> Tensor:
+        whole = torch.zeros(shard.numel, dtype=torch.int64)
+        if leader_of(shard, communicator) == leader and shard.replica == 0:
+            bits = shard.flat(local).contiguous().view(integer)
+            whole[shard.index(torch.arange(bits.numel()))] = bits.cpu().long()
+        return whole
+
+    return communicator.sum_of(shard.numel, spread).to(integer).view(local.dtype)
