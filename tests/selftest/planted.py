@@ -101,7 +101,8 @@ def much_traffic(stack):
 
 
 def uncompared_amounts(stack):
-    replace(stack, "distprune.global_pruning", "describe_method", lambda *a: ())
+    describe = classmethod(lambda cls, *arguments: [])
+    replace(stack, "distprune.pruning_method", "BasePruningMethod.describe_arguments", describe)
 
 
 def changed_before_agreed(stack):
