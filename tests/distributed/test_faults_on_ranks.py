@@ -6,6 +6,7 @@ Points are before and after every local step and every collective of the call. A
 """
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from models import Net, fill, target
 NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
 STEPS = ("before step", "after step")
 WRAPPINGS = ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "hsdp-2x2"]
-# All points of all wrappings take half an hour: every third is taken, and all of them if asked to.
-EVERY = 1 if os.environ.get("DISTPRUNE_ALL_FAULTS") else 3
+# All points of all wrappings take half an hour; some are taken, and all of them if asked to.
+ALL_POINTS = bool(os.environ.get("DISTPRUNE_ALL_FAULTS"))
 
 METHODS = {
     "l1": (prune.L1Unstructured, {"amount": 0.5}),
@@ -142,34 +143,44 @@ def num_points(wrapping: str) -> list[str]:
     return injector.reached
 
 
-def outcome_near(wrapping: str, fault: str, point: int, doomed: int) -> dict:
-    """What this rank sees when one rank is lost."""
+def outcome_near(wrapping: str, fault: str, point: int, doomed: int, new_store: str) -> dict:
+    """What this rank sees when one rank is lost; survivors then prune in a group of their own."""
     setting = Setting(wrapping, "l1")
     is_doomed = dist.get_rank() == doomed
     injector = Injector(point if is_doomed else None, FAULTS[fault])
     kind, text, changed = outcome_of(setting, injector)
+    wrong = setting.wrong_masks() if kind == "nothing" else []
+    if kind != "nothing" and not is_doomed and wrapping.startswith("plain"):
+        prune_without(doomed, setting, new_store)
+        wrong = setting.wrong_masks()
     return {
         "kind": kind,
         "text": text,
         "changed": changed,
-        "wrong": setting.wrong_masks() if kind == "nothing" else [],
+        "wrong": wrong,
         "fired": injector.has_fired,
     }
+
+
+def prune_without(doomed: int, setting: Setting, new_store: str) -> None:
+    """The same call, on the ranks that are left; the last one is not."""
+    rank, size = dist.get_rank(), dist.get_world_size() - 1
+    assert doomed == size
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(new_store, size), rank=rank, world_size=size
+    )
+    setting.prune()
 
 
 def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str]:
     """What survivors of a fault got wrong."""
     size = wraps.world_size(wrapping)
-    answers, seconds = run_doomed_ranks(
-        outcome_near,
-        size,
-        size - 1,
-        wrapping,
-        fault,
-        point,
-        size - 1,
-        is_stopped=fault == "stopped",
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (wrapping, fault, point, size - 1, os.path.join(folder, "store"))
+        answers, seconds = run_doomed_ranks(
+            outcome_near, size, size - 1, *arguments, is_stopped=fault == "stopped"
+        )
     wrong, at = [], f"{wrapping} {fault} at point {point}"
     if (size - 1 in answers) == (fault == "killed"):
         wrong.append(f"{at}: the fault did not fire")
@@ -178,8 +189,8 @@ def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str
             wrong.append(f"{at}: the fault did not fire")
         if seen["kind"] == "nothing":  # the last collective was over, so the pruning stands
             wrong += [] if is_last else [f"{at}: rank {rank} did not raise"]
-            wrong += [f"{at}: rank {rank}: {each}" for each in seen["wrong"]]
-        else:
+        wrong += [f"{at}: rank {rank}: {each}" for each in seen["wrong"]]
+        if seen["kind"] != "nothing":
             wrong += [f"{at}: rank {rank} changed {each}" for each in seen["changed"]]
     if seconds > GROUP_TIMEOUT + 60:
         wrong.append(f"{at}: took {seconds:.0f} s")
@@ -193,7 +204,7 @@ def test_a_rank_is_lost(wrapping, fault):
     """A rank is lost before or after a step or a collective."""
     points = run_ranks(num_points, wraps.world_size(wrapping), wrapping)[0]
     assert points[-1] == "after reduce" and points.count("before reduce") > 6
-    every = EVERY if fault == "killed" else 4 * EVERY
+    every = 1 if ALL_POINTS else 3 if fault == "killed" else 12
     chosen = sorted({*range(len(points) - 1, -1, -every), len(points) - 2, 0})
     wrong = []
     for point in chosen:
