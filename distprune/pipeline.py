@@ -241,6 +241,7 @@ def _attach_everywhere(
     transaction = Transaction()
     hooks: list[list[PruningHook]] = [[] for _ in targets]
     earlier: list[Member | None] = []
+    samples: list[Tensor] = []
     rank = communicator.rank
 
     def finish_and_attach() -> Tensor:
@@ -248,6 +249,7 @@ def _attach_everywhere(
         parts = []
         for target, local_mask, of_target in zip(targets, local.masks, hooks, strict=True):
             parts.append(fingerprint_part(target.shard, local_mask))
+            samples.append(target.shard.sample())
             mask = target.shard.as_parameter_layout(local_mask)
             for module, name in target.places:
                 present = find_hook(module, name)
@@ -287,9 +289,8 @@ def _attach_everywhere(
         for hook in of_target:
             hook.record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
             hook.member = members[-1]
-            hook.selection = replace(
-                selection, position=len(members) - 1, sample=target.shard.sample()
-            )
+            position = len(members) - 1
+            hook.selection = replace(selection, position=position, sample=samples[position])
     join(members, earlier)
     return [pruned for pruned, *_ in shared]
 
