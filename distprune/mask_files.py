@@ -132,7 +132,12 @@ def save_masks(
             entries = [_entry(target) for target in targets]
             writer, error = attempt(_Writer, Path(folder), entries)
         for target in targets:
-            words = _whole_bits(target.shard, communicator)
+            try:
+                words = _whole_bits(target.shard, communicator)
+            except BaseException:  # of a step on any rank, or of the network
+                if writer is not None:
+                    writer.abandon()
+                raise
             if error is None and writer is not None:
                 _, error = attempt(writer.add, words, target.shard.numel)
         if error is None and writer is not None:
@@ -251,17 +256,22 @@ def _all_places(model: nn.Module) -> Iterable[tuple[Hashable, NamedParameter]]:
 
 def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
     """The bits of a whole mask, 64 to an int64, the first in the lowest; the same on all ranks."""
-    words = torch.zeros(-(-shard.numel // 64), dtype=torch.int64)
-    if shard.values.numel():
-        assert shard.mask is not None
-        flat = shard.flat(shard.mask)
-        for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
-            positions = torch.arange(start, min(start + _CHUNK, shard.counted.stop))
-            keep = flat[positions[0] : positions[-1] + 1].cpu() != 0
-            kept = shard.index(positions.to(flat.device)).cpu()[keep]
-            # Each bit is set by one rank: a sum of them is as good as a union.
-            words.scatter_add_(0, kept >> 6, torch.ones_like(kept) << (kept & 63))
-    return communicator.sum(words)
+    num_words = -(-shard.numel // 64)
+
+    def own_bits() -> Tensor:
+        words = torch.zeros(num_words, dtype=torch.int64)
+        if shard.values.numel():
+            assert shard.mask is not None
+            flat = shard.flat(shard.mask)
+            for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
+                positions = torch.arange(start, min(start + _CHUNK, shard.counted.stop))
+                keep = flat[positions[0] : positions[-1] + 1].cpu() != 0
+                kept = shard.index(positions.to(flat.device)).cpu()[keep]
+                # Each bit is set by one rank: a sum of them is as good as a union.
+                words.scatter_add_(0, kept >> 6, torch.ones_like(kept) << (kept & 63))
+        return words
+
+    return communicator.sum_of(num_words, own_bits)
 
 
 def _entry(target: Target) -> TensorEntry:
