@@ -31,6 +31,7 @@ from distprune.shard import FlatShard, LocalShard
 _BITS = 32  # of a word
 _TABLE_LOG2 = 15  # words whose weights are looked up in one table
 _TABLE_MASK = (1 << _TABLE_LOG2) - 1
+_TABLE_BITS = _BITS << _TABLE_LOG2
 # A run of elements is handled in rows of so many, and rows in blocks of about so many elements.
 _ROW = 1 << 14
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 20, 1 << 25
@@ -54,6 +55,8 @@ def fingerprint_part(shard: LocalShard, mask: Tensor) -> Count:
     Cost: one read of the mask, and a copy if it is not in row-major order; 0.25 ns per element on
     one core where shards are whole rows or long pieces of rows.
     """
+    if shard.index.start is not None and memory.takes_numpy(mask.device):
+        return _wrapped(_of_run(shard.flat(mask.detach()), shard.index.start))
     part: Count = 0
     for rows, starts in _blocks(shard, mask.detach()):
         if memory.takes_numpy(mask.device):
@@ -61,6 +64,27 @@ def fingerprint_part(shard: LocalShard, mask: Tensor) -> Count:
         else:
             part = part + _of_rows_on_device(rows == 0, starts.to(mask.device))
     return _wrapped(part)
+
+
+def _of_run(flat: Tensor, start: int) -> int:
+    """The sum for a run of elements, 1-d, of which the first has this index."""
+    total, first, size = 0, 0, flat.numel()
+    while first < size:
+        # Up to the end of a table of weights.
+        length = min(size - first, _TABLE_BITS - (start + first) % _TABLE_BITS)
+        which, place = divmod(start + first, _TABLE_BITS)
+        word, shift = divmod(place, _BITS)
+        pruned = _is_zero(flat[first : first + length])
+        num_words = -(-(shift + length) // _BITS)
+        if shift or length % _BITS:
+            padded = np.zeros(num_words * _BITS, dtype=bool)
+            padded[shift : shift + length] = pruned
+            pruned = padded
+        words = np.packbits(pruned, bitorder="little").view("<u4").astype(np.uint64)
+        words *= _table().numpy()[word : word + num_words].view(np.uint64)
+        total += int(np.add.reduce(words)) * _factor(which)
+        first += length
+    return total
 
 
 def _blocks(shard: LocalShard, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -161,6 +185,12 @@ def _of_rows_on_device(pruned: Tensor, starts: Tensor) -> Tensor:
 def _table() -> Tensor:
     """A weight is one of these, by the position of a word, times one for the whole table."""
     return _odd(torch.arange(1 << _TABLE_LOG2), 3)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _factor(which: int) -> int:
+    """What stands for a whole table."""
+    return int(_odd(torch.tensor([which]), 4))
 
 
 def _odd(numbers: Tensor, seed: int) -> Tensor:
