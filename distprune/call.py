@@ -50,16 +50,14 @@ class PruningCall:
         dtypes = [self.score_or_value(i).dtype for i in range(len(self.shards))]
         return functools.reduce(torch.promote_types, dtypes)
 
-    def start_mask(self, which: int) -> tuple[Tensor, bool]:
-        """A local mask to write to, and whether it is uninitialised.
+    def start_mask(self, which: int) -> Tensor:
+        """A local mask to prune in: the mask in force, or ones.
 
         A new tensor at every pruning: masks of earlier rounds are never changed.
         """
-        shard, dtype = self.shards[which], self.mask_dtypes[which]
-        mask = shard.new_mask(dtype)
-        if shard.mask is None:
-            return mask, True
-        return mask.copy_(shard.mask), False
+        shard = self.shards[which]
+        mask = shard.new_mask(self.mask_dtypes[which])
+        return mask.fill_(1) if shard.mask is None else mask.copy_(shard.mask)
 
 
 @dataclass(frozen=True)

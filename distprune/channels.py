@@ -229,9 +229,7 @@ def _cut_channels(
     keep[alive] = drop_lowest_channels(norms[alive], amount)
 
     def finish() -> LocalMasks:
-        mask, fresh = call.start_mask(0)
-        if fresh:
-            mask.fill_(1)
+        mask = call.start_mask(0)
         flat = shard.flat(mask)
         before = count_live(flat, shard.counted)
         rows, coordinates = shard.channels(mask, axis)

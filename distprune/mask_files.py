@@ -181,9 +181,7 @@ class _FromFile:
             )
         masks, num_pruned = [], []
         for which, shard in enumerate(call.shards):
-            mask, fresh = call.start_mask(which)
-            if fresh:
-                mask.fill_(1)
+            mask = call.start_mask(which)
             before = count_live(shard.flat(mask), shard.counted)
             if mask.numel():
                 keep = read_keep(self._masks, files, shard.name, 0, shard.numel)

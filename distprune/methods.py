@@ -30,10 +30,7 @@ class Identity(BasePruningMethod):
 
     def decide(self, call: PruningCall) -> Decision:
         def finish() -> LocalMasks:
-            masks = []
-            for which in range(len(call.shards)):
-                mask, fresh = call.start_mask(which)
-                masks.append(mask.fill_(1) if fresh else mask)
+            masks = [call.start_mask(which) for which in range(len(call.shards))]
             return LocalMasks(masks, [0] * len(masks))
 
         return Decision(finish)

@@ -96,9 +96,7 @@ def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decisi
     def finish() -> LocalMasks:
         masks, num_pruned = [], []
         for which, shard in enumerate(call.shards):
-            mask, fresh = call.start_mask(which)
-            if fresh:
-                mask.fill_(1)
+            mask = call.start_mask(which)
             flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(which))
             before = count_live(flat_mask, shard.counted)
             for start in range(0, flat_mask.numel(), _ELEMENTWISE_CHUNK):
@@ -306,9 +304,7 @@ def _pruned(live: Tensor, keep: Tensor) -> Tensor:
 def _masks_without(call: PruningCall, pruned: Sequence[Tensor]) -> LocalMasks:
     masks, num_pruned = [], []
     for which, (shard, flags) in enumerate(zip(call.shards, pruned, strict=True)):
-        mask, fresh = call.start_mask(which)
-        if fresh:
-            mask.fill_(1)
+        mask = call.start_mask(which)
         local = shard.slice_of(flags.view(shard.shape))
         mask.masked_fill_(local, 0)
         masks.append(mask)
@@ -328,9 +324,7 @@ def given_decision(call: PruningCall, given: Tensor) -> Decision:
     part = call.communicator.run(lambda: local_part(shard.name, "mask", given, shard), digest_of)
 
     def finish() -> LocalMasks:
-        mask, fresh = call.start_mask(0)
-        if fresh:
-            mask.fill_(1)
+        mask = call.start_mask(0)
         flat = shard.flat(mask)
         before = count_live(flat, shard.counted)
         mask.mul_(part.to(mask.dtype))
