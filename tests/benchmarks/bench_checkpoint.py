@@ -1,15 +1,18 @@
 """Memory, time and I/O of pruning a checkpoint, beside load + prune + save, and beside cp.
 
     python tests/benchmarks/bench_checkpoint.py [--bytes 3e9] [--rounds 1] [--folder DIR]
+        [--contestants distprune cp ...]
 
 Makes a bf16 Llama checkpoint and prunes half of its weights, globally, with `distprune prune` on
 1, 2 and 3 processes; with transformers and torch.nn.utils.prune; and copies it with cp. All in one
 run, in turn, each in processes of its own, with the source's pages dropped from the cache before.
-Every contestant's files are synced. The masks are compared with those of an oracle that has all
-weights in memory, and the results of 1, 2 and 3 processes with each other, to the byte.
+Every contestant's files are synced. Masks and weights are compared with those of an oracle that
+holds one tensor at a time in memory, and the results of 1, 2 and 3 processes with each other, to
+the byte.
 
-Needs four times the checkpoint's size on the disk; the oracle needs twice, and torch many times its
-size in memory: it is stopped where it asks for more than there is, and that is its result.
+Needs four times the checkpoint's size on the disk (twice with one contestant). torch needs many
+times its size in memory: it is stopped where it asks for more than there is, and that is its
+result.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -193,8 +197,8 @@ def _leave_memory_to_others() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available),) * 2)
 
 
-def check_masks(source: Path, destination: Path) -> str:
-    """Compare the masks with those of an oracle that has all weights in memory."""
+def check_result(source: Path, destination: Path) -> str:
+    """Compare masks and weights with those of an oracle that holds one tensor at a time."""
     import numpy as np
 
     from distprune.files.checkpoint import open_checkpoint
@@ -203,31 +207,31 @@ def check_masks(source: Path, destination: Path) -> str:
 
     checkpoint, masks = open_checkpoint(source), open_masks(destination)
     entries = {entry.name: entry for entry in checkpoint.tensors}
-    paths = {file.name: file.path for file in checkpoint.files}
     names = sorted(masks.shapes, key=lambda n: [int(p) if p.isdigit() else p for p in n.split(".")])
-    keys = np.empty(sum(entries[name].numel for name in names), np.uint16)
-    start = 0
-    for name in names:
+
+    def stored(folder: Path, name: str) -> Any:
         entry = entries[name]
-        stop = start + entry.numel
-        keys[start:stop] = np.fromfile(
-            paths[entry.file], np.uint16, entry.numel, offset=entry.start
-        )
-        start = stop
-    keys &= 0x7FFF
-    k = round(SPARSITY * len(keys))
-    threshold = int(np.searchsorted(np.cumsum(np.bincount(keys, minlength=1 << 15)), k))
-    keep = keys > threshold
-    tied = np.flatnonzero(keys == threshold)
-    keep[tied[k - int(np.count_nonzero(keys < threshold)) :]] = True
-    start, files = 0, OpenFiles(os.O_RDONLY)
+        return np.fromfile(folder / entry.file, np.uint16, entry.numel, offset=entry.start)
+
+    histogram = np.zeros(1 << 15, np.int64)
     for name in names:
-        stop = start + entries[name].numel
-        written = read_keep(masks, files, name, 0, stop - start)
-        assert np.array_equal(written, keep[start:stop]), name
-        start = stop
+        histogram += np.bincount(stored(source, name) & 0x7FFF, minlength=1 << 15)
+    total = int(histogram.sum())
+    k = round(SPARSITY * total)
+    threshold = int(np.searchsorted(np.cumsum(histogram), k))
+    missing = k - int(histogram[:threshold].sum())
+    files = OpenFiles(os.O_RDONLY)
+    for name in names:
+        bits = stored(source, name)
+        keys = bits & 0x7FFF
+        keep = keys > threshold
+        tied = np.flatnonzero(keys == threshold)
+        keep[tied[missing:]] = True
+        missing = max(missing - len(tied), 0)
+        assert np.array_equal(read_keep(masks, files, name, 0, len(keep)), keep), name
+        assert np.array_equal(stored(destination, name), bits * keep), name
     files.close()
-    return f"{len(keys):,} mask elements in {len(names)} tensors, {len(tied):,} of them tied"
+    return f"{total:,} elements in {len(names)} tensors, {int(histogram[threshold]):,} of them tied"
 
 
 def same_bytes(one: Path, other: Path) -> None:
@@ -241,6 +245,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=float, default=3e9)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary one by default")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS)
     parser.add_argument("--save", metavar="NAME", help="write results/NAME.txt and .json")
     parser.add_argument("--step", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -248,42 +253,49 @@ def main() -> None:
         case ["make", folder, num_bytes]:
             return make(Path(folder), float(num_bytes))
         case ["check", source, destination]:
-            return print(check_masks(Path(source), Path(destination)))
+            return print(check_result(Path(source), Path(destination)))
         case ["contestant", name, source, destination]:
             return run_contestant(name, Path(source), Path(destination))
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        text, values = compete(Path(folder), options.bytes, options.rounds)
+        text, values = compete(
+            Path(folder), options.bytes, options.rounds, tuple(options.contestants)
+        )
     print(text)
     if options.save:
         (RESULTS / f"{options.save}.txt").write_text(text + "\n")
         (RESULTS / f"{options.save}.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
-def compete(folder: Path, num_bytes: float, rounds: int) -> tuple[str, dict[str, Any]]:
+def compete(
+    folder: Path, num_bytes: float, rounds: int, contestants: tuple[str, ...]
+) -> tuple[str, dict[str, Any]]:
     source = folder / "source"
     finished(step("make", source, num_bytes))
     size = sum(path.stat().st_size for path in source.iterdir())
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTESTANTS}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+    several = [name for name in contestants if name.startswith("distprune")]
     checked = ""
     for _ in range(rounds):
-        for name in CONTESTANTS:
+        for name in contestants:
             destination = folder / "out"
             found[name].append(measure(name, source, destination))
-            if name == "distprune":
+            if name in several and name == several[0]:
                 checked = finished(step("check", source, destination))
                 shutil.rmtree(folder / "first", ignore_errors=True)
-                destination.rename(folder / "first")
-            elif name.startswith("distprune"):
+                if len(several) > 1:
+                    destination.rename(folder / "first")
+            elif name in several:
                 same_bytes(folder / "first", destination)
             shutil.rmtree(destination, ignore_errors=True)
+    same = f"; {', '.join(several)}: the same bytes" if len(several) > 1 else ""
     keys = ["seconds", "CPU seconds", "peak MB of a process", "MB read", "MB written"]
     lines = [
-        f"python {' '.join(['tests/benchmarks/bench_checkpoint.py', *sys.argv[1:]])}",
+        f"python {shlex.join(['tests/benchmarks/bench_checkpoint.py', *sys.argv[1:]])}",
         f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}, "
         f"{os.cpu_count()} cores "
         f"({platform.machine()}), {os.sysconf('SC_PHYS_PAGES') * 4096 / 1e9:.0f} GB of memory; "
         f"{size / 1e6:,.0f} MB of bf16, sparsity {SPARSITY}; medians of {rounds} rounds, in turn",
-        f"equal to the oracle's: {checked}; 1, 2 and 3 processes: the same bytes",
+        f"masks and weights equal to the oracle's: {checked}{same}",
         "",
         f"{'':26}" + "".join(f"{key:>22}" for key in keys),
     ]
