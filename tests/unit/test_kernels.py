@@ -36,6 +36,24 @@ def previous_masks(dtype, n):
         yield torch.where(torch.arange(n) % 7 == 0, 3, flags.to(dtype))
 
 
+@pytest.mark.parametrize("numpy", [True, False])
+@pytest.mark.parametrize("byte", [1, 2, 255])
+def test_every_byte_but_zero_is_true_in_a_bool_mask(byte, numpy, monkeypatch):
+    """Bytes of a file that are read as bool need not be 0 or 1."""
+    monkeypatch.setattr("distprune.memory.takes_numpy", lambda device: numpy)
+    scores = torch.arange(1.0, 301.0)
+    live = torch.arange(300) % 3 != 0
+    mask = (live.to(torch.uint8) * byte).view(torch.bool)
+    assert mask.tolist() == live.tolist()
+    part = part_of(scores, mask)
+    cut = select_lowest(
+        [part], ["w"], [int(live.sum())], 50, key_range(torch.float32, Order.MAGNITUDE),
+        Communicator(()), refuse_nan=True,
+    ).cut  # fmt: skip
+    assert kernels.write(part, range(300), 0, cut, mask, mask, Scratch()) == 50
+    assert mask.tolist() == reference.prune([scores], 50, [live])[0].tolist()
+
+
 @pytest.mark.parametrize("new_dtype", DTYPES)
 @pytest.mark.parametrize("old_dtype", DTYPES)
 def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):

@@ -139,6 +139,14 @@ def test_a_bracket_that_misses_costs_time_only(monkeypatch):
             check(tensors, None, amount, ["rows", "columns"], 2, max_collectives=100)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("num_pruned", [39_999, 40_000, 40_001, 79_999])
+def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(num_pruned, size):
+    """So many ties that they are found by reading again, cut at and beside the end of a layer."""
+    layers = [torch.full((200, 200), 0.25), torch.full((40_000,), 0.25)]
+    check(layers, None, num_pruned, ["rows", "rows"], size, max_collectives=64)
+
+
 def test_nan_raises_on_every_rank_and_names_its_parameter():
     whole = torch.ones(6, 2)
     whole[5, 1] = math.nan
