@@ -233,9 +233,10 @@ def gather_and_prune(model: nn.Module) -> int:
     whole = nn.ModuleList()
     for parameter, _ in placed(model):
         parameter = parameter.detach()
-        whole.append(
-            data.Weight(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
-        )
+        if isinstance(parameter, DTensor):
+            # torch 2.11 joins columns to a tensor with gaps, which its own pruning cannot view.
+            parameter = parameter.full_tensor().contiguous()
+        whole.append(data.Weight(parameter))
     targets = [(layer, "weight") for layer in whole]
     torch_prune.global_unstructured(targets, torch_prune.L1Unstructured, amount=AMOUNT)
     return sum(int((layer.weight_mask == 0).sum()) for layer in whole)

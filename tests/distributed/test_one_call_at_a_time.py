@@ -131,7 +131,9 @@ def wrong_after_an_interrupt(wrapping: str) -> list[str]:
     model, targets = model_and_targets(wrapping)
     is_odd = dist.get_rank() == 1
     action = Action((lambda: os.kill(os.getpid(), signal.SIGINT)) if is_odd else None)
-    before = signal.getsignal(signal.SIGINT)
+    # A shell starts what runs in the background with SIGINT ignored, and processes inherit that.
+    before = signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
     kind, text, changed = outcome(
         model, lambda: prune.global_unstructured(targets, Calling, amount=0.5, action=action)
     )
@@ -154,6 +156,7 @@ def test_an_interrupt_is_shared(wrapping):
 def wrong_after_two_interrupts() -> list[str]:
     """The second one does not wait: a step that never ends can be left."""
     model, targets = model_and_targets("plain-1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt_twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)
