@@ -1,6 +1,7 @@
 """Imports point down, private torch fields stay in their adapters, and one place communicates."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -9,93 +10,6 @@ import pytest
 import distprune
 
 PACKAGE = Path(distprune.__file__).parent
-# Every module imports lower levels only; a package's level is that of its __init__.
-LEVELS = [
-    ["files", "files.errors", "natural_order", "memory", "exclusive"],
-    ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
-    ["live_graphs"],
-    ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
-    ["files.checkpoint"],
-    ["files.policy"],
-    ["files.planning"],
-    [
-        "strict",
-        "shard",
-        "keys",
-        "masking.record",
-        "masking.survival",
-        "wrappers.errors",
-        "wrappers.fsdp1_mask",
-        "testing.calls",
-    ],
-    ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "testing.worker"],
-    [
-        "kernels",
-        "checksum",
-        "fingerprint",
-        "call",
-        "target",
-        "sharding.dtensor",
-        "sharding.flat",
-        "sharding.replicated",
-    ],
-    ["wrappers", "masking.live_property", "testing.pool", "passes"],
-    ["files.scores", "files.disk", "files.team"],
-    ["files.groups", "files.streaming", "files.masks"],
-    ["files.units"],
-    ["files.scanning"],
-    ["files.inspecting", "files.comparing"],
-    ["files.deciding"],
-    ["files.report", "files.rewriting"],
-    ["files.partial"],
-    ["files.pruning", "files.verifying"],
-    ["files.applying"],
-    ["sharding", "selection", "stages", "masking.hook", "masking", "testing"],
-    [
-        "budget",
-        "checkpoint_ties",
-        "masking.checks",
-        "masking.loading",
-        "score_keys",
-        "selecting",
-        "writable",
-    ],
-    ["reading"],
-    ["ranking", "masking.attach"],
-    ["verification.report"],
-    ["channels", "pipeline", "wrapping"],
-    ["pretrained", "pruning_method"],
-    ["methods"],
-    ["local_pruning", "global_pruning", "schedule.groups"],
-    ["verification.measuring", "verification.structure", "verification.records"],
-    ["verification.sharing"],
-    ["verification.reference"],
-    ["verification.expectations"],
-    ["verification.verifying", "verification"],
-    ["schedule.pruner", "checkpoint", "mask_files"],
-    ["schedule"],
-    ["recipe"],
-    ["integrations", "integrations.accelerate", "integrations.transformers"],
-    ["public"],
-    [""],
-    ["selftest", "selftest.table", "selftest.ranks", "selftest.models"],
-    ["selftest.comparing"],
-    ["selftest.checks"],
-    ["selftest.running"],
-    ["cli.exits", "cli.console", "cli.options", "cli.schema", "cli.plotting"],
-    ["cli.ranks", "cli.progress"],
-    ["cli.environment", "cli.recipes"],
-    ["cli.choosing"],
-    ["cli.planning"],
-    ["cli.pruning", "cli.looking", "cli.verifying", "cli.selftesting"],
-    ["cli.applying"],
-    ["cli.app"],
-    ["cli.main", "cli"],
-    ["__main__"],
-]
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-
-
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -122,14 +36,9 @@ def imported(path: Path) -> set[str]:
     }
 
 
-def test_every_module_has_a_level():
-    assert set(LEVEL) == set(FILES)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_down(name):
-    for other in imported(FILES[name]):
-        assert LEVEL[other] < LEVEL[name], f"{name or '__init__'} may not import {other}"
+def test_no_module_imports_itself_by_way_of_others():
+    """Modules are layers: imports lead to no circle."""
+    graphlib.TopologicalSorter({name: imported(FILES[name]) for name in FILES}).prepare()
 
 
 @pytest.mark.parametrize("name", FILES)
