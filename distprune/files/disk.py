@@ -133,14 +133,17 @@ def copy_range(
         yield size
 
 
-def allocate(path: str, size: int) -> None:
+def allocate(path: str, size: int, mode: int = 0o666) -> None:
     """Make a file of that size if it is not there, and reserve its blocks; its bytes stay.
+
+    Args:
+        mode: permissions of a new file, less the umask; its owner may always read and write it.
 
     Raises:
         OutputError: there is not enough room.
     """
     with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode | 0o600)
         try:
             os.ftruncate(descriptor, size)
             if size and hasattr(os, "posix_fallocate"):

@@ -10,6 +10,7 @@ So whatever was interrupted, and with whatever number of ranks it goes on, the b
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import resource
@@ -38,14 +39,20 @@ from distprune.files.units import Unit, copy_units, prune_units, share_out
 
 
 def plan_together(
-    source: str | Path, recipe: FileRecipe, *, communicator: Communicator | None = None
+    source: str | Path,
+    recipe: FileRecipe,
+    *,
+    communicator: Communicator | None = None,
+    follow_links: bool = False,
 ) -> Plan:
     """:func:`plan` on every rank; if it fails on one, it fails on all.
 
     Raises:
         CheckpointError, SelectionError: as :func:`plan`, on every rank.
     """
-    return Team(communicator or world()).attempt(plan, source, recipe)
+    return Team(communicator or world()).attempt(
+        functools.partial(plan, follow_links=follow_links), source, recipe
+    )
 
 
 def prune(

@@ -11,10 +11,26 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["files", "files.errors", "natural_order", "memory", "exclusive"],
+    [
+        "files",
+        "files.errors",
+        "files.foreign",
+        "files.listing",
+        "natural_order",
+        "memory",
+        "exclusive",
+    ],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["live_graphs"],
-    ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
+    [
+        "files.header",
+        "files.locating",
+        "files.recipe",
+        "masking.lost",
+        "product",
+        "wrappers.private_fields",
+    ],
+    ["files.duplicates"],
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
@@ -83,7 +99,7 @@ LEVELS = [
     ["selftest.checks"],
     ["selftest.running"],
     ["cli.exits", "cli.console", "cli.options", "cli.schema", "cli.plotting"],
-    ["cli.ranks", "cli.progress"],
+    ["cli.ranks", "cli.progress", "cli.sources"],
     ["cli.environment", "cli.recipes"],
     ["cli.choosing"],
     ["cli.planning"],
