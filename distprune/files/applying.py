@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.destination import resolve_destination
 from distprune.files.disk import (
     OpenFiles,
     allocate,
@@ -117,7 +118,7 @@ class Application:
 
         Cost: one read, one write; some 50 MB of memory.
         """
-        target = Path(os.path.abspath(destination))
+        target = resolve_destination(destination)
         check_place(self.checkpoint.folder, target)
         lock = Lock(target)
         lock.acquire()

@@ -97,7 +97,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     if place.is_alone and place.file is not None:
         listing = list_one(folder, place.file, follow_links=follow_links)
     else:
-        listing = list_files(folder, _why_left_out, follow_links=follow_links)
+        listing = list_files(folder, why_left_out, follow_links=follow_links)
     problems = listing.problems
     index, shards, weight_map = _find_weights(place, listing, problems)
     files = []
@@ -137,7 +137,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     )
 
 
-def _why_left_out(name: str) -> str | None:
+def why_left_out(name: str) -> str | None:
     """Of a folder that is no part of a checkpoint."""
     if name == SIDECAR:
         return "the report of an earlier pruning"

@@ -11,7 +11,6 @@ So whatever was interrupted, and with whatever number of ranks it goes on, the b
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import resource
 import sys
@@ -26,6 +25,7 @@ import torch
 
 from distprune.collectives import Communicator, attempt, world
 from distprune.files.deciding import Decision, decide
+from distprune.files.destination import resolve_destination
 from distprune.files.errors import NaNError, SelectionError
 from distprune.files.masks import MaskLayout, mask_layout
 from distprune.files.partial import Journal, Partial
@@ -98,7 +98,7 @@ def prune(
     an all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
-    target = Path(os.path.abspath(destination))
+    target = resolve_destination(destination)
     team.compare(_facts(plan, target))
     layout = None
     if plan.recipe.masks:
