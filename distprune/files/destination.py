@@ -25,7 +25,9 @@ def resolve_destination(destination: str | Path) -> Path:
         shown = ascii_name(str(path))
         if not path.name:
             raise OutputError(f"{shown} has no name; expected that of a new folder.")
-        os.lstat(path.parent)
+        if "\0" in path.name:
+            raise ValueError("a NUL in a name")
+        os.stat(path.parent)
     except FileNotFoundError:
         raise OutputError(f"{ascii_name(str(path.parent))} is no folder; make it first.") from None
     except (OSError, ValueError) as error:  # ValueError: of a NUL byte
