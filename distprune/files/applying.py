@@ -119,7 +119,7 @@ class Application:
         Cost: one read, one write; some 50 MB of memory.
         """
         target = resolve_destination(destination)
-        check_place(self.checkpoint.folder, target)
+        check_place(self.checkpoint.place, target)
         lock = Lock(target)
         lock.acquire()
         folder = target.with_name(f"{target.name}.partial-apply")

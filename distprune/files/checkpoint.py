@@ -49,6 +49,7 @@ class Checkpoint:
         skipped: (name, reason) of what is not part of the checkpoint, and not copied.
         folders: (name, permissions) of the folder ("") and of those in it.
         note: what a user should know of how it was found; may be empty.
+        is_alone: it is one file, and nothing else in the folder belongs to it.
     """
 
     folder: str
@@ -59,6 +60,12 @@ class Checkpoint:
     skipped: tuple[tuple[str, str], ...]
     folders: tuple[tuple[str, int], ...] = ()
     note: str = ""
+    is_alone: bool = False
+
+    @property
+    def place(self) -> str:
+        """What it takes on the disk: the folder, or the one file; no result may lie inside."""
+        return os.path.join(self.folder, self.files[0].name) if self.is_alone else self.folder
 
     @property
     def unpruned_weights(self) -> tuple[str, ...]:
@@ -134,6 +141,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         skipped=tuple(sorted(listing.skipped)),
         folders=tuple(sorted(listing.folders.items())),
         note=place.note,
+        is_alone=place.is_alone,
     )
 
 

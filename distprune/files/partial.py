@@ -117,7 +117,7 @@ class Partial:
             OutputError: the destination exists or is in use, another plan is half done
                 there, or there is not enough room.
         """
-        check_place(self._plan.checkpoint.folder, self._destination)
+        check_place(self._plan.checkpoint.place, self._destination)
         self.lock.acquire()
         check_free(self._destination)
         others = [

@@ -105,6 +105,7 @@ class Conversion:
     def __init__(self, source: str | Path, *, follow_links: bool = False) -> None:
         place = locate_pickles(source)
         self.folder = place.folder
+        self._place = os.path.join(self.folder, place.file or "") if place.is_alone else self.folder
         if place.is_alone and place.file is not None:
             listing = list_one(self.folder, place.file, follow_links=follow_links)
         else:
@@ -160,7 +161,7 @@ class Conversion:
         torch before 1.6 is held in memory.
         """
         target = resolve_destination(destination)
-        check_place(self.folder, target)
+        check_place(self._place, target)
         lock = Lock(target)
         try:
             lock.acquire()

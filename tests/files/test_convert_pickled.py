@@ -123,9 +123,9 @@ def test_a_lone_file_in_either_form(tmp_path, save):
     save(OrderedDict(weight=torch.nn.Parameter(torch.ones(3, 3))), tmp_path / "in" / "best.pt")
     conversion = Conversion(tmp_path / "in" / "best.pt")
     assert "converted alone" in conversion.note
-    conversion.write(tmp_path / "target")
-    assert os.listdir(tmp_path / "target") == ["model.safetensors"]
-    found = load_file(tmp_path / "target" / "model.safetensors")
+    conversion.write(tmp_path / "in" / "target")
+    assert os.listdir(tmp_path / "in" / "target") == ["model.safetensors"]
+    found = load_file(tmp_path / "in" / "target" / "model.safetensors")
     assert torch.equal(found["weight"], torch.ones(3, 3))
 
 
