@@ -124,8 +124,6 @@ def _state_dict(loaded: Any, name: str) -> tuple[dict[Any, Any], list[str]]:
     if not isinstance(loaded, Mapping):
         kind = "a tensor without a name" if isinstance(loaded, Tensor) else type(loaded).__name__
         raise CheckpointError(f"{name} holds {kind}; expected a mapping from names to tensors.")
-    if any(isinstance(value, Tensor) for value in loaded.values()):
-        return dict(loaded), []
     inner = [
         key
         for key, value in loaded.items()
@@ -133,6 +131,10 @@ def _state_dict(loaded: Any, name: str) -> tuple[dict[Any, Any], list[str]]:
         and value
         and all(isinstance(each, Tensor) for each in value.values())
     ]
+    own = [value for value in loaded.values() if isinstance(value, Tensor)]
+    # Beside a mapping of weights, a scalar is a counter of the training.
+    if own and not (inner and all(tensor.dim() == 0 for tensor in own)):
+        return dict(loaded), []
     if len(inner) == 1:
         others = [str(key) for key in loaded if key != inner[0]]
         left = f"; left out: {', '.join(others)}" if others else ""

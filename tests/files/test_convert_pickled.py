@@ -131,13 +131,14 @@ def test_a_lone_file_in_either_form(tmp_path, save):
 
 def test_one_level_of_nesting_is_opened_with_a_note(tmp_path):
     def nest(tensors):
-        return {"state_dict": tensors, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}
+        optimizer = {"state": {}, "lr": 0.1}
+        return {"state_dict": tensors, "step": torch.tensor(3), "optimizer": optimizer}
 
     source = folder_of(tmp_path, {"w": torch.ones(2)}, nest=nest)
     done = convert(source, tmp_path / "target")
     assert list(load_file(tmp_path / "target" / "model.safetensors")) == ["w"]
     assert done.notes == (
-        "pytorch_model.bin: the weights are those of 'state_dict'; left out: epoch, optimizer.",
+        "pytorch_model.bin: the weights are those of 'state_dict'; left out: step, optimizer.",
     )
 
 
@@ -146,6 +147,7 @@ def test_one_level_of_nesting_is_opened_with_a_note(tmp_path):
     [
         ({"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, "'model', 'ema'"),
         ({"w": torch.ones(1), "step": 3}, "'step' is a int, no tensor"),
+        ({"w": torch.ones(1), "model": {"v": torch.ones(1)}}, "'model' is a dict, no tensor"),
         ({"w": torch.ones(1), 5: torch.ones(1)}, "5 is no name"),
         ({"w": torch.eye(2).to_sparse()}, "'w' is of layout torch.sparse_coo"),
         ({"w": torch.ones(1, device="meta")}, "'w' is on meta"),
