@@ -104,7 +104,9 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     if place.is_alone and place.file is not None:
         listing = list_one(folder, place.file, follow_links=follow_links)
     else:
-        listing = list_files(folder, why_left_out, follow_links=follow_links)
+        listing = list_files(
+            folder, why_left_out, wanted=(".safetensors", _INDEX), follow_links=follow_links
+        )
     problems = listing.problems
     index, shards, weight_map = _find_weights(place, listing, problems)
     files = []

@@ -60,13 +60,19 @@ class Listing:
 
 
 def list_files(
-    folder: str, why_left_out: Callable[[str], str | None], *, follow_links: bool = False
+    folder: str,
+    why_left_out: Callable[[str], str | None],
+    *,
+    wanted: tuple[str, ...],
+    follow_links: bool = False,
 ) -> Listing:
     """Find all regular files of a folder and of those in it.
 
     Args:
         folder: an existing one.
         why_left_out: of a folder in it, by name, why it is not looked at; None: it is.
+        wanted: ends of names. If no file of the folder itself has one, it is no checkpoint, and
+            of all that it may hold, no more than its own folders is looked at.
         follow_links: take links wherever they lead.
 
     Returns:
@@ -76,7 +82,12 @@ def list_files(
     Cost: some microseconds per file; nothing is opened.
     """
     listing = Listing()
-    _list(listing, folder, why_left_out, None if follow_links else _roots(folder))
+    roots = None if follow_links else _roots(folder)
+    try:
+        is_checkpoint = any(name.endswith(wanted) for name in os.listdir(folder))
+    except OSError:
+        is_checkpoint = False  # said below
+    _list(listing, folder, why_left_out, roots, None if is_checkpoint else 1)
     return listing
 
 
@@ -126,6 +137,7 @@ def _list(
     folder: str,
     why_left_out: Callable[[str], str | None],
     roots: tuple[str, ...] | None,
+    depth: int | None,
 ) -> None:
     # With the real paths of the folders above: a link to one of them is a circle.
     pending: list[tuple[str, tuple[str, ...]]] = [("", ())]
@@ -160,7 +172,7 @@ def _list(
                         f"{name} is a link to a folder that it lies in ({real}): a copy would "
                         "have no end. Remove it."
                     )
-                else:
+                elif depth is None or len(above) <= depth:
                     pending.append((name, above))
             elif stat.S_ISREG(info.st_mode):
                 listing.files[name] = _file(name, real, info)

@@ -20,6 +20,7 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _INDEX = ".safetensors.index.json"
+_SHOWN = 8  # models of a cache in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def locate(source: str | Path) -> Place:
     name = os.path.basename(os.path.abspath(path))
     if name.startswith("models--") and os.path.isdir(os.path.join(path, "snapshots")):
         return _snapshot(path, path)
+    _refuse_cache(path)
     return Place(path)
 
 
@@ -76,6 +78,21 @@ def hub_cache() -> str:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
         home = os.path.join(cache, "huggingface")
     return os.path.join(os.path.expanduser(home), "hub")
+
+
+def _refuse_cache(path: str) -> None:
+    """A whole cache is no checkpoint, and has more files than one wants to look at."""
+    try:
+        models = sorted(each for each in os.listdir(path) if each.startswith("models--"))
+    except OSError:
+        return  # whoever lists the folder says so
+    if models:
+        names = [each.removeprefix("models--").replace("--", "/") for each in models[:_SHOWN]]
+        more = f" and {len(models) - _SHOWN} more" if len(models) > _SHOWN else ""
+        raise CheckpointError(
+            f"{ascii_name(path)} is a Hugging Face cache; expected one of its models, by its name: "
+            f"{', '.join(map(ascii_name, names))}{more}."
+        )
 
 
 def _file(path: str) -> Place:

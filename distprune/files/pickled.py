@@ -43,6 +43,7 @@ from distprune.files.listing import (
 )
 from distprune.files.partial import Lock, check_free, check_place
 from distprune.files.pickled_names import (
+    WANTED,
     find_pickles,
     index_output,
     locate_pickles,
@@ -109,7 +110,9 @@ class Conversion:
         if place.is_alone and place.file is not None:
             listing = list_one(self.folder, place.file, follow_links=follow_links)
         else:
-            listing = list_files(self.folder, why_left_out, follow_links=follow_links)
+            listing = list_files(
+                self.folder, why_left_out, wanted=WANTED, follow_links=follow_links
+            )
         problems = listing.problems
         if listing.outside:
             problems.append(outside_problem(listing.outside))

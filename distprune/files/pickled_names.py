@@ -14,6 +14,7 @@ from distprune.files.locating import Place, locate
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX = ".bin.index.json"
+WANTED = (*_PICKLES, _INDEX)  # ends of names that a pickled checkpoint has
 # Names that libraries look for; any other file becomes model.safetensors.
 _KNOWN_STEMS = ("adapter_model", "diffusion_pytorch_model")
 

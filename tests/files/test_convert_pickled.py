@@ -201,6 +201,7 @@ def test_code_in_a_pickle_is_refused_and_does_not_run(tmp_path, kind, how):
     assert (tmp_path / "ran").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
 def test_files_that_are_none_are_refused(tmp_path):
     source = folder_of(tmp_path, {"w": torch.randn(100)})
     path = source / "pytorch_model.bin"
@@ -302,3 +303,24 @@ def _peak_of_writing(source, target):
 
     convert(source, target, on_bytes=look)
     assert max(peaks) - peaks[0] < 60_000, (peaks[0], max(peaks))
+
+
+def test_a_model_of_the_local_cache(tmp_path, monkeypatch):
+    source = folder_of(tmp_path, {"w": torch.ones(2)})
+    model = tmp_path / "hub" / "models--org--name"
+    (model / "snapshots").mkdir(parents=True)
+    source.rename(model / "snapshots" / "a1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    convert("org/name", "target")
+    assert torch.equal(load_file(tmp_path / "target" / "model.safetensors")["w"], torch.ones(2))
+
+
+def test_an_adapter_keeps_the_name_that_peft_looks_for(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter" / "training_args.bin").write_bytes(b"a pickle of another kind")
+    torch.save({"lora_A.weight": torch.ones(2)}, tmp_path / "adapter" / "adapter_model.bin")
+    done = convert(tmp_path / "adapter", tmp_path / "target")
+    assert done.files == {"adapter_model.bin": "adapter_model.safetensors"}
+    assert set(done.copied) == {"adapter_config.json", "training_args.bin"}

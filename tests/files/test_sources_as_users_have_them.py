@@ -176,6 +176,21 @@ def test_a_folder_of_the_cache_is_its_main_snapshot(cache, source, tmp_path):
     assert "which was not downloaded" in refused(model)
 
 
+def test_a_whole_cache_is_no_checkpoint(cache, source, tmp_path):
+    for name in ("org/one", "gpt2"):
+        cache(name, source)
+    assert "expected one of its models, by its name: gpt2, org/one." in refused(tmp_path / "hub")
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_searched_to_the_ground(tmp_path, monkeypatch):
+    make(tmp_path / "home", "a/b/c/deep.txt", "a/model.safetensors")
+    looked_at = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looked_at.append(str(path)) or scandir(path))
+    assert "give one of its folders" in refused(tmp_path / "home")
+    assert [os.path.relpath(path, tmp_path / "home") for path in looked_at] == [".", "a"]
+
+
 def test_names_that_are_nowhere(cache, tmp_path):
     assert "To download it: hf download org/name." in refused("org/name")
     assert str(tmp_path / "hub") in refused("org/name")
