@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from distprune.files.errors import CheckpointError, Interrupted, OutputError
 from distprune.files.pickled import Conversion
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
+from distprune.files.unpickling import unpickle
 from tiny_checkpoints import tree_digest
 
 MANY = {
@@ -324,3 +326,26 @@ def test_an_adapter_keeps_the_name_that_peft_looks_for(tmp_path):
     done = convert(tmp_path / "adapter", tmp_path / "target")
     assert done.files == {"adapter_model.bin": "adapter_model.safetensors"}
     assert set(done.copied) == {"adapter_config.json", "training_args.bin"}
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_malformed_files_raise_nothing_else(tmp_path, is_zip):
+    path = tmp_path / "model.pt"
+    state = {"w": torch.randn(4, 4), "b": torch.ones(3)}
+    torch.save(state, path, _use_new_zipfile_serialization=is_zip)
+    raw, draw = path.read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(200):
+        data = bytearray(raw)
+        if draw.random() < 0.7:
+            for _ in range(draw.randint(1, 4)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+        else:
+            del data[draw.randrange(len(data)) :]
+        path.write_bytes(data)
+        try:
+            unpickle(str(path), "model.pt")
+        except CheckpointError as error:
+            assert "\n" not in error.headline
+            refused += 1
+    assert refused > 50
