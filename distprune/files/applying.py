@@ -31,14 +31,8 @@ from distprune.files.masks import (
     open_masks,
     read_keep,
 )
-from distprune.files.partial import (
-    Lock,
-    check_free,
-    check_place,
-    check_unchanged,
-    make_folders,
-    mask_mode,
-)
+from distprune.files.partial import Lock, check_free, check_place, check_unchanged
+from distprune.files.permissions import make_folders, mask_mode
 from distprune.files.scanning import FORMATS
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
@@ -127,7 +121,8 @@ class Application:
             check_free(target)
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             with writing(folder):
-                make_folders(self.checkpoint, folder)
+                make_folders(self.checkpoint.folders, folder)
+                (folder / MASK_FILE).parent.mkdir(exist_ok=True)
             applied = self._fill(folder, on_bytes, stop)
             check_unchanged(self)  # type: ignore[arg-type]  # asks for the checkpoint alone
             with writing(target):
@@ -148,7 +143,7 @@ class Application:
         writer = _Writer(self._masks, sources, outputs, folder)
         try:
             layout = mask_layout(self._entries, self.checkpoint.files)
-            writer.make(MASK_FILE, layout.size, mask_mode(self.checkpoint))
+            writer.make(MASK_FILE, layout.size, mask_mode(self.checkpoint.files))
             write_from(outputs, str(folder / MASK_FILE), 0, layout.header)
             for file in self.checkpoint.files:
                 writer.make(file.name, file.size, file.mode)

@@ -8,8 +8,8 @@ from pathlib import Path
 from distprune.files.errors import OutputError
 from distprune.files.listing import ascii_name
 
-# What is added to the name while the result is made: ".partial-" and sixteen digits.
-_LONGEST_SUFFIX = 25
+# What is added to the name while the result is made: ".partial-", sixteen digits, and an ending.
+_LONGEST_SUFFIX = 30
 _MAX_NAME = 255  # bytes, of file systems that do not say
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
-import operator
 import os
 import shutil
 import socket
@@ -23,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distprune.files.checkpoint import SIDECAR, Checkpoint
+from distprune.files.checkpoint import SIDECAR
 from distprune.files.deciding import Decision
 from distprune.files.disk import (
     OpenFiles,
@@ -35,6 +33,7 @@ from distprune.files.disk import (
 )
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.masks import MASK_FILE, MaskLayout
+from distprune.files.permissions import make_folders, mask_mode
 from distprune.files.planning import Plan
 from distprune.files.report import REPORT_FILE, RUN_FILE, Report
 
@@ -134,7 +133,7 @@ class Partial:
         if (self.folder / REPORT_FILE).exists():
             return {"is_complete": True}
         with writing(self.folder):
-            make_folders(self._plan.checkpoint, self.folder)
+            make_folders(self._plan.checkpoint.folders, self.folder)
             self.work.mkdir(parents=True, exist_ok=True)
         self._allocate()
         journals = sorted(self.work.glob("done-*.jsonl"))
@@ -195,7 +194,7 @@ class Partial:
         modes = {file.name: file.mode for file in (*checkpoint.files, *checkpoint.others)}
         if self._layout is not None:
             sizes[MASK_FILE] = self._layout.size
-            modes[MASK_FILE] = mask_mode(checkpoint)
+            modes[MASK_FILE] = mask_mode(checkpoint.files)
         missing = sum(_missing(self.folder / name, size) for name, size in sizes.items())
         with writing(self.folder):
             disk = os.statvfs(self.folder)
@@ -258,22 +257,6 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         self._pending, self._num_bytes = [], 0
-
-
-def make_folders(checkpoint: Checkpoint, folder: Path) -> None:
-    """Make a folder, and those in it, with the permissions of the source's, less the umask.
-
-    Those that are there stay as they are. The owner may always work in them.
-    """
-    for name, mode in checkpoint.folders:  # sorted, so that a folder comes before those in it
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder / name, mode | 0o700)
-    (folder / SIDECAR).mkdir(exist_ok=True)
-
-
-def mask_mode(checkpoint: Checkpoint) -> int:
-    """Permissions of the masks: whoever may read all of the weights may read them."""
-    return functools.reduce(operator.and_, (file.mode for file in checkpoint.files), 0o666)
 
 
 def check_free(destination: Path) -> None:

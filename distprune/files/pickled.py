@@ -42,6 +42,7 @@ from distprune.files.listing import (
     unreadable,
 )
 from distprune.files.partial import Lock, check_free, check_place
+from distprune.files.permissions import make_folders
 from distprune.files.pickled_names import (
     WANTED,
     find_pickles,
@@ -189,8 +190,7 @@ class Conversion:
             check_free(target)
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             with writing(folder):
-                for name, mode in self._folders:
-                    os.mkdir(folder / name, mode | 0o700)
+                make_folders(self._folders, folder)
             self._check_room(folder)
             written = self._fill(folder, on_bytes, stop)
             self._check_unchanged()

@@ -31,7 +31,7 @@ LEVELS = [
         "product",
         "wrappers.private_fields",
     ],
-    ["files.duplicates"],
+    ["files.duplicates", "files.permissions"],
     ["files.pickled_names"],
     ["files.checkpoint"],
     ["files.policy"],
