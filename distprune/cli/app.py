@@ -11,6 +11,7 @@ import typer
 import distprune
 from distprune.cli import (
     applying,
+    converting,
     environment,
     looking,
     planning,
@@ -60,7 +61,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Prune": (planning.plan, pruning.prune, applying.apply),
+    "Prune": (planning.plan, pruning.prune, applying.apply, converting.convert),
     "Look": (looking.inspect, verifying.verify, looking.diff),
     "Recipes and support": (environment.env,),
 }

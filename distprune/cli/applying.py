@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import exits, ranks
+from distprune.cli import exits, ranks, sources
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.cli.planning import Source
@@ -30,6 +30,7 @@ def apply(
     masks: MaskFolder,
     source: Source,
     destination: Destination,
+    follow_links: sources.FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -48,8 +49,9 @@ def apply(
     from distprune.files.applying import Application
 
     terminal = Terminal(as_json, -1 if quiet else verbose)
-    application = Application(masks, source)
+    application = Application(masks, source, follow_links=follow_links)
     checkpoint = application.checkpoint
+    sources.tell(terminal, checkpoint)
     total = checkpoint.num_bytes + sum(other.size for other in checkpoint.others)
     stop = ranks.Stop()
     try:
@@ -59,7 +61,8 @@ def apply(
         error.exit_code = stop.code or exits.TERMINATED
         raise
     if as_json:
-        terminal.json({"source": str(source), "masks": str(masks), **asdict(applied)})
+        values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
+        terminal.json({**values, **sources.as_values(checkpoint)})
         return
     terminal.text(
         f"{destination}: the masks prune {count(applied.num_pruned)} of "

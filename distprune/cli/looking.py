@@ -55,7 +55,7 @@ def inspect(
     patterns = [_n_of_m(each) for each in pattern]
     if plot is not None:
         plotting.check(plot)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         facts = list(look(checkpoint, patterns, on_bytes=Reading(meter, checkpoint.num_bytes)))
@@ -98,7 +98,7 @@ def diff(
     """
     from distprune.files.comparing import compare
 
-    a, b = open_checkpoint(first), open_checkpoint(second)
+    a, b = (open_checkpoint(each, follow_links=True) for each in (first, second))
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, a.num_bytes + b.num_bytes)

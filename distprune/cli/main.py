@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: without the program's name; those of the process by default.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be text
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     if given[:1] == ["selftest"]:  # without typer and rich, which may not be installed
         sys.exit(selftesting.main(given[1:]))
     try:

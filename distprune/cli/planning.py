@@ -8,14 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-from distprune.cli import choosing
+from distprune.cli import choosing, sources
 from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.files.planning import Plan
 from distprune.files.policy import Choice
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A folder with safetensors files.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="A folder with safetensors files, such a file, or the name of a model that is in the "
+        "local Hugging Face cache (org/name).",
+        show_default=False,
+    ),
 ]
 
 
@@ -31,6 +37,7 @@ def plan(
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
     nan: choosing.Nan = None,
+    follow_links: sources.FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -55,8 +62,9 @@ def plan(
             "nan": nan,
         },
     )  # fmt: skip
-    made = make_plan(source, chosen)
+    made = make_plan(source, chosen, follow_links=follow_links)
     terminal = Terminal(as_json, -1 if quiet else verbose)
+    sources.tell(terminal, made.checkpoint)
     if as_json:
         terminal.json(as_values(made))
     else:
@@ -87,8 +95,6 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool) -> None:
     )
     terminal.text()
     terminal.text(summary(plan))
-    for name, reason in plan.checkpoint.skipped:
-        terminal.text(f"Not copied: {name} ({reason}).")
 
 
 def summary(plan: Plan) -> str:
@@ -126,8 +132,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
             for choice in plan.choices
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        "copied": [file.name for file in plan.checkpoint.others],
-        "not_copied": dict(plan.checkpoint.skipped),
+        **sources.as_values(plan.checkpoint),
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import choosing, exits, planning, ranks
+from distprune.cli import choosing, exits, planning, ranks, sources
 from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import AsJson, Plot, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
@@ -60,6 +60,7 @@ def prune(
     min_ndim: choosing.MinNdim = None,
     nan: choosing.Nan = None,
     masks: Masks = None,
+    follow_links: sources.FollowLinks = False,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
     plot: Plot = None,
@@ -89,7 +90,7 @@ def prune(
     if nproc is not None:
         if ranks.is_rank():
             raise typer.BadParameter("torchrun has started the processes already; leave it out.")
-        _check(source, recipe, options, plot)
+        _check(source, recipe, options, plot, follow_links)
         raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
 
@@ -100,9 +101,9 @@ def prune(
     stop = ranks.Stop()
     # Before the ranks meet: a signal that reaches all of them must not end some at once.
     with stop.listening(), ranks.process_group(timeout):
-        plan, report = _prune(terminal, source, destination, make_recipe, stop)
+        plan, report = _prune(terminal, source, destination, make_recipe, stop, follow_links)
     if terminal.is_leader:
-        _show(terminal, report, destination)
+        _show(terminal, report, plan, destination)
         if plot is not None:
             _draw(terminal, plan, report, plot)
 
@@ -113,6 +114,7 @@ def _prune(
     destination: Path,
     make_recipe: Callable[[], choosing.CommandRecipe],
     stop: ranks.Stop,
+    follow_links: bool,
 ) -> tuple[Plan, Report]:
     from distprune.collectives import world
     from distprune.files.pruning import plan_together
@@ -120,7 +122,8 @@ def _prune(
     from distprune.files.team import Team
 
     recipe = Team(world()).attempt(make_recipe)
-    plan = plan_together(source, recipe)
+    plan = plan_together(source, recipe, follow_links=follow_links)
+    sources.tell(terminal, plan.checkpoint)
     terminal.note(planning.summary(plan))
     try:
         with Meter(terminal) as meter:
@@ -130,12 +133,18 @@ def _prune(
         raise
 
 
-def _check(source: Path, recipe: str | None, options: dict[str, Any], plot: Path | None) -> None:
+def _check(
+    source: Path,
+    recipe: str | None,
+    options: dict[str, Any],
+    plot: Path | None,
+    follow_links: bool,
+) -> None:
     """Find what is wrong before processes are started: then it is said once, and at once."""
     from distprune.files.planning import plan
 
     _check_plot(plot)
-    plan(source, choosing.resolve(recipe, options))
+    plan(source, choosing.resolve(recipe, options), follow_links=follow_links)
 
 
 def _check_plot(plot: Path | None) -> None:
@@ -145,9 +154,10 @@ def _check_plot(plot: Path | None) -> None:
         plotting.check(plot)
 
 
-def _show(terminal: Terminal, report: Report, destination: Path) -> None:
+def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
     if terminal.as_json:
-        terminal.json({**json.loads(report.result_json()), "run": json.loads(report.run_json())})
+        values = json.loads(report.result_json()) | sources.as_values(plan.checkpoint)
+        terminal.json({**values, "run": json.loads(report.run_json())})
         return
     if terminal.verbosity > 0:
         rows = [

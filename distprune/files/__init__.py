@@ -7,6 +7,8 @@
 
     prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
+A pickled checkpoint becomes safetensors first: ``distprune.files.pickled.Conversion``.
+
 What flows: header -> checkpoint -> policy -> planning -> units -> deciding -> pruning. Everything
 up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
 """

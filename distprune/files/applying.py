@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.destination import resolve_destination
 from distprune.files.disk import (
     OpenFiles,
     allocate,
@@ -31,6 +32,7 @@ from distprune.files.masks import (
     read_keep,
 )
 from distprune.files.partial import Lock, check_free, check_place, check_unchanged
+from distprune.files.permissions import make_folders, mask_mode
 from distprune.files.scanning import FORMATS
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
@@ -59,14 +61,17 @@ class Application:
     Args:
         masks: a folder that ``distprune prune`` or ``save_masks`` wrote.
         source: the checkpoint.
+        follow_links: copy what lies behind links that leave the source, too.
 
     Raises:
         CheckpointError: either is malformed, or they do not fit; all problems.
     """
 
-    def __init__(self, masks: str | Path, source: str | Path) -> None:
+    def __init__(
+        self, masks: str | Path, source: str | Path, *, follow_links: bool = False
+    ) -> None:
         self._masks: MaskFile = open_masks(masks)
-        self.checkpoint: Checkpoint = open_checkpoint(source)
+        self.checkpoint: Checkpoint = open_checkpoint(source, follow_links=follow_links)
         entries = {entry.name: entry for entry in self.checkpoint.tensors}
         problems = []
         for name, shape in self._masks.shapes.items():
@@ -107,8 +112,8 @@ class Application:
 
         Cost: one read, one write; some 50 MB of memory.
         """
-        target = Path(os.path.abspath(destination))
-        check_place(self.checkpoint.folder, target)
+        target = resolve_destination(destination)
+        check_place(self.checkpoint.place, target)
         lock = Lock(target)
         lock.acquire()
         folder = target.with_name(f"{target.name}.partial-apply")
@@ -116,7 +121,8 @@ class Application:
             check_free(target)
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             with writing(folder):
-                folder.mkdir()
+                make_folders(self.checkpoint.folders, folder)
+                (folder / MASK_FILE).parent.mkdir(exist_ok=True)
             applied = self._fill(folder, on_bytes, stop)
             check_unchanged(self)  # type: ignore[arg-type]  # asks for the checkpoint alone
             with writing(target):
@@ -137,15 +143,15 @@ class Application:
         writer = _Writer(self._masks, sources, outputs, folder)
         try:
             layout = mask_layout(self._entries, self.checkpoint.files)
-            writer.make(MASK_FILE, layout.size)
+            writer.make(MASK_FILE, layout.size, mask_mode(self.checkpoint.files))
             write_from(outputs, str(folder / MASK_FILE), 0, layout.header)
             for file in self.checkpoint.files:
-                writer.make(file.name, file.size)
+                writer.make(file.name, file.size, file.mode)
                 for num_bytes in writer.weights(file, layout.starts):
                     on_bytes(num_bytes)
                     _check(stop)
             for other in self.checkpoint.others:
-                output = writer.make(other.name, other.size)
+                output = writer.make(other.name, other.size, other.mode)
                 for num_bytes in copy_range(sources, other.path, outputs, output, 0, other.size):
                     on_bytes(num_bytes)
                     _check(stop)
@@ -170,13 +176,11 @@ class _Writer:
         self.num_pruned = 0
         self.num_zeroed = 0
 
-    def make(self, name: str, size: int) -> str:
-        """Make an empty file of a size; its path."""
-        path = self._folder / name
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        allocate(str(path), size)
-        return str(path)
+    def make(self, name: str, size: int, mode: int) -> str:
+        """Make an empty file of a size, with the permissions of its source; its path."""
+        path = str(self._folder / name)
+        allocate(path, size, mode)
+        return path
 
     def weights(self, file: WeightFile, mask_starts: dict[str, int]) -> Iterator[int]:
         """Write a file of weights, and the masks of its tensors; yields bytes."""

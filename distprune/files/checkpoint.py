@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from distprune.files.duplicates import is_weights, why_duplicate
 from distprune.files.errors import CheckpointError, counted
+from distprune.files.foreign import what_to_do
 from distprune.files.header import TensorEntry, WeightFile, load_json, read_header
+from distprune.files.listing import (
+    Listing,
+    OtherFile,
+    ascii_name,
+    list_files,
+    list_one,
+    outside_problem,
+    unreadable,
+)
+from distprune.files.locating import Place, locate
 
 _INDEX = ".safetensors.index.json"
 _SINGLE = "model.safetensors"
-# The same weights in other formats: beside pruned weights they would be stale.
-_OTHER_WEIGHTS = (
-    "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data",
-    "*.safetensors", "*.bin.index.json", "*.safetensors.index.json",
-)  # fmt: skip
 _NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
 SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
 # Formats whose stored numbers are no weights; fp8 is told by the dtype of the tensors.
@@ -32,32 +37,19 @@ _MAX_INDEX_BYTES = 200_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class OtherFile:
-    """A file beside the weights that belongs to the checkpoint.
-
-    Attributes:
-        name: relative to the folder.
-        path: where to read it, links resolved.
-        size, mtime_ns: as they were when the folder was read.
-    """
-
-    name: str
-    path: str
-    size: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What a folder holds.
 
     Attributes:
-        folder: as it was given.
+        folder: as it was given, or where it was found.
         files: the safetensors files, by name.
         index: name of the index file; None for a single file.
         config: of config.json; empty if there is none.
         others: files to copy, the index and the config among them.
-        skipped: (name, reason) of what is not part of the checkpoint.
+        skipped: (name, reason) of what is not part of the checkpoint, and not copied.
+        folders: (name, permissions) of the folder ("") and of those in it.
+        note: what a user should know of how it was found; may be empty.
+        is_alone: it is one file, and nothing else in the folder belongs to it.
     """
 
     folder: str
@@ -66,6 +58,19 @@ class Checkpoint:
     config: dict[str, Any]
     others: tuple[OtherFile, ...]
     skipped: tuple[tuple[str, str], ...]
+    folders: tuple[tuple[str, int], ...] = ()
+    note: str = ""
+    is_alone: bool = False
+
+    @property
+    def place(self) -> str:
+        """What it takes on the disk: the folder, or the one file; no result may lie inside."""
+        return os.path.join(self.folder, self.files[0].name) if self.is_alone else self.folder
+
+    @property
+    def unpruned_weights(self) -> tuple[str, ...]:
+        """Names of the other files that hold weights: they are copied as they are."""
+        return tuple(other.name for other in self.others if is_weights(other.name))
 
     @property
     def tensors(self) -> tuple[TensorEntry, ...]:
@@ -78,93 +83,91 @@ class Checkpoint:
         return sum(file.size for file in self.files)
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """Read the headers and the index of a checkpoint folder.
 
     Understands one safetensors file or many with an index, links into a Hugging Face
     cache, and folders that cannot be written to. Nothing is opened for writing.
+
+    Args:
+        source: a folder, a safetensors file in it, or a model of the local hub cache: see
+            :func:`distprune.files.locating.locate`.
+        follow_links: take links that lead out of the folder and its cache, too.
 
     Raises:
         CheckpointError: with every problem that was found.
 
     Cost: a fraction of a millisecond per file; the weights are not read.
     """
-    folder = os.fspath(source)
-    if not os.path.isdir(folder):
-        found = "is a file" if os.path.exists(folder) else "does not exist"
-        raise CheckpointError(
-            f"{folder} {found}; expected a folder with safetensors files, such as a Hugging Face "
-            "checkpoint (a snapshot of the cache will do)."
+    place = locate(source)
+    folder = place.folder
+    if place.is_alone and place.file is not None:
+        listing = list_one(folder, place.file, follow_links=follow_links)
+    else:
+        listing = list_files(
+            folder, why_left_out, wanted=(".safetensors", _INDEX), follow_links=follow_links
         )
-    problems: list[str] = []
-    names, skipped = _walk(folder, problems)
-    top = sorted(name for name in names if os.sep not in name)
-    index, shards, weight_map = _find_weights(folder, top, problems)
+    problems = listing.problems
+    index, shards, weight_map = _find_weights(place, listing, problems)
     files = []
+    outside = dict(listing.outside)
+    if outside:
+        problems.append(outside_problem(listing.outside))
     for name in shards:
         try:
-            files.append(read_header(os.path.join(folder, name), name))
+            if name not in outside:
+                files.append(read_header(os.path.join(folder, name), name))
         except CheckpointError as error:
             problems += error.problems or (error.headline,)
     is_whole = len(files) == len(shards)
     problems += _check_keys(files, weight_map, index, is_whole)
-    config = _read_config(folder, names, problems)
+    config = _read_config(folder, listing, problems)
     others: list[OtherFile] = []
-    for name in sorted(set(names) - set(shards)):
-        if name != index and any(fnmatch(os.path.basename(name), p) for p in _OTHER_WEIGHTS):
-            skipped.append((name, "weights that are no part of this checkpoint"))
+    tensors = {tensor.name for file in files for tensor in file.tensors}
+    for name in sorted(set(listing.files) - set(shards)):
+        reason = None if name == index else why_duplicate(folder, name, tensors)
+        if reason:
+            listing.skipped.append((name, reason))
         else:
-            others.append(_other(folder, name))
+            others.append(listing.files[name])
+    if shards:  # else there is nothing to copy
+        problems += unreadable(others)
     if problems:
-        raise CheckpointError(counted(folder, problems), problems)
-    return Checkpoint(folder, tuple(files), index, config, tuple(others), tuple(sorted(skipped)))
+        raise CheckpointError(counted(ascii_name(folder), problems), problems)
+    return Checkpoint(
+        folder=folder,
+        files=tuple(files),
+        index=index,
+        config=config,
+        others=tuple(others),
+        skipped=tuple(sorted(listing.skipped)),
+        folders=tuple(sorted(listing.folders.items())),
+        note=place.note,
+        is_alone=place.is_alone,
+    )
 
 
-def _walk(folder: str, problems: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Names of all regular files, relative to the folder; and what is left out, with reasons."""
-    names: list[str] = []
-    skipped: list[tuple[str, str]] = []
-    pending = [""]
-    while pending:
-        inner = pending.pop()
-        try:
-            entries = sorted(os.scandir(os.path.join(folder, inner)), key=lambda entry: entry.name)
-        except OSError as error:
-            problems.append(f"{inner or folder} cannot be listed: {error.strerror}.")
-            continue
-        for entry in entries:
-            name = os.path.join(inner, entry.name)
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name in _NOT_COPIED_FOLDERS:
-                    skipped.append((name, _NOT_COPIED_FOLDERS[entry.name]))
-                elif name == SIDECAR:
-                    skipped.append((name, "the report of an earlier pruning"))
-                else:
-                    pending.append(name)
-            elif entry.is_dir():
-                skipped.append((name, "a link to a folder"))
-            elif entry.is_file():
-                names.append(name)
-            elif entry.is_symlink() and not os.path.exists(entry.path):
-                problems.append(
-                    f"{name} is a link to {os.readlink(entry.path)}, which does not exist; "
-                    "download it again."
-                )
-            else:
-                skipped.append((name, "no regular file"))
-    return names, skipped
+def why_left_out(name: str) -> str | None:
+    """Of a folder that is no part of a checkpoint."""
+    if name == SIDECAR:
+        return "the report of an earlier pruning"
+    return _NOT_COPIED_FOLDERS.get(os.path.basename(name))
 
 
 def _find_weights(
-    folder: str, top: list[str], problems: list[str]
+    place: Place, listing: Listing, problems: list[str]
 ) -> tuple[str | None, list[str], dict[str, str]]:
     """The index, if there is one; the safetensors files of the checkpoint; the index's map."""
+    folder, top = place.folder, listing.top()
     indices = [name for name in top if name.endswith(_INDEX)]
+    if place.file is not None:
+        return _find_given(place, indices, problems)
     weights = [
         name
         for name in top
         if name.endswith(".safetensors") and not name.startswith("consolidated")
     ]
+    indices = [name for name in indices if not name.startswith("consolidated")]
     if len(indices) > 1:
         problems.append(f"has {len(indices)} indices ({', '.join(indices)}); expected one.")
         return None, [], {}
@@ -172,27 +175,43 @@ def _find_weights(
         if _SINGLE in weights:
             problems.append(
                 f"has both {_SINGLE} and {indices[0]}, and programs differ in which one they read; "
-                "remove the one that is stale."
+                f"remove the one that is stale, or give {os.path.join(folder, _SINGLE)} itself."
             )
         weight_map = _read_index(folder, indices[0], problems)
         return indices[0], sorted(set(weight_map.values())), weight_map
-    if _SINGLE in weights:
+    if "model_index.json" in top and "config.json" not in top:
+        problems.append(what_to_do(folder, listing.files))
+    elif _SINGLE in weights:
         return None, [_SINGLE], {}
-    if len(weights) == 1:
+    elif len(weights) == 1:
         return None, weights, {}
-    if weights:
+    elif weights:
         problems.append(
             f"has {len(weights)} safetensors files ({', '.join(weights[:3])}, ...) and no index; "
-            f"expected model{_INDEX} to say which belong together."
+            f"expected model{_INDEX} to say which belong together. Give the one that is meant, as "
+            f"in {os.path.join(folder, weights[0])}."
         )
-    elif any(name.endswith((".bin", ".pt", ".pth")) for name in top):
-        problems.append(
-            "holds pickled weights (.bin, .pt); expected safetensors. Convert it: "
-            "AutoModel.from_pretrained(SRC).save_pretrained(NEW, safe_serialization=True)."
-        )
-    else:
-        problems.append("holds no safetensors file.")
+    elif not problems and not listing.outside:
+        problems.append(what_to_do(folder, listing.files))
     return None, [], {}
+
+
+def _find_given(
+    place: Place, indices: list[str], problems: list[str]
+) -> tuple[str | None, list[str], dict[str, str]]:
+    """As :func:`_find_weights`, for a weight file that was asked for by its name."""
+    for index in indices:
+        weight_map = _read_index(place.folder, index, [])  # of no use if it is broken
+        names = sorted(set(weight_map.values()))
+        if names == [place.file]:
+            return index, names, weight_map
+        if place.file in names:
+            problems.append(
+                f"{place.file} is one of the {len(names)} files that {index} lists, and no whole "
+                f"checkpoint. Give the folder: {place.folder}."
+            )
+            return None, [], {}
+    return None, [place.file or ""], {}
 
 
 def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
@@ -277,9 +296,9 @@ def _place(where: str | list[str]) -> str:
     return where if isinstance(where, str) else where[0]
 
 
-def _read_config(folder: str, names: list[str], problems: list[str]) -> dict[str, Any]:
+def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str, Any]:
     """config.json, which says whether weights are quantised or tied."""
-    if "config.json" not in names:
+    if "config.json" not in listing.files:
         return {}
     try:
         config = json.loads(Path(folder, "config.json").read_bytes())
@@ -298,10 +317,3 @@ def _read_config(folder: str, names: list[str], problems: list[str]) -> dict[str
                 "numbers are codes, not weights. Prune the checkpoint that it was made from."
             )
     return config
-
-
-def _other(folder: str, name: str) -> OtherFile:
-    path = os.path.realpath(os.path.join(folder, name))
-    info = os.stat(path)
-    assert stat.S_ISREG(info.st_mode), name
-    return OtherFile(name, path, info.st_size, info.st_mtime_ns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,17 @@ from pathlib import Path
 from distprune.files.errors import CheckpointError, OutputError
 
 _MAX_OPEN = 64
+# Of the files that a process may open: for whatever else it has open, and how many OpenFiles
+# there may be at once.
+_RESERVED, _SHARES = 32, 4
 _NOT_SUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF}
 
 
 class OpenFiles:
     """The files that a rank has open: a few, however many there are.
+
+    How few depends on what the process may open (``ulimit -n``). Where the system refuses one more,
+    the oldest are closed until it does not.
 
     Args:
         flags: of ``os.open``.
@@ -30,17 +37,42 @@ class OpenFiles:
         self._flags = flags | os.O_CLOEXEC
         self._open: OrderedDict[str, int] = OrderedDict()
         self._dirty: set[str] = set()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if allowed == resource.RLIM_INFINITY:
+            allowed = _RESERVED + _SHARES * _MAX_OPEN
+        self._limit = min(max((allowed - _RESERVED) // _SHARES, 1), _MAX_OPEN)
 
     def __getitem__(self, path: str) -> int:
-        """A file descriptor; it is valid until another one is asked for."""
+        """A file descriptor; it is valid until another one is asked for.
+
+        Raises:
+            OutputError: the process, or the system, may open no more files.
+            OSError: whatever else keeps the file from being opened.
+        """
         if path in self._open:
             self._open.move_to_end(path)
             return self._open[path]
-        if len(self._open) == _MAX_OPEN:
-            _, oldest = self._open.popitem(last=False)
-            os.close(oldest)
-        self._open[path] = os.open(path, self._flags)
-        return self._open[path]
+        while len(self._open) >= self._limit:
+            self._close_oldest()
+        while True:
+            try:
+                self._open[path] = os.open(path, self._flags)
+                return self._open[path]
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if not self._open:
+                    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                    raise OutputError(
+                        f"{path} cannot be opened: {error.strerror}. This process may open "
+                        f"{allowed} (ulimit -n); raise the limit, or close what else is open."
+                    ) from error
+                self._limit = len(self._open)
+                self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        _, oldest = self._open.popitem(last=False)
+        os.close(oldest)
 
     def written(self, path: str) -> None:
         """Note that a file has to be synced."""
@@ -133,14 +165,17 @@ def copy_range(
         yield size
 
 
-def allocate(path: str, size: int) -> None:
+def allocate(path: str, size: int, mode: int = 0o666) -> None:
     """Make a file of that size if it is not there, and reserve its blocks; its bytes stay.
+
+    Args:
+        mode: permissions of a new file, less the umask; its owner may always read and write it.
 
     Raises:
         OutputError: there is not enough room.
     """
     with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode | 0o600)
         try:
             os.ftruncate(descriptor, size)
             if size and hasattr(os, "posix_fallocate"):

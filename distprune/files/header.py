@@ -75,6 +75,7 @@ class WeightFile:
         header_crc: crc32 of all bytes before ``data_start``.
         metadata: the header's ``__metadata__``.
         tensors: in the order of the data.
+        mode: its permissions; a copy gets them, less the umask.
     """
 
     name: str
@@ -85,6 +86,7 @@ class WeightFile:
     header_crc: int
     metadata: dict[str, str]
     tensors: tuple[TensorEntry, ...]
+    mode: int = 0o666
 
 
 def read_header(path: str | Path, name: str | None = None) -> WeightFile:
@@ -123,6 +125,7 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
         header_crc=zlib.crc32(raw),
         metadata=metadata,
         tensors=tensors,
+        mode=info.st_mode & 0o777,
     )
 
 

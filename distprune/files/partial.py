@@ -33,6 +33,7 @@ from distprune.files.disk import (
 )
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.masks import MASK_FILE, MaskLayout
+from distprune.files.permissions import make_folders, mask_mode
 from distprune.files.planning import Plan
 from distprune.files.report import REPORT_FILE, RUN_FILE, Report
 
@@ -115,7 +116,7 @@ class Partial:
             OutputError: the destination exists or is in use, another plan is half done
                 there, or there is not enough room.
         """
-        check_place(self._plan.checkpoint.folder, self._destination)
+        check_place(self._plan.checkpoint.place, self._destination)
         self.lock.acquire()
         check_free(self._destination)
         others = [
@@ -132,6 +133,7 @@ class Partial:
         if (self.folder / REPORT_FILE).exists():
             return {"is_complete": True}
         with writing(self.folder):
+            make_folders(self._plan.checkpoint.folders, self.folder)
             self.work.mkdir(parents=True, exist_ok=True)
         self._allocate()
         journals = sorted(self.work.glob("done-*.jsonl"))
@@ -189,8 +191,10 @@ class Partial:
     def _allocate(self) -> None:
         checkpoint = self._plan.checkpoint
         sizes = {file.name: file.size for file in (*checkpoint.files, *checkpoint.others)}
+        modes = {file.name: file.mode for file in (*checkpoint.files, *checkpoint.others)}
         if self._layout is not None:
             sizes[MASK_FILE] = self._layout.size
+            modes[MASK_FILE] = mask_mode(checkpoint.files)
         missing = sum(_missing(self.folder / name, size) for name, size in sizes.items())
         with writing(self.folder):
             disk = os.statvfs(self.folder)
@@ -201,10 +205,7 @@ class Partial:
                 "Make room and run the same command again, or choose another destination."
             )
         for name, size in sizes.items():
-            path = self.folder / name
-            with writing(path.parent):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            allocate(str(path), size)
+            allocate(str(self.folder / name), size, modes[name])
         if self._layout is not None:
             files = OpenFiles(os.O_RDWR)
             try:

@@ -66,8 +66,13 @@ class Plan:
     digest: str
 
 
-def plan(source: str | Path, recipe: FileRecipe) -> Plan:
+def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) -> Plan:
     """Read the headers of a checkpoint and decide what to prune.
+
+    Args:
+        source: as for :func:`~distprune.files.checkpoint.open_checkpoint`.
+        recipe: what to prune.
+        follow_links: take links that lead out of the source, too.
 
     Raises:
         CheckpointError: the checkpoint is malformed or of an unsupported kind; all problems.
@@ -75,7 +80,7 @@ def plan(source: str | Path, recipe: FileRecipe) -> Plan:
 
     Cost: reads headers only; some milliseconds for a hundred files.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, follow_links=follow_links)
     choices = choose(checkpoint, recipe)
     selected = [choice.entry for choice in choices if choice.is_pruned]
     selected.sort(key=lambda entry: (natural_key(entry.name), entry.name))

@@ -10,7 +10,7 @@ So whatever was interrupted, and with whatever number of ranks it goes on, the b
 
 from __future__ import annotations
 
-import os
+import functools
 import platform
 import resource
 import sys
@@ -25,6 +25,7 @@ import torch
 
 from distprune.collectives import Communicator, attempt, world
 from distprune.files.deciding import Decision, decide
+from distprune.files.destination import resolve_destination
 from distprune.files.errors import NaNError, SelectionError
 from distprune.files.masks import MaskLayout, mask_layout
 from distprune.files.partial import Journal, Partial
@@ -38,14 +39,20 @@ from distprune.files.units import Unit, copy_units, prune_units, share_out
 
 
 def plan_together(
-    source: str | Path, recipe: FileRecipe, *, communicator: Communicator | None = None
+    source: str | Path,
+    recipe: FileRecipe,
+    *,
+    communicator: Communicator | None = None,
+    follow_links: bool = False,
 ) -> Plan:
     """:func:`plan` on every rank; if it fails on one, it fails on all.
 
     Raises:
         CheckpointError, SelectionError: as :func:`plan`, on every rank.
     """
-    return Team(communicator or world()).attempt(plan, source, recipe)
+    return Team(communicator or world()).attempt(
+        functools.partial(plan, follow_links=follow_links), source, recipe
+    )
 
 
 def prune(
@@ -91,7 +98,7 @@ def prune(
     an all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
-    target = Path(os.path.abspath(destination))
+    target = resolve_destination(destination)
     team.compare(_facts(plan, target))
     layout = None
     if plan.recipe.masks:

@@ -71,7 +71,7 @@ def verify(destination: str | Path, source: str | Path) -> VerifyReport:
     report = read_report(destination)
     recipe = FileRecipe(**report.recipe)
     masks = open_masks(destination)
-    checking = _Checking(Path(destination), plan(source, recipe), report, masks)
+    checking = _Checking(Path(destination), plan(source, recipe, follow_links=True), report, masks)
     return checking.run()
 
 

@@ -45,14 +45,16 @@ def test_sharded_and_single(sharded, tmp_path):
 
 
 def test_a_snapshot_of_links_in_a_folder_without_write_permission(sharded, tmp_path):
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    for path in sharded.iterdir():
-        (snapshot / path.name).symlink_to(path)
+    snapshot = tmp_path / "models--tiny" / "snapshots" / "0123"
+    blobs = tmp_path / "models--tiny" / "blobs"
+    snapshot.mkdir(parents=True)
+    sharded.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
         path.chmod(0o444)
-    sharded.chmod(0o555)
+    blobs.chmod(0o555)
     found = open_checkpoint(snapshot)
-    assert found.files[0].path == str((sharded / FIRST).resolve())
+    assert found.files[0].path == str((blobs / FIRST).resolve())
     assert len(found.tensors) == 3
 
 
@@ -97,7 +99,8 @@ def test_broken_indices(sharded, content, text):
 
 def test_folders_that_say_too_little_or_too_much(tmp_path, sharded):
     assert "does not exist" in problems(tmp_path / "none")[0]
-    assert "is a file" in problems(sharded / FIRST)[0]
+    assert "is one of the 2 files" in problems(sharded / FIRST)[0]
+    assert "is a file" in problems(sharded / "config.json")[0]
     (sharded / INDEX).unlink()
     assert "has 2 safetensors files" in problems(sharded)[0]
     (sharded / "model.safetensors").write_bytes(file_bytes(ONE))
@@ -110,7 +113,7 @@ def test_folders_that_say_too_little_or_too_much(tmp_path, sharded):
     empty.mkdir()
     assert "holds no safetensors" in problems(empty)[0]
     (empty / "pytorch_model.bin").write_bytes(b"")
-    assert "save_pretrained" in problems(empty)[0]
+    assert f"distprune convert {empty} NEW" in problems(empty)[0]
 
 
 def test_what_is_copied_and_what_is_not(sharded):

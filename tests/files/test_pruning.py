@@ -191,10 +191,10 @@ def test_everything_else_is_copied_or_reported(tmp_path):
     (source / "extra" / "caf\udce9.txt").write_text("not UTF-8")
     (source / "distprune").mkdir()
     (source / "distprune" / "report.json").write_text("old")
-    blob = tmp_path / "blob"
+    blob = source / "extra" / "blob"
     (source / "tokenizer.json").rename(blob)
     (source / "tokenizer.json").symlink_to(blob)
-    (source / "extra" / "link").symlink_to(source, target_is_directory=True)
+    (source / "link").symlink_to(source / "extra", target_is_directory=True)
     old = os.umask(0o027)
     try:
         report = pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
@@ -204,7 +204,8 @@ def test_everything_else_is_copied_or_reported(tmp_path):
     assert not (target / "tokenizer.json").is_symlink()
     assert (target / "tokenizer.json").read_bytes() == blob.read_bytes()
     assert (target / "extra" / "caf\udce9.txt").read_text() == "not UTF-8"
-    assert {name for name, _ in report.skipped} == {"pytorch_model.bin", "distprune", "extra/link"}
+    assert (target / "link" / "caf\udce9.txt").read_text() == "not UTF-8"
+    assert {name for name, _ in report.skipped} == {"pytorch_model.bin", "distprune"}
     assert not (target / "pytorch_model.bin").exists()
     modes = {path.stat().st_mode & 0o777 for path in target.rglob("*") if path.is_file()}
     assert modes == {0o640}

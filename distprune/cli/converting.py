@@ -1,0 +1,76 @@
+"""``distprune convert``: a pickled checkpoint as safetensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distprune.cli import exits, ranks, sources
+from distprune.cli.console import Terminal, counted, size
+from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli.progress import Meter, Reading
+from distprune.cli.pruning import Destination
+from distprune.files.errors import Interrupted
+
+Pickled = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name "
+        "of a model that is in the local Hugging Face cache.",
+        show_default=False,
+    ),
+]
+
+
+def convert(
+    source: Pickled,
+    destination: Destination,
+    follow_links: sources.FollowLinks = False,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write a pickled checkpoint (pytorch_model.bin, *.pt, *.pth) as safetensors.
+
+    Every tensor keeps its name, dtype and bits, heads and tied weights among them; no model is
+    built. Shards stay shards, and all other files are copied. No code of a pickle is run: a file
+    that asks for more than tensors is refused.
+
+    [bold]Examples[/bold]
+
+      distprune convert bert-base-pickled bert-base
+
+      distprune convert run-7/model.pt run-7-safetensors
+    """
+    from distprune.files.pickled import Conversion
+
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    conversion = Conversion(source, follow_links=follow_links)
+    if conversion.note:
+        terminal.note(conversion.note)
+    sources.tell_skipped(terminal, conversion.skipped)
+    stop = ranks.Stop()
+    try:
+        with stop.listening(), Meter(terminal) as meter:
+            reading = Reading(meter, conversion.total_bytes, "write")
+            converted = conversion.write(destination, reading, stop)
+    except Interrupted as error:
+        error.exit_code = stop.code or exits.TERMINATED
+        raise
+    for note in converted.notes:
+        terminal.note(note)
+    for names in converted.tied:
+        terminal.note(f"One tensor, written under each of its names: {', '.join(names)}.")
+    if as_json:
+        terminal.json({"source": conversion.folder, **asdict(converted)})
+        return
+    files = counted(len(converted.files), "safetensors file")
+    terminal.text(
+        f"{destination}: {counted(converted.num_tensors, 'tensor')} "
+        f"({size(converted.num_bytes)}) in {files}, "
+        f"{counted(len(converted.copied), 'other file')} copied."
+    )

@@ -1,0 +1,52 @@
+"""What commands say of the folder that they read, and the options that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distprune.cli.console import Terminal
+
+if TYPE_CHECKING:
+    from distprune.files.checkpoint import Checkpoint
+
+FollowLinks = Annotated[
+    bool,
+    typer.Option(
+        "--follow-links",
+        help="Copy what links in SRC lead to, outside of SRC and its Hugging Face cache, too.",
+    ),
+]
+
+
+def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
+    """Say on stderr where the checkpoint was found, and what of it is not copied or not pruned."""
+    if checkpoint.note:
+        terminal.note(checkpoint.note)
+    tell_skipped(terminal, checkpoint.skipped)
+    if checkpoint.unpruned_weights:
+        terminal.note(f"Copied, not pruned: {_listed(checkpoint.unpruned_weights)}.")
+
+
+def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:
+    """A line for each reason for which files are not copied; it names them."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in skipped:
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        terminal.note(f"Not copied: {_listed(names)} ({reason}).")
+
+
+def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The same for JSON."""
+    return {
+        "copied": [file.name for file in checkpoint.others],
+        "copied_not_pruned": list(checkpoint.unpruned_weights),
+        "not_copied": dict(checkpoint.skipped),
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name if name.isprintable() else ascii(name) for name in names)
