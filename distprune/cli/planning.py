@@ -106,10 +106,9 @@ def summary(plan: Plan) -> str:
 def as_values(plan: Plan) -> dict[str, Any]:
     """A plan as plain values, for JSON."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-    recipe = plan.recipe
     return {
         "source": plan.checkpoint.folder,
-        "recipe": recipe.as_mapping() if isinstance(recipe, choosing.CommandRecipe) else None,
+        "recipe": plan.recipe.as_mapping(),
         "digest": plan.digest,
         "num_elements": plan.num_elements,
         "num_to_prune": plan.num_to_prune,

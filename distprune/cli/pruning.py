@@ -18,6 +18,7 @@ from distprune.files.errors import Interrupted
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
+    from distprune.files.recipe import FileRecipe
     from distprune.files.report import Report
 
 Destination = Annotated[
@@ -93,7 +94,7 @@ def prune(
         raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
 
-    def make_recipe() -> choosing.CommandRecipe:
+    def make_recipe() -> FileRecipe:
         _check_plot(plot)
         return choosing.resolve(recipe, options)
 
@@ -111,7 +112,7 @@ def _prune(
     terminal: Terminal,
     source: Path,
     destination: Path,
-    make_recipe: Callable[[], choosing.CommandRecipe],
+    make_recipe: Callable[[], FileRecipe],
     stop: ranks.Stop,
 ) -> tuple[Plan, Report]:
     from distprune.collectives import world

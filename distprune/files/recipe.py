@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from distprune.files.errors import SelectionError, counted
+from distprune.files.yaml_text import yaml_text
 
 Scope = Literal["global", "layer", "row"]
 Score = Literal["magnitude", "random"]
@@ -80,10 +80,25 @@ class FileRecipe:
         kept, group = self.pattern.split(":")
         return int(kept), int(group)
 
+    def as_mapping(self) -> dict[str, Any]:
+        """The keys of a recipe file, every default filled in; ``parse_recipe`` reads them again."""
+        values: dict[str, Any] = {"version": 1, "score": self.score}
+        if self.seed is not None:
+            values["seed"] = self.seed
+        if self.pattern is not None:
+            values["pattern"] = self.pattern
+        else:
+            values |= {"scope": self.scope, "sparsity": self.sparsity}
+        select: dict[str, Any] = {"min_ndim": self.min_ndim}
+        if self.include is not None:
+            select["include"] = list(self.include)
+        if self.exclude:
+            select["exclude"] = list(self.exclude)
+        return values | {"select": select, "nan": self.nan, "output": {"masks": self.masks}}
+
     def to_yaml(self) -> str:
-        """A YAML file with every field; values are JSON, which YAML contains."""
-        lines = [f"{key}: {json.dumps(value)}" for key, value in asdict(self).items()]
-        return "\n".join(["version: 1", *lines]) + "\n"
+        """A recipe file with every default filled in, which ``distprune prune -r`` reads."""
+        return yaml_text(self.as_mapping())
 
     def _amount_problems(self) -> list[str]:
         if self.pattern is not None:

@@ -1,12 +1,9 @@
 """``distprune plan``: flags over recipes, what is shown, what is refused."""
 
-import json
-
 import pytest
 import torch
-import yaml
 
-from distprune.cli.choosing import CommandRecipe, resolve
+from distprune.cli.choosing import resolve
 from distprune.cli.recipes import shipped
 from distprune.files.recipe import FileRecipe
 from tiny_checkpoints import save, tree_digest
@@ -92,21 +89,6 @@ def test_options_take_the_place_of_what_the_recipe_says(tmp_path):
         assert vars(resolve(str(path), options)) == vars(FileRecipe(**whole | expected)), options
     pattern = resolve("semi_structured_2_4", {"sparsity": 0.1})
     assert (pattern.sparsity, pattern.pattern) == (0.1, None)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        CommandRecipe(1e-5, include=("re:a\\.b", "ü*"), exclude=("x: {y}",), min_ndim=1),
-        CommandRecipe(1, scope="layer", score="random", nan="keep", masks=False),
-        CommandRecipe(pattern="4:8", score="random", seed=2**40),
-    ],
-)
-def test_the_resolved_recipe_can_be_used_again(recipe, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(recipe.to_yaml())
-    assert resolve(str(path), {}) == recipe
-    assert yaml.safe_load(recipe.to_yaml()) == json.loads(json.dumps(recipe.as_mapping()))
 
 
 def test_recipes_for_training_are_refused_by_name(run, source, tmp_path):

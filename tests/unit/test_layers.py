@@ -11,7 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["files", "files.errors", "natural_order", "memory", "exclusive"],
+    ["files", "files.errors", "files.yaml_text", "natural_order", "memory", "exclusive"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["live_graphs"],
     ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
@@ -75,6 +75,7 @@ LEVELS = [
     ["schedule.pruner", "checkpoint", "mask_files"],
     ["schedule"],
     ["recipe"],
+    ["files.recipe_file"],
     ["integrations", "integrations.accelerate", "integrations.transformers"],
     ["public"],
     [""],
