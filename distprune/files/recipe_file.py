@@ -42,14 +42,10 @@ def file_recipe(recipe: Recipe, name: str) -> FileRecipe:
 
 def fields_of(recipe: Recipe, name: str) -> dict[str, Any]:
     """A checked recipe as arguments of :class:`FileRecipe`; see :func:`file_recipe`."""
-    group, problems = recipe.groups[0], []
-    if len(recipe.groups) > 1:
-        problems.append("groups")
-    if not isinstance(group.schedule, OneShot):
+    problems = []
+    if any(not isinstance(group.schedule, OneShot) for group in recipe.groups):
         problems.append("schedule")
-    if (group.min_sparsity, group.max_sparsity) != (0.0, 1.0):
-        problems.append("limits")
-    if group.names != ("weight",):
+    if any(group.names != ("weight",) for group in recipe.groups):
         problems.append("select.names")
     if problems:
         raise SelectionError(
@@ -57,7 +53,9 @@ def fields_of(recipe: Recipe, name: str) -> dict[str, Any]:
             "is pruned at once, and patterns match whole names of tensors. Expected 'sparsity' or "
             "'pattern', and 'select' with 'include' and 'exclude'.",
         )
-    return {**_fields_of_group(recipe, group), "seed": recipe.seed, **_output(recipe)}
+    groups = [_fields_of_group(recipe, group) for group in recipe.groups]
+    budgets = groups[0] if len(groups) == 1 else {"groups": groups}
+    return {**budgets, "seed": recipe.seed, "nan": recipe.nan, "masks": recipe.masks}
 
 
 def _fields_of_group(recipe: Recipe, group: RecipeGroup) -> dict[str, Any]:
@@ -66,11 +64,9 @@ def _fields_of_group(recipe: Recipe, group: RecipeGroup) -> dict[str, Any]:
     }  # fmt: skip
     if group.min_ndim is not None:
         fields["min_ndim"] = group.min_ndim
-    if recipe.pattern is not None:
-        return fields | {"pattern": "{}:{}".format(*recipe.pattern)}
-    sparsity = group.schedule.ends_at
-    return fields | {"scope": recipe.scope, "sparsity": sparsity}
-
-
-def _output(recipe: Recipe) -> dict[str, Any]:
-    return {"nan": recipe.nan, "masks": recipe.masks}
+    pattern = group.pattern or recipe.pattern
+    if pattern is not None:
+        return fields | {"pattern": "{}:{}".format(*pattern)}
+    limits = {"min_sparsity": group.min_sparsity, "max_sparsity": group.max_sparsity}
+    scope = group.scope or recipe.scope
+    return fields | {"scope": scope, "sparsity": group.schedule.ends_at, **limits}
