@@ -7,10 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from distprune.cli import recipes
+from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.recipe_file import fields_of
 
 _PANEL = "What to prune (each option takes the place of what the recipe says)"
+
+
+_LIMITS = ("min_sparsity", "max_sparsity")
+_FOR_ALL_GROUPS = ("seed", "nan", "masks")
 
 
 def _option(*names: str, help: str, **more: Any) -> Any:
@@ -64,6 +69,14 @@ Exclude = Annotated[
 MinNdim = Annotated[
     int | None, _option("--min-ndim", help="Leave out tensors of fewer dimensions (2).")
 ]
+MinSparsity = Annotated[
+    float | None,
+    _option("--min-sparsity", help="Of every single tensor, at least; the total stays exact (0)."),
+]
+MaxSparsity = Annotated[
+    float | None,
+    _option("--max-sparsity", help="Of every single tensor, at most; the total stays exact (1)."),
+]
 Nan = Annotated[
     str | None, _option("--nan", help="What a NaN among weights is.", metavar="error|keep")
 ]
@@ -81,8 +94,12 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     """
     given = {key: value for key, value in options.items() if value is not None and value != []}
     fields = {} if name is None else fields_of(recipes.read(name), name)
+    if groups := fields.get("groups"):
+        _refuse_in_groups(name, len(groups), given)
     if "pattern" in given:
-        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope")}
+        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
+    elif given.get("scope", "global") != "global":
+        fields = {k: v for k, v in fields.items() if k not in ("pattern", *_LIMITS)}
     elif "sparsity" in given or "scope" in given:
         fields.pop("pattern", None)
     if given.get("score") == "magnitude":
@@ -91,3 +108,13 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         if key in given:
             given[key] = tuple(given[key])
     return FileRecipe(**fields | given)
+
+
+def _refuse_in_groups(name: str | None, count: int, given: dict[str, Any]) -> None:
+    """Options for what each group of a recipe says itself."""
+    options = [f"--{key.replace('_', '-')}" for key in given if key not in _FOR_ALL_GROUPS]
+    if options:
+        raise SelectionError(
+            f"the recipe {name} has {count} groups, each of which has its own; expected no "
+            f"{', '.join(options)}. Change the recipe, or leave the recipe out."
+        )

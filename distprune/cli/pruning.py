@@ -59,6 +59,8 @@ def prune(
     include: choosing.Include = None,
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
+    min_sparsity: choosing.MinSparsity = None,
+    max_sparsity: choosing.MaxSparsity = None,
     nan: choosing.Nan = None,
     masks: Masks = None,
     nproc: Nproc = None,
@@ -85,6 +87,7 @@ def prune(
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
         "include": include, "exclude": exclude, "min_ndim": min_ndim, "nan": nan, "masks": masks,
+        "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
     if nproc is not None:

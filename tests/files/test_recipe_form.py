@@ -1,6 +1,7 @@
 """Recipes have one form: what the Python API writes, ``-r`` and ``load_recipe`` read again."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,6 +19,18 @@ RECIPES = [
     FileRecipe(1, scope="layer", score="random", nan="keep", masks=False),
     FileRecipe(0.5, "row", include=("ü*", "\U0001f600*", "caf\udce9", "tab\t\x7f\x85\u2028")),
     FileRecipe(pattern="4:8", score="random", seed=2**40),
+    FileRecipe(0.5, min_sparsity=1e-5, max_sparsity=0.9),
+    FileRecipe(
+        seed=3,
+        nan="keep",
+        masks=False,
+        groups=(
+            FileRecipe(0.5, include=("*attn*",), max_sparsity=0.75),
+            FileRecipe(0.25, "row", score="random", exclude=("a", "b"), min_ndim=1),
+            FileRecipe(pattern="2:4", include=("*mlp*",)),
+            FileRecipe(0.0, "layer", include=("c",)),
+        ),
+    ),
 ]  # fmt: skip
 
 
@@ -26,7 +39,8 @@ def test_what_is_written_is_read_again(recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.to_yaml())
     assert load_file_recipe(path) == recipe
-    assert load_recipe(path).groups[0].method == recipe.score
+    assert load_recipe(path).groups[0].method == recipe.parts[0].score
+    assert FileRecipe(**json.loads(json.dumps(asdict(recipe)))) == recipe  # as in a report
     assert yaml.safe_load(recipe.to_yaml()) == json.loads(json.dumps(recipe.as_mapping()))
 
 
