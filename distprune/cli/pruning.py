@@ -106,6 +106,8 @@ def prune(
     with stop.listening(), ranks.process_group(timeout):
         plan, report = _prune(terminal, source, destination, make_recipe, stop)
     if terminal.is_leader:
+        for warning in report.warnings:
+            terminal.note(f"Warning: {warning}")
         _show(terminal, report, destination)
         if plot is not None:
             _draw(terminal, plan, report, plot)
@@ -171,6 +173,12 @@ def _show(terminal: Terminal, report: Report, destination: Path) -> None:
             f"The largest magnitude that went is {report.threshold:.6g}: of "
             f"{count(report.num_ties)} elements that have it, {count(report.num_ties_pruned)} went."
         )
+    elif len(report.groups) > 1:
+        for group in report.groups:
+            terminal.text(
+                f"Group {group.index}: {count(group.num_pruned)} of {count(group.num_elements)} "
+                f"({percent(group.num_pruned, group.num_elements)})."
+            )
     run = report.run
     seconds = sum(run.seconds.values())
     processes = "process" if run.num_ranks == 1 else "processes"

@@ -13,6 +13,7 @@ from distprune.files.deciding import Decision
 from distprune.files.errors import CheckpointError, FilesError
 from distprune.files.planning import Plan
 from distprune.files.streaming import Source
+from distprune.files.warning import Outcome, warnings_about
 
 REPORT_FILE = f"{SIDECAR}/report.json"  # the same for every number of ranks
 RUN_FILE = f"{SIDECAR}/run.json"
@@ -119,6 +120,7 @@ class Report:
         skipped: (name, reason) of files that were not.
         run: how it came about; not in report.json.
         groups: those of the recipe, in its order.
+        warnings: what may be wrong with the result, a sentence or two each.
     """
 
     digest: str
@@ -136,6 +138,7 @@ class Report:
     skipped: tuple[tuple[str, str], ...]
     run: RunFacts
     groups: tuple[GroupReport, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def result_json(self) -> bytes:
         """What report.json holds."""
@@ -206,6 +209,13 @@ def make_report(
         skipped=plan.checkpoint.skipped,
         run=run,
         groups=tuple(groups),
+        warnings=warnings_about(
+            plan,
+            [
+                Outcome(each.name, each.num_elements, each.num_pruned, each.num_zero, each.group)
+                for each in tensors
+            ],
+        ),
     )
 
 
@@ -290,7 +300,8 @@ def parse_report(result: str, run: str) -> Report:
         values["groups"] = tuple(GroupReport(**group) for group in values.get("groups", ()))
         for field in ("kept", "skipped"):
             values[field] = tuple((name, reason) for name, reason in values[field])
-        values["copied"] = tuple(values["copied"])
+        for field in ("copied", "warnings"):
+            values[field] = tuple(values.get(field, ()))
         return Report(**values, run=RunFacts(**facts))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"this is no report of distprune: {error}.") from error

@@ -19,6 +19,7 @@ LEVELS = [
     ["files.policy"],
     ["files.grouping"],
     ["files.planning"],
+    ["files.warning"],
     [
         "strict",
         "shard",
