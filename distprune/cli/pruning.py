@@ -19,7 +19,7 @@ from distprune.files.errors import Interrupted
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.recipe import FileRecipe
-    from distprune.files.report import Report
+    from distprune.files.report import GroupReport, Report
 
 Destination = Annotated[
     Path,
@@ -168,17 +168,12 @@ def _show(terminal: Terminal, report: Report, destination: Path) -> None:
         f"({percent(report.num_pruned, report.num_elements)}) in "
         f"{counted(len(report.tensors), 'tensor')}."
     )
-    if report.threshold is not None:
-        terminal.text(
-            f"The largest magnitude that went is {report.threshold:.6g}: of "
-            f"{count(report.num_ties)} elements that have it, {count(report.num_ties_pruned)} went."
-        )
-    elif len(report.groups) > 1:
-        for group in report.groups:
-            terminal.text(
-                f"Group {group.index}: {count(group.num_pruned)} of {count(group.num_elements)} "
-                f"({percent(group.num_pruned, group.num_elements)})."
-            )
+    for group in report.groups:
+        if text := _about_group(report, group):
+            terminal.text(text)
+    num_held = sum(tensor.held_at is not None for tensor in report.tensors)
+    if num_held:
+        terminal.text(f"{counted(num_held, 'tensor')} at a limit (held_at in the report).")
     run = report.run
     seconds = sum(run.seconds.values())
     processes = "process" if run.num_ranks == 1 else "processes"
@@ -186,6 +181,27 @@ def _show(terminal: Terminal, report: Report, destination: Path) -> None:
         f"{destination}: {seconds:.1f} s on {run.num_ranks} {processes}, "
         f"peak memory {size(max(run.peak_rss_bytes))}."
     )
+
+
+def _about_group(report: Report, group: GroupReport) -> str:
+    """How much of a group went, where there are several; and where its ranking was cut."""
+    texts = []
+    if len(report.groups) > 1:
+        texts.append(
+            f"Group {group.index}: {count(group.num_pruned)} of {count(group.num_elements)} "
+            f"({percent(group.num_pruned, group.num_elements)})."
+        )
+    if group.threshold is not None:
+        ties = f"{count(group.num_ties)} elements that have it"
+        held = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
+        if held - {None}:
+            what, ties = "The ranking was cut at the magnitude", f"{ties} and no limit held"
+        else:
+            what = "The largest magnitude that went is"
+        texts.append(
+            f"{what} {group.threshold:.6g}: of {ties}, {count(group.num_ties_pruned)} went."
+        )
+    return " ".join(texts)
 
 
 def _draw(terminal: Terminal, plan: Plan, report: Report, path: Path) -> None:

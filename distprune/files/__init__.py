@@ -7,6 +7,6 @@
 
     prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
-What flows: header -> checkpoint -> policy -> planning -> units -> deciding -> pruning. Everything
-up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
+What flows: header -> checkpoint -> policy -> grouping -> planning -> units -> deciding -> pruning.
+Everything up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
 """

@@ -15,9 +15,10 @@ import torch
 
 from distprune.files.errors import SelectionError
 from distprune.files.grouping import check_budget
+from distprune.files.limited_search import LimitedSearch
 from distprune.files.planning import Plan
 from distprune.files.scores import Array
-from distprune.files.searching import Cut, Found, LimitedSearch, Search, TensorCut
+from distprune.files.searching import Cut, Found, Search, TensorCut
 from distprune.files.streaming import Source
 from distprune.files.team import Team
 from distprune.files.units import PruneUnit, share_out

@@ -48,6 +48,7 @@ LEVELS = [
     ["files.scanning"],
     ["files.inspecting", "files.comparing"],
     ["files.searching"],
+    ["files.limited_search"],
     ["files.deciding"],
     ["files.cutting"],
     ["files.report", "files.rewriting"],
