@@ -99,7 +99,7 @@ class _Deciding:
                 self._agree_on_nan()
                 is_first = False
             for search in unfinished.values():
-                search.narrow(self._num_nan)
+                search.narrow()
 
     def decision(self) -> Decision:
         found: dict[int, Found] = {n: search.found() for n, search in self._searches.items()}
@@ -147,9 +147,9 @@ class _Deciding:
             for span in unit.spans:
                 chunks = source.chunks_of_keys(span.position, span.first, span.last, own=False)
                 for keys, num_bytes in chunks:
-                    num_nan = source.count_nan(keys, wanted) if search.is_first else 0
-                    self._counts[span.position] += num_nan
-                    counting.add(span, keys, num_nan)
+                    if search.is_first:
+                        self._counts[span.position] += source.count_nan(keys, wanted)
+                    counting.add(span, keys)
                     yield num_bytes
                 counting.end_span(span)
             counting.end_unit()

@@ -77,23 +77,20 @@ class LimitedSearch(Search):
         prefix = None if self.is_first else int(self._prefix[span.position - self._first])
         return digit_histogram(keys, prefix, self._shift)
 
-    def add_span(self, row: Array, span: Span, histogram: Array, num_nan: int) -> None:
+    def add_span(self, row: Array, span: Span, histogram: Array) -> None:
         if self._is_part(span):
             row += histogram  # the limits hold for the tensor, of which others count the rest
         else:
-            row += self._close(span.position - self._first, histogram, num_nan)
+            row += self._close(span.position - self._first, histogram)
 
-    def narrow(self, num_nan: Array) -> None:
+    def narrow(self) -> None:
         self._bins = self._team.sum(torch.from_numpy(self._bins)).numpy()
         parts = dict(self._parts())
         rows = {n: row for n, row in self._rows.items() if not self._is_part_unit(n)}
         free = self._sum(rows)
         for position, numbers in parts.items():
             whole = self._sum({n: self._rows[n] for n in numbers if n in self._rows})
-            free += self._close(position - self._first, whole, int(num_nan[position]))
-        if self.is_first:
-            numbers_only = self._sizes - num_nan[self._first : self._first + len(self._sizes)]
-            self._high = np.minimum(self._high, numbers_only)
+            free += self._close(position - self._first, whole)
         digit = self._descent.narrow(free) if self._is_cut else 0
         self._go_on(digit)
         if self._shift == 0:
@@ -139,15 +136,13 @@ class LimitedSearch(Search):
         ]
         return Found(cut, quotas, tensors)
 
-    def _close(self, i: int, histogram: Array, num_nan: int) -> Array:
+    def _close(self, i: int, histogram: Array) -> Array:
         """All of a tensor is counted: note the bins of its limits; the histogram of what is free.
 
-        NaN are in the last bins of the first pass, and never go.
+        NaN come last in the order. If there are numbers enough, as is checked before, none goes.
         """
         low, high = int(self._low[i]), int(self._high[i])
         upto = np.cumsum(histogram)
-        if self.is_first:
-            high = min(high, int(upto[-1]) - num_nan)
         self._bins[i] = (*_bin_of(upto, low), *_bin_of(upto, high))
         if self._held[i] != _FREE:
             return np.zeros_like(histogram)

@@ -114,7 +114,7 @@ class Search:
         """The histogram of the keys of a piece, of those that are not decided yet."""
         return digit_histogram(keys, None if self.is_first else self._descent.prefix, self._shift)
 
-    def add_span(self, row: Array, span: Span, histogram: Array, num_nan: int) -> None:
+    def add_span(self, row: Array, span: Span, histogram: Array) -> None:
         """A span has been counted: add what there is to the row of its unit."""
         row += histogram
 
@@ -122,12 +122,8 @@ class Search:
         """A unit has been counted."""
         self._rows[number] = row.astype(np.uint32) if row.max() < 2**32 else row
 
-    def narrow(self, num_nan: Array) -> None:
-        """All ranks have counted all units.
-
-        Args:
-            num_nan: per tensor of the plan.
-        """
+    def narrow(self) -> None:
+        """All ranks have counted all units: go on in one bin."""
         digit = self._descent.narrow(self._sum(self._rows))
         if self._shift == 0:
             for place, number in enumerate(self._numbers):
@@ -162,16 +158,13 @@ class Counting:
         self._number = number
         self._row = np.zeros(search.num_bins, dtype=np.int64)
         self._histogram = np.zeros(search.num_bins, dtype=np.int64)
-        self._num_nan = 0
 
-    def add(self, span: Span, keys: Array, num_nan: int) -> None:
+    def add(self, span: Span, keys: Array) -> None:
         self._histogram += self._search.digits_of(span, keys)
-        self._num_nan += num_nan
 
     def end_span(self, span: Span) -> None:
-        self._search.add_span(self._row, span, self._histogram, self._num_nan)
+        self._search.add_span(self._row, span, self._histogram)
         self._histogram[:] = 0
-        self._num_nan = 0
 
     def end_unit(self) -> None:
         self._search.add_unit(self._number, self._row)
