@@ -22,7 +22,7 @@ import torch
 
 from distprune.files.planning import Plan
 from distprune.files.scores import Array, digit_histogram
-from distprune.files.searching import Cut, Found, Search, TensorCut
+from distprune.files.searching import Counting, Cut, Found, Search, TensorCut
 from distprune.files.team import Team
 from distprune.files.units import PruneUnit, Span
 
@@ -77,11 +77,14 @@ class LimitedSearch(Search):
         prefix = None if self.is_first else int(self._prefix[span.position - self._first])
         return digit_histogram(keys, prefix, self._shift)
 
-    def add_span(self, row: Array, span: Span, histogram: Array) -> None:
-        if self._is_part(span):
-            row += histogram  # the limits hold for the tensor, of which others count the rest
-        else:
-            row += self._close(span.position - self._first, histogram)
+    def counting(self, number: int) -> Counting:
+        if self._is_part_unit(number):
+            return super().counting(number)  # limits hold for the tensor: others count the rest
+        return _CountingTensors(self, number)
+
+    def free_of(self, span: Span, histogram: Array) -> Array:
+        """A whole tensor has been counted: the histogram of its free elements."""
+        return self._close(span.position - self._first, histogram)
 
     def narrow(self) -> None:
         self._bins = self._team.sum(torch.from_numpy(self._bins)).numpy()
@@ -187,6 +190,22 @@ class LimitedSearch(Search):
 
     def _is_part_unit(self, number: int) -> bool:
         return self._is_part(self._units[number].spans[0])
+
+
+class _CountingTensors(Counting):
+    """A unit of whole tensors: each is closed when it has been counted."""
+
+    def __init__(self, search: LimitedSearch, number: int) -> None:
+        super().__init__(search, number)
+        self._limited = search
+        self._histogram = np.zeros(search.num_bins, dtype=np.int64)
+
+    def add(self, span: Span, keys: Array) -> None:
+        self._histogram += self._limited.digits_of(span, keys)
+
+    def end_span(self, span: Span) -> None:
+        self._row += self._limited.free_of(span, self._histogram)
+        self._histogram[:] = 0
 
 
 def _bin_of(upto: Array, count: int) -> tuple[int, int]:

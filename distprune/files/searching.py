@@ -114,10 +114,6 @@ class Search:
         """The histogram of the keys of a piece, of those that are not decided yet."""
         return digit_histogram(keys, None if self.is_first else self._descent.prefix, self._shift)
 
-    def add_span(self, row: Array, span: Span, histogram: Array) -> None:
-        """A span has been counted: add what there is to the row of its unit."""
-        row += histogram
-
     def add_unit(self, number: int, row: Array) -> None:
         """A unit has been counted."""
         self._rows[number] = row.astype(np.uint32) if row.max() < 2**32 else row
@@ -157,14 +153,12 @@ class Counting:
         self._search = search
         self._number = number
         self._row = np.zeros(search.num_bins, dtype=np.int64)
-        self._histogram = np.zeros(search.num_bins, dtype=np.int64)
 
     def add(self, span: Span, keys: Array) -> None:
-        self._histogram += self._search.digits_of(span, keys)
+        self._row += self._search.digits_of(span, keys)
 
     def end_span(self, span: Span) -> None:
-        self._search.add_span(self._row, span, self._histogram)
-        self._histogram[:] = 0
+        """All keys of a span have been shown."""
 
     def end_unit(self) -> None:
         self._search.add_unit(self._number, self._row)
