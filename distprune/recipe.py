@@ -25,7 +25,8 @@ A recipe in full; all but ``version``, and one of ``sparsity`` and ``schedule``,
       max_sparsity: 0.95
 
 ``groups``, a list, gives parts of the model budgets of their own. Each group has a ``select`` and
-whatever of ``sparsity`` or ``schedule``, ``score`` and ``limits`` differs from the top level.
+whatever of ``sparsity`` or ``schedule``, ``score``, ``scope``, ``pattern`` and ``limits`` differs
+from the top level.
 
 The command line prunes checkpoints with the same recipes: at once, so with ``sparsity`` or
 ``pattern``. These are its alone::
@@ -58,8 +59,10 @@ if TYPE_CHECKING:
     from distprune.pruning_method import BasePruningMethod
     from distprune.schedule.pruner import ScheduledPruner
 
-_GROUP_KEYS = ("score", "method", "sparsity", "schedule", "select", "limits")
-_KEYS = ("version", "seed", "scope", "pattern", "nan", "output", *_GROUP_KEYS, "groups")
+_RANKING_KEYS = ("scope", "pattern")
+_BUDGET_KEYS = ("score", "method", "sparsity", "schedule", "select", "limits")
+_GROUP_KEYS = (*_BUDGET_KEYS, *_RANKING_KEYS)
+_KEYS = ("version", "seed", *_RANKING_KEYS, "nan", "output", *_BUDGET_KEYS, "groups")
 _SCORES = ("magnitude", "random")
 _SCOPES = ("global", "layer", "row")
 _RAMP_KEYS = ("kind", "begin", "end", "frequency", "initial_sparsity", "final_sparsity")
@@ -89,6 +92,8 @@ class RecipeGroup:
         include, exclude, names: as for ``select``.
         min_sparsity, max_sparsity: of every single parameter.
         min_ndim: tensors of fewer dimensions are left alone; None: as the command line has it.
+        scope: as for the recipe; None: that of the recipe.
+        pattern: (n, m), for this group only.
     """
 
     schedule: Schedule
@@ -99,6 +104,8 @@ class RecipeGroup:
     min_sparsity: float = 0.0
     max_sparsity: float = 1.0
     min_ndim: int | None = None
+    scope: str | None = None
+    pattern: tuple[int, int] | None = None
 
     def select_mapping(self) -> dict[str, Any]:
         """What is selected, as a recipe says it."""
@@ -112,12 +119,17 @@ class RecipeGroup:
     def as_mapping(self) -> dict[str, Any]:
         """The keys of a group in a recipe."""
         schedule = self.schedule
+        if self.pattern is not None:
+            pattern = "{}:{}".format(*self.pattern)
+            return {"score": self.method, "pattern": pattern, "select": self.select_mapping()}
         if schedule == OneShot(0, schedule.sparsity_at(0)):
             budget: dict[str, Any] = {"sparsity": schedule.sparsity_at(0)}
         else:
             kind = next(name for name, cls in _SCHEDULES.items() if type(schedule) is cls)
             values = {key: getattr(schedule, key) for key in _SCHEDULE_KEYS[kind][1:]}
             budget = {"schedule": {"kind": kind, **values}}
+        if self.scope is not None:
+            budget["scope"] = self.scope
         limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
         select = self.select_mapping()
         return {"score": self.method, **budget, "select": select, "limits": limits}
@@ -198,8 +210,9 @@ class Recipe:
 
     def _only_on_checkpoints(self) -> list[str]:
         """What the recipe says and a pruner does not do."""
-        found = [] if self.scope == "global" else [f"scope {self.scope!r}"]
-        if self.pattern is not None:
+        scopes = {each.scope or self.scope for each in self.groups} - {"global"}
+        found = [f"scope {scope!r}" for scope in sorted(scopes)]
+        if self.pattern is not None or any(each.pattern is not None for each in self.groups):
             found.append("a pattern")
         if self.nan != "error":
             found.append(f"nan {self.nan!r}")
@@ -250,7 +263,7 @@ def _parse(value: Any, problems: Problems, where: str) -> Recipe:
         if "select" in top:
             top.problem("goes into each of the groups, if there are any.", "select")
         tables = top.tables("groups", _GROUP_KEYS)
-        found = [_read_group(table, shared) for table in tables]
+        found = [_read_ranking(table, _read_group(table, shared)) for table in tables]
     else:
         tables, found = [top], [shared]
     for table, fields in zip(tables, found, strict=True):
@@ -294,6 +307,20 @@ def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
         if low > high:
             limits.problem(f"min_sparsity {low} is above max_sparsity {high}.")
         fields |= {"min_sparsity": low, "max_sparsity": high}
+    return fields
+
+
+def _read_ranking(table: Table, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with the scope and the pattern that a group has of its own."""
+    if "scope" in table:
+        fields["scope"] = table.take("scope", one_of(*_SCOPES), None)
+    if "pattern" in table:
+        for key in ("sparsity", "schedule", "scope", "limits"):
+            if key in table:
+                table.problem("has no place beside 'pattern', which says how much and where.", key)
+        n, m = fields["pattern"] = table.take("pattern", n_of_m, None) or (1, 2)
+        everything = {"min_sparsity": 0.0, "max_sparsity": 1.0}
+        fields |= {"schedule": OneShot(0, 1 - n / m), **everything}
     return fields
 
 

@@ -6,10 +6,10 @@ import torch
 
 from distprune.keys import hash_keys
 from distprune.natural_order import natural_key
-from reference import prune
+from reference import num_to_prune, prune, prune_bounded
 
 
-def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=None):
+def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=None, limits=None):
     """Masks by name, True = keep, of the selected tensors of a checkpoint in memory.
 
     Only matrices, and convolutions for patterns along their inputs.
@@ -27,7 +27,13 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
             .reshape(scores[n].shape)
             for n in names
         }  # fmt: skip
-    keeps = prune([scores[n] for n in names], float(sparsity))
+    in_order = [scores[n] for n in names]
+    if limits is not None:
+        total = sum(each.numel() for each in in_order)
+        low, high = ([limit] * len(names) for limit in limits)
+        keeps = prune_bounded(in_order, num_to_prune(float(sparsity), total), low, high)
+    else:
+        keeps = prune(in_order, float(sparsity))
     return dict(zip(names, keeps, strict=True))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
@@ -12,10 +9,13 @@ import typer
 from distprune.cli import recipes
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.recipe import Recipe
-from distprune.schedule.functions import OneShot
+from distprune.files.recipe_file import fields_of
 
 _PANEL = "What to prune (each option takes the place of what the recipe says)"
+
+
+_LIMITS = ("min_sparsity", "max_sparsity")
+_FOR_ALL_GROUPS = ("seed", "nan", "masks")
 
 
 def _option(*names: str, help: str, **more: Any) -> Any:
@@ -69,37 +69,20 @@ Exclude = Annotated[
 MinNdim = Annotated[
     int | None, _option("--min-ndim", help="Leave out tensors of fewer dimensions (2).")
 ]
+MinSparsity = Annotated[
+    float | None,
+    _option("--min-sparsity", help="Of every single tensor, at least; the total stays exact (0)."),
+]
+MaxSparsity = Annotated[
+    float | None,
+    _option("--max-sparsity", help="Of every single tensor, at most; the total stays exact (1)."),
+]
 Nan = Annotated[
     str | None, _option("--nan", help="What a NaN among weights is.", metavar="error|keep")
 ]
 
 
-@dataclass(frozen=True)
-class CommandRecipe(FileRecipe):
-    """A FileRecipe whose text is a recipe that ``-r`` reads again."""
-
-    def as_mapping(self) -> dict[str, Any]:
-        """The keys of a recipe, every default filled in."""
-        values: dict[str, Any] = {"version": 1, "score": self.score}
-        if self.seed is not None:
-            values["seed"] = self.seed
-        if self.pattern is not None:
-            values["pattern"] = self.pattern
-        else:
-            values |= {"scope": self.scope, "sparsity": self.sparsity}
-        select: dict[str, Any] = {"min_ndim": self.min_ndim}
-        if self.include is not None:
-            select["include"] = list(self.include)
-        if self.exclude:
-            select["exclude"] = list(self.exclude)
-        return values | {"select": select, "nan": self.nan, "output": {"masks": self.masks}}
-
-    def to_yaml(self) -> str:
-        """The recipe with all defaults, as a YAML file: each value is JSON, which YAML contains."""
-        return "".join(f"{key}: {_as_yaml(value)}\n" for key, value in self.as_mapping().items())
-
-
-def resolve(name: str | None, options: dict[str, Any]) -> CommandRecipe:
+def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     """A recipe with what the options say instead.
 
     Args:
@@ -110,9 +93,13 @@ def resolve(name: str | None, options: dict[str, Any]) -> CommandRecipe:
         SelectionError: no such recipe, or one of no use here; with every value that is wrong.
     """
     given = {key: value for key, value in options.items() if value is not None and value != []}
-    fields = {} if name is None else _fields(name, recipes.read(name))
+    fields = {} if name is None else fields_of(recipes.read(name), name)
+    if groups := fields.get("groups"):
+        _refuse_in_groups(name, len(groups), given)
     if "pattern" in given:
-        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope")}
+        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
+    elif given.get("scope", "global") != "global":
+        fields = {k: v for k, v in fields.items() if k not in ("pattern", *_LIMITS)}
     elif "sparsity" in given or "scope" in given:
         fields.pop("pattern", None)
     if given.get("score") == "magnitude":
@@ -120,40 +107,14 @@ def resolve(name: str | None, options: dict[str, Any]) -> CommandRecipe:
     for key in ("include", "exclude"):
         if key in given:
             given[key] = tuple(given[key])
-    return CommandRecipe(**fields | given)
+    return FileRecipe(**fields | given)
 
 
-def _fields(name: str, recipe: Recipe) -> dict[str, Any]:
-    """A recipe as fields of FileRecipe, if it is for a checkpoint."""
-    group, problems = recipe.groups[0], []
-    if len(recipe.groups) > 1:
-        problems.append("groups")
-    if not isinstance(group.schedule, OneShot):
-        problems.append("schedule")
-    if (group.min_sparsity, group.max_sparsity) != (0.0, 1.0):
-        problems.append("limits")
-    if group.names != ("weight",):
-        problems.append("select.names")
-    if problems:
+def _refuse_in_groups(name: str | None, count: int, given: dict[str, Any]) -> None:
+    """Options for what each group of a recipe says itself."""
+    options = [f"--{key.replace('_', '-')}" for key in given if key not in _FOR_ALL_GROUPS]
+    if options:
         raise SelectionError(
-            f"the recipe {name} has {', '.join(problems)}, which a checkpoint has no use for: it "
-            "is pruned at once, and patterns match whole names of tensors. Expected 'sparsity' or "
-            "'pattern', and 'select' with 'include' and 'exclude'.",
+            f"the recipe {name} has {count} groups, each of which has its own; expected no "
+            f"{', '.join(options)}. Change the recipe, or leave the recipe out."
         )
-    fields: dict[str, Any] = {
-        "score": group.method, "seed": recipe.seed, "include": group.include,
-        "exclude": group.exclude, "nan": recipe.nan, "masks": recipe.masks,
-    }  # fmt: skip
-    if group.min_ndim is not None:
-        fields["min_ndim"] = group.min_ndim
-    if recipe.pattern is not None:
-        return fields | {"pattern": "{}:{}".format(*recipe.pattern)}
-    sparsity = group.schedule.sparsity_at(group.schedule.step)
-    return fields | {"scope": recipe.scope, "sparsity": sparsity}
-
-
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, float):
-        text = format(Decimal(repr(value)), "f")  # YAML takes 1e-05 for text
-        return text if "." in text else text + ".0"
-    return json.dumps(value)

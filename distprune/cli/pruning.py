@@ -18,7 +18,8 @@ from distprune.files.errors import Interrupted
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
-    from distprune.files.report import Report
+    from distprune.files.recipe import FileRecipe
+    from distprune.files.report import GroupReport, Report
 
 Destination = Annotated[
     Path,
@@ -58,6 +59,8 @@ def prune(
     include: choosing.Include = None,
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
+    min_sparsity: choosing.MinSparsity = None,
+    max_sparsity: choosing.MaxSparsity = None,
     nan: choosing.Nan = None,
     masks: Masks = None,
     follow_links: sources.FollowLinks = False,
@@ -85,6 +88,7 @@ def prune(
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
         "include": include, "exclude": exclude, "min_ndim": min_ndim, "nan": nan, "masks": masks,
+        "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
     if nproc is not None:
@@ -94,7 +98,7 @@ def prune(
         raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
 
-    def make_recipe() -> choosing.CommandRecipe:
+    def make_recipe() -> FileRecipe:
         _check_plot(plot)
         return choosing.resolve(recipe, options)
 
@@ -103,6 +107,8 @@ def prune(
     with stop.listening(), ranks.process_group(timeout):
         plan, report = _prune(terminal, source, destination, make_recipe, stop, follow_links)
     if terminal.is_leader:
+        for warning in report.warnings:
+            terminal.note(f"Warning: {warning}")
         _show(terminal, report, plan, destination)
         if plot is not None:
             _draw(terminal, plan, report, plot)
@@ -112,7 +118,7 @@ def _prune(
     terminal: Terminal,
     source: Path,
     destination: Path,
-    make_recipe: Callable[[], choosing.CommandRecipe],
+    make_recipe: Callable[[], FileRecipe],
     stop: ranks.Stop,
     follow_links: bool,
 ) -> tuple[Plan, Report]:
@@ -172,11 +178,12 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
         f"({percent(report.num_pruned, report.num_elements)}) in "
         f"{counted(len(report.tensors), 'tensor')}."
     )
-    if report.threshold is not None:
-        terminal.text(
-            f"The largest magnitude that went is {report.threshold:.6g}: of "
-            f"{count(report.num_ties)} elements that have it, {count(report.num_ties_pruned)} went."
-        )
+    for group in report.groups:
+        if text := _about_group(report, group):
+            terminal.text(text)
+    num_held = sum(tensor.held_at is not None for tensor in report.tensors)
+    if num_held:
+        terminal.text(f"{counted(num_held, 'tensor')} at a limit (held_at in the report).")
     run = report.run
     seconds = sum(run.seconds.values())
     processes = "process" if run.num_ranks == 1 else "processes"
@@ -184,6 +191,27 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
         f"{destination}: {seconds:.1f} s on {run.num_ranks} {processes}, "
         f"peak memory {size(max(run.peak_rss_bytes))}."
     )
+
+
+def _about_group(report: Report, group: GroupReport) -> str:
+    """How much of a group went, where there are several; and where its ranking was cut."""
+    texts = []
+    if len(report.groups) > 1:
+        texts.append(
+            f"Group {group.index}: {count(group.num_pruned)} of {count(group.num_elements)} "
+            f"({percent(group.num_pruned, group.num_elements)})."
+        )
+    if group.threshold is not None:
+        ties = f"{count(group.num_ties)} elements that have it"
+        held = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
+        if held - {None}:
+            what, ties = "The ranking was cut at the magnitude", f"{ties} and no limit held"
+        else:
+            what = "The largest magnitude that went is"
+        texts.append(
+            f"{what} {group.threshold:.6g}: of {ties}, {count(group.num_ties_pruned)} went."
+        )
+    return " ".join(texts)
 
 
 def _draw(terminal: Terminal, plan: Plan, report: Report, path: Path) -> None:

@@ -31,6 +31,18 @@ _SCORE = {
     "default": "magnitude",
     "description": "What ranks the weights.",
 }
+_RANKING = {
+    "scope": {
+        "enum": ["global", "layer", "row"],
+        "default": "global",
+        "description": "What is ranked together: everything, a tensor, or a row.",
+    },
+    "pattern": {
+        "type": "string",
+        "pattern": "^[0-9]+:[0-9]+$",
+        "description": "N:M, instead of sparsity: N of every M in a row are kept.",
+    },
+}
 _GROUP = {
     "score": _SCORE,
     "method": {**_SCORE, "description": "The same as score."},
@@ -59,7 +71,7 @@ _GROUP = {
     ),
     "limits": _table(
         {"min_sparsity": _SHARE, "max_sparsity": _SHARE},
-        description="Of every single parameter; for training.",
+        description="Of every single parameter, in scope global; the total stays exact.",
     ),
 }
 
@@ -73,16 +85,7 @@ def recipe_schema() -> dict[str, Any]:
             {
                 "version": {"const": 1},
                 "seed": {**_STEP, "description": "Of the score random."},
-                "scope": {
-                    "enum": ["global", "layer", "row"],
-                    "default": "global",
-                    "description": "What is ranked together: everything, a tensor, or a row.",
-                },
-                "pattern": {
-                    "type": "string",
-                    "pattern": "^[0-9]+:[0-9]+$",
-                    "description": "N:M, instead of sparsity: N of every M in a row are kept.",
-                },
+                **_RANKING,
                 "nan": {
                     "enum": ["error", "keep"],
                     "default": "error",
@@ -96,8 +99,9 @@ def recipe_schema() -> dict[str, Any]:
                 "groups": {
                     "type": "array",
                     "minItems": 1,
-                    "items": _table(_GROUP, required=["select"]),
-                    "description": "Parts of a model with budgets of their own; for training.",
+                    "items": _table({**_GROUP, **_RANKING}, required=["select"]),
+                    "description": "Parts of a model with budgets of their own; each has what "
+                    "differs from the top level.",
                 },
             },
             required=["version"],

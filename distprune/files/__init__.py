@@ -9,6 +9,6 @@
 
 A pickled checkpoint becomes safetensors first: ``distprune.files.pickled.Conversion``.
 
-What flows: header -> checkpoint -> policy -> planning -> units -> deciding -> pruning. Everything
-up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
+What flows: header -> checkpoint -> policy -> grouping -> planning -> units -> deciding -> pruning.
+Everything up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
 """

@@ -1,142 +1,189 @@
-"""Where the ranking of all selected elements is cut: found exactly, in one read of 16-bit weights.
+"""Where the ranking of each group is cut: found exactly, in one read of 16-bit weights.
 
-Histograms of sixteen bits of the keys at a time are summed over all ranks; that of the last
-sixteen is kept for each unit as well, so that its ties at the threshold need no other read.
+All groups are counted in the same read. Histograms of sixteen bits of the keys at a time are kept
+for each unit and summed over all ranks; that of the last sixteen bits of a unit says how many ties
+at the threshold it has, so that these need no other read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from distprune.files.errors import SelectionError
+from distprune.files.grouping import check_budget
+from distprune.files.limited_search import LimitedSearch
 from distprune.files.planning import Plan
-from distprune.files.scores import Array, Descent
+from distprune.files.scores import Array
+from distprune.files.searching import Cut, Found, Search, TensorCut
 from distprune.files.streaming import Source
 from distprune.files.team import Team
-from distprune.files.units import PruneUnit
+from distprune.files.units import PruneUnit, share_out
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The cut of the total order, the same on every rank.
+    """The cuts of all groups, the same on every rank; ``Decision(**asdict(decision))`` is equal.
 
     Attributes:
-        threshold: elements with a smaller key go.
-        num_ties: elements with this key.
-        quotas: per unit, how many of them go, the first ones.
-        num_nan: by name of a tensor that holds some.
+        cuts: per group; None: its tensors are not ranked together, nothing of it goes, or limits
+            decide all.
+        quotas: per unit of pruning, how many of its ties go, the first ones.
+        tensors: where each tensor in a group with limits is cut.
+        num_nan: by name of a tensor that holds some, in groups that are ranked together.
     """
 
-    threshold: int
-    num_ties: int
-    quotas: list[int]
+    cuts: tuple[Cut | None, ...]
+    quotas: tuple[int, ...]
+    tensors: tuple[TensorCut, ...]
     num_nan: dict[str, int]
 
+    def __post_init__(self) -> None:  # of lists and mappings, as JSON has them
+        cuts = (Cut(**cut) if isinstance(cut, Mapping) else cut for cut in self.cuts)
+        tensors = (TensorCut(**t) if isinstance(t, Mapping) else t for t in self.tensors)
+        for field, values in (("cuts", cuts), ("quotas", self.quotas), ("tensors", tensors)):
+            object.__setattr__(self, field, tuple(values))
 
-def decide(
-    team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit], mine: Sequence[int]
-) -> Decision:
-    """Find the cut after ``plan.num_to_prune`` elements.
+
+def decide(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -> Decision:
+    """Find where the ranking of each group is cut.
 
     Args:
         team: the ranks.
-        plan: of scope "global", without a pattern.
+        plan: what is to be done.
         source: of the plan.
         units: of pruning, all.
-        mine: numbers of the units that this rank counts; each unit is one rank's.
 
     Raises:
         NaNError: a selected tensor holds NaN, and they are not to be kept; on every rank.
-        SelectionError: more is to be pruned than there are numbers; on every rank.
+        SelectionError: more is to be pruned than there are numbers, or than limits allow without
+            NaN; on every rank.
         CheckpointError: the source cannot be read; on every rank.
 
-    Cost: one read for every 16 bits of a key, and as many all-reduces of up to 512 KiB; no read
-    for random scores. Memory: the histograms of this rank's units.
+    Cost: one read for every 16 bits of a key of those groups that have so many, and for each group
+    as many all-reduces of up to 512 KiB; no read for random scores; see :class:`LimitedSearch`
+    for limits. Memory: the histograms of this rank's units.
     """
-    if plan.num_to_prune == 0 and not source.needs_values:
-        return Decision(0, 0, [0] * len(units), {})
-    descent = Descent(source.format().width, max(plan.num_to_prune, 1))
-    num_nan: dict[str, int] = {}
-    num_bytes = sum(unit.num_bytes for unit in units)
-    num_passes, num_done = source.format().width // 16, 0
-    ties = torch.zeros(len(units), dtype=torch.int64)
-    while not descent.is_done:
-        counting = _Counting(plan, source, units, mine, descent)
-        steps = counting.steps()
-        team.work(steps, "count", num_done * num_bytes, num_passes * num_bytes)
-        histogram = team.sum(torch.from_numpy(counting.histogram)).numpy()
-        if descent.is_first and source.needs_values:
-            num_nan = _agree_on_nan(team, plan, source, counting.num_nan)
-        digit = descent.narrow(histogram)
-        for number, row in counting.rows.items():
-            ties[number] = int(row[digit])
-        num_done += 1
-    if plan.num_to_prune == 0:
-        return Decision(0, 0, [0] * len(units), num_nan)
-    quotas, wanted = [], descent.rank + 1
-    ties = team.sum(ties)
-    for count in ties.tolist():
-        quotas.append(min(count, wanted))
-        wanted -= quotas[-1]
-    return Decision(descent.prefix, int(ties.sum()), quotas, num_nan)
+    deciding = _Deciding(team, plan, source, units)
+    deciding.run()
+    return deciding.decision()
 
 
-class _Counting:
-    """One pass over this rank's units."""
+class _Deciding:
+    """The search in all groups that are ranked together, side by side."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        source: Source,
-        units: Sequence[PruneUnit],
-        mine: Sequence[int],
-        descent: Descent,
-    ) -> None:
-        self.histogram = np.zeros(descent.num_bins, dtype=np.int64)
-        self.rows: dict[int, Array] = {}
-        self.num_nan = np.zeros(len(plan.tensors), dtype=np.int64)
+    def __init__(self, team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -> None:
+        self._team = team
+        self._plan = plan
         self._source = source
         self._units = units
-        self._mine = mine
-        self._descent = descent
+        self._searches = self._begin()
+        self._counts = np.zeros(len(plan.tensors), dtype=np.int64)
+        self._num_nan = self._counts
 
-    def steps(self) -> Iterator[int]:
-        """Yields the bytes that were read."""
-        source, descent = self._source, self._descent
-        for number in self._mine:
-            row = np.zeros(descent.num_bins, dtype=np.int64)
-            for span in self._units[number].spans:
+    def run(self) -> None:
+        num_passes = {
+            number: self._source.format(group=number).width // 16 for number in self._searches
+        }
+        total = sum(num_passes[u.group] * u.num_bytes for u in self._units if u.group in num_passes)
+        num_done, is_first = 0, True
+        while unfinished := {n: s for n, s in self._searches.items() if not s.is_done}:
+            numbered = [(i, u) for i, u in enumerate(self._units) if u.group in unfinished]
+            mine = share_out(numbered, self._team.size)[self._team.index]
+            self._team.work(self._steps(mine), "count", num_done, total)
+            num_done += sum(unit.num_bytes for _, unit in numbered)
+            if is_first:
+                self._agree_on_nan()
+                is_first = False
+            for search in unfinished.values():
+                search.narrow()
+
+    def decision(self) -> Decision:
+        found: dict[int, Found] = {n: search.found() for n, search in self._searches.items()}
+        cuts: list[Cut | None] = [None] * len(self._plan.groups)
+        quotas = [0] * len(self._units)
+        tensors: list[TensorCut] = []
+        for number, each in found.items():
+            if self._plan.groups[number].num_to_prune:
+                cuts[number] = each.cut
+                for unit, quota in each.quotas.items():
+                    quotas[unit] = quota
+            tensors += each.tensors
+        num_nan = {
+            tensor.entry.name: count
+            for tensor, count in zip(self._plan.tensors, self._num_nan.tolist(), strict=True)
+            if count
+        }
+        return Decision(tuple(cuts), tuple(quotas), tuple(tensors), num_nan)
+
+    def _begin(self) -> dict[int, Search]:
+        searches: dict[int, Search] = {}
+        for number, group in enumerate(self._plan.groups):
+            # Even if nothing is to go, a NaN is to be found.
+            is_needed = group.num_to_prune or self._source.needs_values(number)
+            if not group.recipe.is_together or not (is_needed or group.has_limits):
+                continue
+            numbers = [i for i, unit in enumerate(self._units) if unit.group == number]
+            width = self._source.format(group=number).width
+            what = (self._team, self._units, numbers, width)
+            if group.has_limits:
+                limited = LimitedSearch(*what, group.num_to_prune, self._plan, number)
+                searches[number] = limited
+            else:
+                searches[number] = Search(*what, max(group.num_to_prune, 1))
+        return searches
+
+    def _steps(self, mine: Sequence[int]) -> Iterator[int]:
+        """Count this rank's units; yields the bytes that were read."""
+        source = self._source
+        for number in mine:
+            unit = self._units[number]
+            search = self._searches[unit.group]
+            counting = search.counting(number)
+            wanted = source.format(group=unit.group)
+            for span in unit.spans:
                 chunks = source.chunks_of_keys(span.position, span.first, span.last, own=False)
                 for keys, num_bytes in chunks:
-                    row += descent.histogram(keys)
-                    if descent.is_first:
-                        num_nan = source.count_nan(keys, source.format())
-                        self.num_nan[span.position] += num_nan
+                    if search.is_first:
+                        self._counts[span.position] += source.count_nan(keys, wanted)
+                    counting.add(span, keys)
                     yield num_bytes
-            self.histogram += row
-            if descent.is_last:
-                is_small = row.max() < 2**32
-                self.rows[number] = row.astype(np.uint32) if is_small else row
+                counting.end_span(span)
+            counting.end_unit()
 
+    def _agree_on_nan(self) -> None:
+        """Raise on every rank if there are NaN and must be none, or too few numbers are left."""
+        plan = self._plan
+        self._num_nan = self._team.sum(torch.from_numpy(self._counts)).numpy()
+        holders = [plan.tensors[i].entry.name for i in np.flatnonzero(self._num_nan).tolist()]
+        if holders and plan.recipe.nan == "error":
+            raise self._source.nan_error(holders)
+        for number in self._searches:
+            self._check_numbers(number)
 
-def _agree_on_nan(team: Team, plan: Plan, source: Source, counts: Array) -> dict[str, int]:
-    """NaN by tensor; raises on every rank if there must be none, or too few numbers are left."""
-    shared = team.sum(torch.from_numpy(counts)).tolist()
-    num_nan = {
-        tensor.entry.name: count
-        for tensor, count in zip(plan.tensors, shared, strict=True)
-        if count
-    }
-    if num_nan and plan.recipe.nan == "error":
-        raise source.nan_error(list(num_nan))
-    num_numbers = plan.num_elements - sum(num_nan.values())
-    if plan.num_to_prune > num_numbers:
-        raise SelectionError(
-            f"{plan.num_to_prune} elements are to be pruned, but only {num_numbers} are no NaN, "
-            "and NaN are kept. Lower the sparsity."
-        )
-    return num_nan
+    def _check_numbers(self, number: int) -> None:
+        group = self._plan.groups[number]
+        counts: Array = self._num_nan[group.first : group.last]
+        if not counts.any():
+            return
+        num_numbers = group.num_elements - int(counts.sum())
+        if group.num_to_prune > num_numbers:
+            raise SelectionError(
+                f"{group.num_to_prune} elements are to be pruned, but only {num_numbers} are no "
+                "NaN, and NaN are kept. Lower the sparsity."
+            )
+        tensors = self._plan.tensors[group.first : group.last]
+        highest = 0
+        for tensor, count in zip(tensors, counts.tolist(), strict=True):
+            most = min(tensor.highest, tensor.entry.numel - count)
+            if most < tensor.lowest:
+                raise SelectionError(
+                    f"{tensor.entry.name}: min_sparsity {group.recipe.min_sparsity} prunes at "
+                    f"least {tensor.lowest:,} elements, but only {most:,} are no NaN, and NaN are "
+                    "kept. Lower min_sparsity, or exclude the tensor."
+                )
+            highest += most
+        check_budget(group.num_to_prune, 0, highest, group.recipe)

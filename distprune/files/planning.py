@@ -4,7 +4,8 @@
 library. A folder says nothing of the order in which a model lists its parameters, so the order of
 tensors is that of their names, "layers.2" before "layers.10": the order that
 ``global_unstructured(..., pipeline_parallel=True)`` uses, on one process too. With the names of the
-model's parameters both make the same masks, ties included.
+model's parameters both make the same masks, ties included. Where a recipe has groups, the tensors
+of one group come after those of another, and each group is ranked by itself.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from pathlib import Path
 
 from distprune.amount import resolve_count
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.errors import SelectionError
+from distprune.files.grouping import choose_groups, limits_of
 from distprune.files.header import TensorEntry
-from distprune.files.policy import Choice, choose, input_groups
+from distprune.files.policy import Choice, input_groups
 from distprune.files.recipe import FileRecipe
 from distprune.natural_order import natural_key
 
 # Of what a plan leads to: raised when the same plan would write other bytes.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,41 @@ class PlannedTensor:
 
     Attributes:
         entry: the tensor.
-        offset: elements of the selected tensors before it.
+        offset: elements of the tensors before it in its group.
         num_groups: how many groups of elements are ranked on their own in it; 0: it is ranked
             together with the others (scope "global").
         num_pruned_per_group: ... and how many go in each.
+        group: which group of the plan it is in.
+        lowest, highest: how many of its elements have to, and may, go.
     """
 
     entry: TensorEntry
     offset: int
     num_groups: int
     num_pruned_per_group: int
+    group: int
+    lowest: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Tensors with a budget of their own.
+
+    Attributes:
+        recipe: without groups.
+        first, last: its tensors are ``plan.tensors[first:last]``.
+        num_elements: of these.
+        num_to_prune: exactly so many become zero.
+        has_limits: whether the limits of a tensor may decide how much it loses.
+    """
+
+    recipe: FileRecipe
+    first: int
+    last: int
+    num_elements: int
+    num_to_prune: int
+    has_limits: bool
 
 
 @dataclass(frozen=True)
@@ -51,7 +79,8 @@ class Plan:
         checkpoint: the source.
         recipe: with all defaults.
         choices: of every tensor in the checkpoint, with reasons.
-        tensors: the selected ones, in the order of ranking.
+        tensors: the selected ones, group by group, in the order of ranking.
+        groups: one for each of the recipe's, or a single one.
         num_elements: of the selected tensors.
         num_to_prune: exactly so many become zero.
         digest: of all that decides the output: recipe, headers, sizes, times of change.
@@ -61,9 +90,14 @@ class Plan:
     recipe: FileRecipe
     choices: tuple[Choice, ...]
     tensors: tuple[PlannedTensor, ...]
+    groups: tuple[PlannedGroup, ...]
     num_elements: int
     num_to_prune: int
     digest: str
+
+    def recipe_of(self, position: int) -> FileRecipe:
+        """Of the group that a tensor is in."""
+        return self.groups[self.tensors[position].group].recipe
 
 
 def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) -> Plan:
@@ -81,26 +115,47 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     Cost: reads headers only; some milliseconds for a hundred files.
     """
     checkpoint = open_checkpoint(source, follow_links=follow_links)
-    choices = choose(checkpoint, recipe)
-    selected = [choice.entry for choice in choices if choice.is_pruned]
-    selected.sort(key=lambda entry: (natural_key(entry.name), entry.name))
-    tensors, offset = [], 0
-    for entry in selected:
-        tensors.append(PlannedTensor(entry, offset, *_groups(entry, recipe)))
-        offset += entry.numel
-    if recipe.scope == "global" and recipe.pattern is None:
-        num_to_prune = resolve_count(recipe.sparsity, offset)
-    else:
-        num_to_prune = sum(t.num_groups * t.num_pruned_per_group for t in tensors)
+    choices, chosen = choose_groups(checkpoint, recipe)
+    tensors: list[PlannedTensor] = []
+    groups: list[PlannedGroup] = []
+    for entries, part in zip(chosen, recipe.parts, strict=True):
+        try:
+            planned, group = _plan_group(entries, part, len(groups), len(tensors))
+        except SelectionError as error:
+            where = f"groups[{len(groups)}]: " if recipe.groups else ""
+            raise SelectionError(f"{where}{error.headline}", error.problems) from error
+        tensors += planned
+        groups.append(group)
     return Plan(
         checkpoint=checkpoint,
         recipe=recipe,
         choices=tuple(choices),
         tensors=tuple(tensors),
-        num_elements=offset,
-        num_to_prune=num_to_prune,
+        groups=tuple(groups),
+        num_elements=sum(group.num_elements for group in groups),
+        num_to_prune=sum(group.num_to_prune for group in groups),
         digest=_digest(checkpoint, recipe),
     )
+
+
+def _plan_group(
+    entries: list[TensorEntry], recipe: FileRecipe, number: int, first: int
+) -> tuple[list[PlannedTensor], PlannedGroup]:
+    entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
+    num_elements = sum(entry.numel for entry in entries)
+    runs = [_groups(entry, recipe) for entry in entries]
+    if recipe.is_together:
+        num_to_prune = resolve_count(recipe.sparsity, num_elements)
+    else:
+        num_to_prune = sum(count * num_pruned for count, num_pruned in runs)
+    limits = limits_of(entries, recipe, num_to_prune)
+    tensors, offset = [], 0
+    for entry, run, limit in zip(entries, runs, limits, strict=True):
+        tensors.append(PlannedTensor(entry, offset, *run, number, *limit))
+        offset += entry.numel
+    has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
+    last = first + len(tensors)
+    return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
 
 
 def _groups(entry: TensorEntry, recipe: FileRecipe) -> tuple[int, int]:

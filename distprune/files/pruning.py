@@ -159,13 +159,11 @@ class _Run:
 
     def _decide(self) -> Decision | None:
         """Of tensors that are ranked together: where the ranking is cut; found once per plan."""
-        if self._plan.tensors[0].num_groups:
+        if not any(group.recipe.is_together for group in self._plan.groups):
             return None
         if self._state["decision"] is not None:
             return Decision(**self._state["decision"])
-        units = self._prune_units
-        mine = share_out(list(enumerate(units)), self._team.size)[self._team.index]
-        decision = decide(self._team, self._plan, self._source, units, mine)
+        decision = decide(self._team, self._plan, self._source, self._prune_units)
         self._team.from_leader(self._partial.write_decision, decision)
         return decision
 

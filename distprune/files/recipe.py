@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 from distprune.files.errors import SelectionError, counted
+from distprune.files.yaml_text import yaml_text
 
 Scope = Literal["global", "layer", "row"]
 Score = Literal["magnitude", "random"]
+
+
+# Each group has at least one unit of work, and so one histogram; see files/units.py.
+MAX_GROUPS = 128
+# Of the recipe as a whole; everything else is said in each group.
+_SHARED = ("seed", "nan", "masks", "groups")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,11 @@ class FileRecipe:
         min_ndim: tensors of fewer dimensions are left alone.
         nan: a NaN in a selected tensor is an "error", or is to be kept ("keep").
         masks: whether to write the masks.
+        min_sparsity, max_sparsity: limits of every single tensor, in [0, 1], for the scope
+            "global"; floors are rounded up to a count, and ceilings down. The total stays exact.
+        groups: instead of a sparsity and a selection, budgets for parts of the checkpoint: recipes
+            that are ranked each on its own. A tensor is in one group, or in none and is left
+            alone. ``seed``, ``nan`` and ``masks`` are those of this recipe.
 
     Raises:
         SelectionError: with every field that is wrong.
@@ -49,9 +60,17 @@ class FileRecipe:
     min_ndim: int = 2
     nan: Literal["error", "keep"] = "error"
     masks: bool = True
+    min_sparsity: float = 0.0
+    max_sparsity: float = 1.0
+    groups: tuple[FileRecipe, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = [*self._amount_problems(), *self._choice_problems()]
+        problems = self._choice_problems()
+        if self.groups:
+            problems += self._take_in_groups()
+        else:
+            object.__setattr__(self, "groups", ())
+            problems = [*self._amount_problems(), *problems, *self._limit_problems()]
         for field in ("include", "exclude"):
             patterns = getattr(self, field)
             if patterns is not None:
@@ -61,16 +80,42 @@ class FileRecipe:
             problems.append(f"min_ndim is {self.min_ndim!r}; expected an int >= 1.")
         if not isinstance(self.masks, bool):
             problems.append(f"masks is {self.masks!r}; expected true or false.")
-        if self.score != "random" and self.seed is not None:
+        is_random = any(each.score == "random" for each in self.parts)
+        if not is_random and self.seed is not None:
             problems.append("seed has no effect without score 'random'; leave it out.")
         elif self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
             problems.append(f"seed is {self.seed!r}; expected an int >= 0.")
         if problems:
             raise SelectionError(counted("the recipe", problems), problems)
-        if self.score == "random" and self.seed is None:
+        if is_random and self.seed is None:
             object.__setattr__(self, "seed", 0)
-        if self.sparsity is not None:
-            object.__setattr__(self, "sparsity", float(self.sparsity))
+        for field in ("sparsity", "min_sparsity", "max_sparsity"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, float(getattr(self, field)))
+        if self.groups:
+            shared = {"nan": self.nan, "masks": self.masks}
+            object.__setattr__(
+                self,
+                "groups",
+                tuple(
+                    replace(each, **shared, seed=self.seed if each.score == "random" else None)
+                    for each in self.groups
+                ),
+            )
+
+    @property
+    def parts(self) -> tuple[FileRecipe, ...]:
+        """The groups; this recipe itself if it has none."""
+        return self.groups or (self,)
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all tensors are ranked together, not each of them or each row on its own."""
+        return self.scope == "global" and self.pattern is None
+
+    @property
+    def has_limits(self) -> bool:
+        return (self.min_sparsity, self.max_sparsity) != (0.0, 1.0)
 
     @property
     def kept_of(self) -> tuple[int, int] | None:
@@ -80,10 +125,98 @@ class FileRecipe:
         kept, group = self.pattern.split(":")
         return int(kept), int(group)
 
+    def as_mapping(self) -> dict[str, Any]:
+        """The keys of a recipe file, every default filled in; ``parse_recipe`` reads them again."""
+        values: dict[str, Any] = {"version": 1}
+        if self.seed is not None:
+            values["seed"] = self.seed
+        if self.groups:
+            values["groups"] = [each._part_as_mapping() for each in self.groups]
+        else:
+            values |= self._part_as_mapping()
+        return values | {"nan": self.nan, "output": {"masks": self.masks}}
+
+    def _part_as_mapping(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"score": self.score}
+        if self.pattern is not None:
+            values["pattern"] = self.pattern
+        else:
+            values |= {"scope": self.scope, "sparsity": self.sparsity}
+        select: dict[str, Any] = {"min_ndim": self.min_ndim}
+        if self.include is not None:
+            select["include"] = list(self.include)
+        if self.exclude:
+            select["exclude"] = list(self.exclude)
+        values["select"] = select
+        if self.has_limits:
+            limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
+            values["limits"] = limits
+        return values
+
     def to_yaml(self) -> str:
-        """A YAML file with every field; values are JSON, which YAML contains."""
-        lines = [f"{key}: {json.dumps(value)}" for key, value in asdict(self).items()]
-        return "\n".join(["version: 1", *lines]) + "\n"
+        """A recipe file with every default filled in, which ``distprune prune -r`` reads."""
+        return yaml_text(self.as_mapping())
+
+    def _take_in_groups(self) -> list[str]:
+        """Make recipes of groups that are mappings; what is wrong."""
+        given = self.groups
+        object.__setattr__(self, "groups", ())
+        if isinstance(given, str | FileRecipe) or not isinstance(given, Sequence):
+            return [f"groups is {given!r}; expected a list of recipes."]
+        if len(given) > MAX_GROUPS:
+            return [f"there are {len(given)} groups; expected at most {MAX_GROUPS}."]
+        problems = [
+            f"{field.name} is given beside groups; expected it in each of the groups."
+            for field in fields(self)
+            if field.name not in _SHARED
+            and getattr(self, field.name) not in (field.default, [])  # JSON has no tuples
+        ]
+        found = []
+        for number, each in enumerate(given):
+            try:
+                each = each if isinstance(each, FileRecipe) else FileRecipe(**each)
+            except SelectionError as error:
+                problems += [f"groups[{number}]: {problem}" for problem in error.problems]
+                continue
+            except TypeError as error:
+                problems.append(f"groups[{number}] is {each!r}; expected a recipe ({error}).")
+                continue
+            own = asdict(each)
+            allowed = {
+                "groups": ((),), "masks": (True, self.masks), "nan": ("error", self.nan),
+                "seed": (None, 0, self.seed),
+            }  # fmt: skip
+            problems += [
+                f"groups[{number}]: {field} is {own[field]!r}; expected it beside the groups, for "
+                "all of them."
+                for field, values in allowed.items()
+                if own[field] not in values
+            ]
+            found.append(each)
+        object.__setattr__(self, "groups", tuple(found))
+        return problems
+
+    def _limit_problems(self) -> list[str]:
+        problems = [
+            f"{field} is {value!r}; expected a number from 0 to 1."
+            for field in ("min_sparsity", "max_sparsity")
+            if not _is_share(value := getattr(self, field))
+        ]
+        if problems or not self.has_limits:
+            return problems
+        if self.min_sparsity > self.max_sparsity:
+            return [
+                f"min_sparsity {self.min_sparsity} is above max_sparsity {self.max_sparsity}; "
+                "expected a floor that is not above the ceiling."
+            ]
+        if not self.is_together:
+            how = f"the pattern {self.pattern}" if self.pattern else f"scope {self.scope!r}"
+            return [
+                f"min_sparsity and max_sparsity have no effect with {how}, where every tensor "
+                "loses the same share; leave them out, or rank all tensors together (scope "
+                "'global')."
+            ]
+        return []
 
     def _amount_problems(self) -> list[str]:
         if self.pattern is not None:
@@ -97,11 +230,8 @@ class FileRecipe:
             return []
         if self.sparsity is None:
             return ["neither sparsity nor pattern is given; expected one of them."]
-        sparsity = self.sparsity
-        if isinstance(sparsity, bool) or not isinstance(sparsity, (int, float)):
-            return [f"sparsity is {sparsity!r}; expected a number from 0 to 1."]
-        if math.isnan(sparsity) or not 0 <= sparsity <= 1:
-            return [f"sparsity is {sparsity!r}; expected a number from 0 to 1."]
+        if not _is_share(self.sparsity):
+            return [f"sparsity is {self.sparsity!r}; expected a number from 0 to 1."]
         return []
 
     def _choice_problems(self) -> list[str]:
@@ -127,6 +257,11 @@ def _pattern_problems(field: str, patterns: Sequence[str]) -> list[str]:
         except (re.error, RecursionError, OverflowError) as error:
             problems.append(f"{field}: {pattern!r} is no regular expression ({error}).")
     return problems
+
+
+def _is_share(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and not math.isnan(value) and 0 <= value <= 1
 
 
 def _is_int(value: object) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from distprune.files.cutting import Cutting
 from distprune.files.deciding import Decision
 from distprune.files.disk import OpenFiles, copy_range, write_from
 from distprune.files.errors import SelectionError
@@ -31,7 +32,7 @@ class Rewriter:
         source: of the plan.
         folder: where to write; its files are there and have their sizes.
         layout: of the mask file; None: no masks.
-        decision: of a plan whose tensors are ranked together.
+        decision: of the groups that are ranked together; None if there are none.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Rewriter:
 
     def do(self, number: int, unit: Unit) -> Iterator[int]:
         """Do a unit; yields bytes. When it is finished, :meth:`record` tells about it."""
-        self._record = {"pruned": {}, "nan": {}, "threshold": {}}
+        self._record = {"pruned": {}, "nan": {}, "zero": {}, "threshold": {}}
         if isinstance(unit, CopyUnit):
             output = str(self._folder / unit.name)
             yield from copy_range(
@@ -62,24 +63,34 @@ class Rewriter:
             yield from self._prune(number, unit)
 
     def record(self) -> dict[str, Any]:
-        """Of the last unit, by position of a tensor: pruned, NaN, and the largest pruned key."""
+        """Of the last unit, by position of a tensor.
+
+        How many elements were pruned, how many of those that are ranked on their own are NaN, how
+        many were zero in the source; and the largest key that went, where one of the tensor or of
+        a limit decided.
+        """
         return {what: counts for what, counts in self._record.items() if counts}
 
     def _prune(self, number: int, unit: PruneUnit) -> Iterator[int]:
-        shared = None
-        if self._decision is not None:
-            shared = Threshold(self._decision.threshold, self._decision.quotas[number])
+        cutting = None
+        if self._plan.groups[unit.group].recipe.is_together:
+            assert self._decision is not None
+            cutting = Cutting(self._plan, self._decision, number, unit)
         for span in unit.spans:
             entry = self._plan.tensors[span.position].entry
             output = str(self._folder / entry.file)
             masks = self._mask_writer(span)
             size = self._source.itemsize(span.position)
-            for piece in self._pieces(span, shared):
+            for piece in self._pieces(span, cutting):
                 if piece is None:
                     yield 0
                     continue
                 first, bits, lowest = piece
                 keep = ~lowest
+                # Without the sign bit.
+                num_zero = len(bits) - int(np.count_nonzero(bits << 1))
+                if num_zero:
+                    self._count("zero", span.position, num_zero)
                 np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
                 write_from(self.outputs, output, entry.start + first * size, memoryview(bits))
                 if masks is not None:
@@ -89,12 +100,13 @@ class Rewriter:
             if masks is not None:
                 masks.finish()
 
-    def _pieces(self, span: Span, shared: Threshold | None) -> Iterator[Piece | None]:
+    def _pieces(self, span: Span, cutting: Cutting | None) -> Iterator[Piece | None]:
         """The elements of a span in order; None where something was read only to be counted."""
-        if shared is not None:
-            yield from self._cut_at(span, shared)
+        if cutting is not None:
+            yield from self._cut_at(span, cutting.threshold(span), own=False)
             return
-        groups = groups_of(self._plan.tensors[span.position], self._plan.recipe)
+        recipe = self._plan.recipe_of(span.position)
+        groups = groups_of(self._plan.tensors[span.position], recipe)
         if groups.size <= MAX_IN_MEMORY:
             yield from self._ranked_in_memory(span, groups)
             return
@@ -109,14 +121,13 @@ class Rewriter:
                     yield None
                 descent.narrow(histogram)
                 num_ties = descent.rank + 1
-            yield from self._cut_at(part, Threshold(descent.prefix, num_ties))
+            yield from self._cut_at(part, Threshold(descent.prefix, num_ties), own=True)
 
     def _keys_of(self, span: Span) -> Iterator[Array]:
         for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last, own=True):
             yield keys
 
-    def _cut_at(self, span: Span, threshold: Threshold) -> Iterator[Piece]:
-        own = self._decision is None
+    def _cut_at(self, span: Span, threshold: Threshold, *, own: bool) -> Iterator[Piece]:
         for first in range(span.first, span.last, CHUNK):
             last = min(first + CHUNK, span.last)
             bits = self._source.bits(span.position, first, last)

@@ -156,6 +156,28 @@ def _lowest_of_few(keys: Array, k: int) -> Array:
     return np.ascontiguousarray((num_before < k).T)
 
 
+def digit_histogram(keys: Array, prefix: int | None, shift: int) -> Array:
+    """How many keys have which sixteen bits at a place.
+
+    Args:
+        keys: 1-d.
+        prefix: the bits above, of the keys that are counted; None: there are none above.
+        shift: how many bits are below.
+
+    Returns:
+        int64 [2**16]; [2**15] without bits above, as the highest bit of a key is 0.
+    """
+    if prefix is not None:
+        above = keys.dtype.type(shift + 16)
+        keys = keys[(keys >> above) == keys.dtype.type(prefix)]
+    if shift:
+        keys = keys >> keys.dtype.type(shift)
+    digits = keys.astype(np.uint16, copy=False)
+    digits = digits.view(np.int16) if prefix is None else digits.astype(np.int32)
+    num_bins = 1 << 15 if prefix is None else 1 << 16
+    return torch.bincount(torch.from_numpy(digits), minlength=num_bins).numpy()
+
+
 class Descent:
     """The search for the k-th lowest key, sixteen bits at a time: radix selection.
 
@@ -191,16 +213,7 @@ class Descent:
 
     def histogram(self, keys: Array) -> Array:
         """int64 [num_bins]: how many keys with the prefix have which next sixteen bits."""
-        if not self.is_first:
-            above = keys.dtype.type(self._shift + 16)
-            keys = keys[(keys >> above) == keys.dtype.type(self.prefix)]
-        if self._shift:
-            keys = keys >> keys.dtype.type(self._shift)
-        if self.is_first:  # the highest bit of a key is 0
-            digits = keys.astype(np.uint16, copy=False).view(np.int16)
-        else:
-            digits = keys.astype(np.uint16, copy=False).astype(np.int32)
-        return torch.bincount(torch.from_numpy(digits), minlength=self.num_bins).numpy()
+        return digit_histogram(keys, None if self.is_first else self.prefix, self._shift)
 
     def narrow(self, histogram: Array) -> int:
         """Fix the next sixteen bits; returns them."""

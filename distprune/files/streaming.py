@@ -38,24 +38,33 @@ class Source:
         self._files = OpenFiles(os.O_RDONLY)
         self._paths = {file.name: file.path for file in plan.checkpoint.files}
         self._seed = hash_seed(plan.recipe.seed) if plan.recipe.seed is not None else None
-        self._format_of_all = key_format(tensor.entry.dtype for tensor in plan.tensors)
+        self._formats = [
+            key_format(tensor.entry.dtype for tensor in plan.tensors[group.first : group.last])
+            for group in plan.groups
+        ]
 
     @property
     def files(self) -> OpenFiles:
         """For whoever copies the rest."""
         return self._files
 
-    @property
-    def needs_values(self) -> bool:
-        """Whether the scores depend on what is stored."""
-        return self._seed is None
+    def needs_values(self, group: int) -> bool:
+        """Whether the scores of a group depend on what is stored."""
+        return self._plan.groups[group].recipe.score != "random"
 
-    def format(self, position: int | None = None) -> KeyFormat:
-        """Of the keys of a tensor that is ranked on its own; None: of all together."""
-        if not self.needs_values:
+    def format(self, position: int | None = None, *, group: int = 0) -> KeyFormat:
+        """Of the keys of a tensor that is ranked on its own.
+
+        Args:
+            position: of the tensor; None: the format is that of all tensors of the group, ranked
+                together.
+            group: only where there is no position.
+        """
+        group = group if position is None else self._plan.tensors[position].group
+        if not self.needs_values(group):
             return HASHES
         if position is None:
-            return self._format_of_all
+            return self._formats[group]
         return key_format([self._plan.tensors[position].entry.dtype])
 
     def bits(self, position: int, first: int, last: int) -> Array:
@@ -78,14 +87,16 @@ class Source:
         Args:
             bits: as :meth:`bits` returns them; None where values are not needed.
             size: how many elements.
-            own: in the format of this tensor, not of all.
+            own: in the format of this tensor, not of its group.
         """
         tensor = self._plan.tensors[position]
-        if self._seed is not None:
+        if not self.needs_values(tensor.group):
+            assert self._seed is not None
             start = tensor.offset + first
             return random_keys(start, start + size, self._seed)
         assert bits is not None
-        return magnitude_keys(bits, tensor.entry.dtype, self.format(position if own else None))
+        wanted = self.format(position) if own else self.format(group=tensor.group)
+        return magnitude_keys(bits, tensor.entry.dtype, wanted)
 
     def chunks_of_keys(
         self, position: int, first: int, last: int, own: bool
@@ -93,7 +104,8 @@ class Source:
         """Keys of the elements [first, last), piece by piece, and the bytes of each piece."""
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
-            bits = self.bits(position, start, stop) if self.needs_values else None
+            needs_values = self.needs_values(self._plan.tensors[position].group)
+            bits = self.bits(position, start, stop) if needs_values else None
             keys = self.keys(position, start, bits, stop - start, own)
             yield keys, (stop - start) * self.itemsize(position)
 
@@ -102,7 +114,7 @@ class Source:
 
     def count_nan(self, keys: Array, wanted: KeyFormat) -> int:
         """How many keys are those of NaN."""
-        if not self.needs_values:
+        if not wanted.value_dtype:
             return 0
         return int(np.count_nonzero(keys > keys.dtype.type(wanted.largest_number)))
 

@@ -18,6 +18,7 @@ from distprune.files.errors import CheckpointError
 from distprune.files.groups import groups_of
 from distprune.files.header import read_header
 from distprune.files.masks import MaskFile, open_masks, read_keep
+from distprune.files.order import GroupOrder
 from distprune.files.planning import Plan, plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import Report, read_report
@@ -141,16 +142,20 @@ class _Checking:
 
     def _check_tensors(self) -> int:
         """Values, counts and order of the selected tensors; how many elements are pruned."""
-        bits = self._report.threshold_bits
-        together = None if bits is None else _Order(int(bits, 16))
+        orders = {
+            number: GroupOrder(self._plan, number)
+            for number, group in enumerate(self._plan.groups)
+            if group.recipe.is_together
+        }
         total = 0
         for position, tensor in enumerate(self._plan.tensors):
             if tensor.num_groups == 0:
-                whole = Span(position, 0, tensor.entry.numel)
-                num_pruned = self._check_run(whole, together)
+                num_pruned = self._check_together(position, orders[tensor.group])
             else:
                 num_pruned = self._check_groups(position)
             total += num_pruned
+        for order in orders.values():
+            self._problems += order.problems()
         if total != self._plan.num_to_prune:
             self._problems.append(
                 f"{total} elements are pruned in all; the recipe asks for "
@@ -158,19 +163,29 @@ class _Checking:
             )
         return total
 
-    def _check_run(self, span: Span, order: _Order | None) -> int:
-        """Elements that are ranked with others, or are one group too large to hold."""
+    def _check_together(self, position: int, order: GroupOrder) -> int:
+        """A tensor that is ranked with others; they are judged when all have been seen."""
+        num_pruned, first = 0, 0
+        whole = Span(position, 0, self._plan.tensors[position].entry.numel)
+        for keys, keep in self._pieces(whole, CHUNK):
+            order.add(position, first, keys, keep)
+            num_pruned += int(np.count_nonzero(~keep))
+            first += len(keys)
+        return num_pruned
+
+    def _check_run(self, span: Span, order: _Order) -> int:
+        """Elements that are one group too large to hold."""
         num_pruned, is_ordered = 0, True
         for keys, keep in self._pieces(span, CHUNK):
             num_pruned += int(np.count_nonzero(~keep))
-            is_ordered = is_ordered and (order is None or order.holds(keys, keep))
+            is_ordered = is_ordered and order.holds(keys, keep)
         if not is_ordered:
             self._complain_of_order(span.position)
         return num_pruned
 
     def _check_groups(self, position: int) -> int:
         tensor = self._plan.tensors[position]
-        groups = groups_of(tensor, self._plan.recipe)
+        groups = groups_of(tensor, self._plan.recipe_of(position))
         whole = Span(position, 0, tensor.entry.numel)
         num_pruned, num_wrong = 0, 0
         if groups.size > MAX_IN_MEMORY:

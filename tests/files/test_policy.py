@@ -153,21 +153,6 @@ def test_recipes_that_are_wrong(fields, texts):
     assert all(text in str(error.value) for text in texts)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        FileRecipe(0.5, include=("re:a\\.b", "*"), exclude=('"quoted": #',)),
-        FileRecipe(pattern="2:4", masks=False),
-        FileRecipe(0.5, "row", score="random"),
-    ],
-)
-def test_a_recipe_as_yaml_says_the_same(recipe):
-    yaml = pytest.importorskip("yaml")
-    values = yaml.safe_load(recipe.to_yaml())
-    assert values.pop("version") == 1
-    assert FileRecipe(**values) == recipe
-
-
 def test_the_digest_knows_everything_that_decides_the_output(tmp_path):
     source = make(tmp_path)
     digests = {plan(source, FileRecipe(0.5)).digest, plan(source, FileRecipe(0.25)).digest}

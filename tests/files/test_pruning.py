@@ -209,9 +209,7 @@ def test_everything_else_is_copied_or_reported(tmp_path):
     assert not (target / "pytorch_model.bin").exists()
     modes = {path.stat().st_mode & 0o777 for path in target.rglob("*") if path.is_file()}
     assert modes == {0o640}
-    assert (
-        (target / "distprune" / "recipe.yaml").read_text().startswith("version: 1\nsparsity: 0.5\n")
-    )
+    assert "\nsparsity: 0.5\n" in (target / "distprune" / "recipe.yaml").read_text()
     assert read_report(target) == report
     names = sorted(path.name for path in (target / "distprune").iterdir())
     assert names == ["masks.safetensors", "recipe.yaml", "report.json", "run.json"]

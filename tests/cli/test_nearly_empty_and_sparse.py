@@ -1,0 +1,88 @@
+"""Warnings after a run: a tensor that loses nearly all, and a source that is sparse already."""
+
+import pytest
+import torch
+
+from distprune.files import planning, pruning
+from distprune.files.recipe import FileRecipe
+from distprune.files.report import read_report
+from distprune.testing import run_ranks
+from tiny_checkpoints import save, tree_digest
+
+
+@pytest.fixture
+def tensors():
+    """A pooler whose weights are a hundredth of the others', as in MiniLM."""
+    torch.manual_seed(0)
+    found = {f"layers.{i}.mlp.weight": torch.randn(40, 40) + 3 for i in range(3)}
+    return found | {"pooler.weight": torch.randn(20, 40) / 100}
+
+
+def test_a_tensor_that_loses_nearly_all_is_named_with_its_share(run, tensors, tmp_path):
+    source = save(tmp_path / "source", tensors)
+    done = run("prune", source, tmp_path / "out", "-s", "0.5", "--json")
+    assert done.code == 0
+    (warning,) = done.json["warnings"]
+    assert warning.startswith("pooler.weight (100.00 % of 800 elements) loses more than 99 %")
+    assert "--max-sparsity" in warning and "layers" not in warning
+    assert f"Warning: {warning}" in done.err
+    assert read_report(tmp_path / "out").warnings == (warning,)
+    # What it advises helps; and -q says nothing.
+    done = run("prune", source, tmp_path / "limited", "-s", "0.5", "--max-sparsity", "0.9")
+    assert done.code == 0 and "Warning" not in done.err
+    assert run("prune", source, tmp_path / "quiet", "-s", "0.5", "-q").err == ""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        FileRecipe(0.995),
+        FileRecipe(0.995, "layer"),
+        FileRecipe(0.5, "layer"),
+        FileRecipe(groups=(FileRecipe(1.0, include=("pooler*",)),)),
+    ],
+)
+def test_nothing_is_said_where_so_much_was_asked_for(tensors, tmp_path, recipe):
+    source = save(tmp_path / "source", tensors)
+    assert pruning.prune(planning.plan(source, recipe), tmp_path / "out").warnings == ()
+
+
+def test_of_many_tensors_the_first_are_named(tmp_path):
+    torch.manual_seed(0)
+    tensors = {f"a.{i}.weight": torch.randn(8, 8) / 1e6 for i in range(9)}
+    tensors["b.weight"] = torch.randn(40, 40)
+    source = save(tmp_path / "source", tensors)
+    (warning,) = pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "out").warnings
+    assert "a.0.weight (100.00 % of 64 elements)" in warning and "a.5.weight" not in warning
+    assert "4 more lose more than 99 %" in warning
+
+
+def prune_here(source, target, recipe):
+    return pruning.prune(pruning.plan_together(source, recipe), target).warnings
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        FileRecipe(0.5),
+        FileRecipe(0.5, "layer"),
+        FileRecipe(0.5, "row"),
+        FileRecipe(pattern="2:4"),
+        FileRecipe(0.5, score="random"),
+    ],
+)
+def test_a_source_that_is_sparse_already(tmp_path, recipe):
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.weight": torch.randn(16, 40).bfloat16() for i in range(4)}
+    tensors["layers.1.weight"].view(-1)[:100] = 0.0
+    tensors["layers.2.weight"].view(-1)[:100] = -0.0
+    source = save(tmp_path / "source", tensors)
+    digests = set()
+    for world_size in (1, 2):
+        target = tmp_path / f"on{world_size}"
+        for (warning,) in run_ranks(prune_here, world_size, source, target, recipe):
+            assert "200 of the 2,560 selected elements (7.81 %) are zero in it" in warning
+        digests.add(tree_digest(target, ("distprune/run.json",)))
+    assert len(digests) == 1
+    zeros = {tensor.name: tensor.num_zero for tensor in read_report(target).tensors}
+    assert zeros == {f"layers.{i}.weight": 100 * (i in (1, 2)) for i in range(4)}

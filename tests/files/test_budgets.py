@@ -1,0 +1,357 @@
+"""Groups and limits of recipes for checkpoints: the masks of the oracle, the total exact."""
+
+import itertools
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+import file_oracle
+import tiny_checkpoints
+from crashes import Steps, kill_self, run_forked
+from distprune.files import planning, pruning, rewriting, streaming, verifying
+from distprune.files.errors import SelectionError
+from distprune.files.recipe import FileRecipe
+from distprune.files.report import read_report
+from distprune.testing import run_ranks
+from small_units import small_units
+from tiny_checkpoints import load, tree_digest
+
+RUN = ("distprune/run.json",)
+DTYPES = {
+    "bf16": [torch.bfloat16],
+    "fp16": [torch.float16],
+    "fp32": [torch.float32],
+    "mixed": [torch.bfloat16, torch.float32, torch.float16],
+    "wide": [torch.float64, torch.bfloat16],
+}
+
+
+def llama(kind="bf16", *, ties=True, seed=0):
+    """Names and kinds of layers as in a Llama; the tensors of a kind have a scale of their own."""
+    g = torch.Generator().manual_seed(seed)
+    dtypes = itertools.cycle(DTYPES[kind])
+    shapes = {
+        "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.o_proj": (8, 8),
+        "mlp.gate_proj": (24, 8), "mlp.up_proj": (24, 8), "mlp.down_proj": (8, 24),
+    }  # fmt: skip
+    tensors = {"model.embed_tokens.weight": torch.randn(11, 8, generator=g).bfloat16()}
+    for layer in (0, 1, 2, 10):
+        for scale, (name, shape) in enumerate(shapes.items(), 1):
+            values = torch.randn(shape, generator=g) * scale
+            values = (values * 4).round() / 4 if ties else values
+            tensors[f"model.layers.{layer}.{name}.weight"] = values.to(next(dtypes))
+    tensors["model.norm.weight"] = torch.ones(8)
+    return tensors
+
+
+def save(folder, tensors):
+    names = list(tensors)
+    half = len(names) // 2
+    shards = [{n: tensors[n] for n in part} for part in (names[:half], names[half:])]
+    return tiny_checkpoints.save(folder, *shards)
+
+
+def part(sparsity, include, exclude=(), **more):
+    return FileRecipe(sparsity, include=(include,), exclude=exclude, **more)
+
+
+FIRST = ("*.layers.0.*",)
+GROUPS = {
+    "kinds": (
+        part(0.5, "*self_attn*", FIRST),
+        part(0.7, "*mlp*", FIRST),
+        part(0.0, "re:.*layers[.]0[.].*"),
+    ),
+    "all ways": (
+        part(0.37, "*q_proj*"),
+        part(0.5, "*k_proj*", scope="layer"),
+        part(0.25, "*o_proj*", scope="row"),
+        FileRecipe(pattern="2:4", include=("*gate_proj*",)),
+        part(0.61, "*up_proj*", score="random"),
+        part(0.8, "*down_proj*", FIRST, min_sparsity=0.3, max_sparsity=0.9),
+    ),
+    "limits": (
+        part(0.5, "*self_attn*", min_sparsity=0.45, max_sparsity=0.55),
+        part(0.7, "*mlp*", score="random", min_sparsity=0.6, max_sparsity=0.75),
+    ),
+}
+LIMITS = [
+    (0.5, 0.0, 1.0), (0.5, 0.0, 0.6), (0.5, 0.4, 1.0), (0.5, 0.3, 0.7), (0.5, 0.47, 0.53),
+    (0.0, 0.0, 0.3), (1.0, 0.2, 1.0), (0.75, 0.0, 0.75), (0.25, 0.25, 1.0), (0.25, 0.25, 0.25),
+    (0.9, 0.0, 0.95), (0.03, 0.01, 0.9),
+]  # fmt: skip
+
+
+def wanted(tensors, recipe):
+    """The masks of the oracle."""
+    masks = {}
+    for group in recipe.parts:
+        plain = {n: t for n, t in tensors.items() if n.startswith("model.layers")}
+        names = [
+            n for n in plain
+            if group.include is None or any(_matches(n, p) for p in group.include)
+            if not any(_matches(n, p) for p in group.exclude)
+        ]  # fmt: skip
+        masks |= file_oracle.masks(
+            tensors, names, sparsity=group.sparsity, scope=group.scope, pattern=group.pattern,
+            seed=group.seed,
+            limits=(group.min_sparsity, group.max_sparsity) if group.has_limits else None,
+        )  # fmt: skip
+    return masks
+
+
+def _matches(name, pattern):
+    import fnmatch
+    import re
+
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name)
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many units, parts of tensors, spans and chunks, as large tensors have them."""
+    for module in (streaming, rewriting, verifying):
+        monkeypatch.setattr(module, "CHUNK", 24)
+        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    with small_units(num_elements=44, copy_bytes=100):
+        yield
+
+
+def check(tensors, recipe, source, target):
+    """Prune, and compare everything with the oracle."""
+    plan = planning.plan(source, recipe)
+    report = pruning.prune(plan, target)
+    masks = wanted(tensors, recipe)
+    file_oracle.check(source, target, masks, load)
+    counts = {name: int((~keep).sum()) for name, keep in masks.items()}
+    assert {t.name: t.num_pruned for t in report.tensors} == counts
+    assert report.num_pruned == plan.num_to_prune == sum(counts.values())
+    for group, each in zip(plan.groups, report.groups, strict=True):
+        names = [t.entry.name for t in plan.tensors[group.first : group.last]]
+        assert each.num_pruned == group.num_to_prune == sum(counts[n] for n in names)
+    assert verifying.verify(target, source).problems == ()
+    assert read_report(target) == report
+    return report
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("which", GROUPS)
+def test_groups_equal_the_oracle(tmp_path, kind, which, small_pieces):
+    tensors = llama(kind)
+    source = save(tmp_path / "source", tensors)
+    seed = 5 if which != "kinds" else None
+    recipe = FileRecipe(groups=GROUPS[which], seed=seed)
+    report = check(tensors, recipe, source, tmp_path / "target")
+    assert report.threshold is None and len(report.groups) == len(recipe.groups)
+    if which == "kinds":
+        dense = [t for t in report.tensors if ".layers.0." in t.name]
+        assert len(dense) == 6 and not any(t.num_pruned for t in dense)
+        assert all(t.group == 2 for t in dense)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_limits_equal_the_oracle(tmp_path, kind, ties, monkeypatch):
+    for module in (streaming, rewriting, verifying):
+        monkeypatch.setattr(module, "CHUNK", 24)
+    tensors = llama(kind, ties=ties, seed=1)
+    source = save(tmp_path / "source", tensors)
+    for number, (sparsity, low, high) in enumerate(LIMITS):
+        more = {"score": "random", "seed": 7} if number % 4 == 3 else {}
+        recipe = FileRecipe(sparsity, min_sparsity=low, max_sparsity=high, **more)
+        with small_units(num_elements=1000 if number % 2 else 44):  # whole tensors, and parts
+            report = check(tensors, recipe, source, tmp_path / str(number))
+        for tensor in report.tensors:
+            if recipe.has_limits and tensor.limits is not None:
+                assert tensor.limits[0] <= tensor.num_pruned <= tensor.limits[1]
+            bound = {"min_sparsity": 0, "max_sparsity": 1}.get(tensor.held_at)
+            assert bound is None or tensor.num_pruned == tensor.limits[bound]
+
+
+def test_all_elements_equal(tmp_path, small_pieces):
+    """Nothing but ties: the first elements go, as far as limits allow."""
+    tensors = {n: torch.ones_like(t) for n, t in llama().items()}
+    source = save(tmp_path / "source", tensors)
+    for number, (sparsity, low, high) in enumerate(LIMITS):
+        recipe = FileRecipe(sparsity, min_sparsity=low, max_sparsity=high)
+        check(tensors, recipe, source, tmp_path / str(number))
+
+
+@small_units(num_elements=60)
+def prune_here(source, target, recipe):
+    """On every rank of a group."""
+    return pruning.prune(pruning.plan_together(source, recipe), target).num_pruned
+
+
+@pytest.mark.parametrize("kind", ["bf16", "mixed"])
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path, kind):
+    tensors = llama(kind)
+    source = save(tmp_path / "source", tensors)
+    recipes = [FileRecipe(groups=each, seed=5) for each in (GROUPS["all ways"], GROUPS["limits"])]
+    recipes.append(FileRecipe(0.5, min_sparsity=0.4, max_sparsity=0.6))
+    for number, recipe in enumerate(recipes):
+        digests = set()
+        for world_size in (1, 2, 3):
+            target = tmp_path / f"target{number}on{world_size}"
+            run_ranks(prune_here, world_size, source, target, recipe)
+            digests.add(tree_digest(target, RUN))
+        file_oracle.check(source, target, wanted(tensors, recipe), load)
+        assert len(digests) == 1
+
+
+MIDWAY = FileRecipe(groups=(*GROUPS["kinds"][:1], part(0.7, "*mlp*", max_sparsity=0.75)))
+
+
+def killed_at(step, source, target):
+    with Steps(step, kill_self):
+        pruning.prune(planning.plan(source, MIDWAY), target)
+
+
+def test_killed_at_any_step_it_goes_on_and_ends_the_same(tmp_path):
+    source = save(tmp_path / "source", llama("mixed"))
+    with small_units(num_elements=60):
+        with Steps() as steps:
+            pruning.prune(planning.plan(source, MIDWAY), tmp_path / "undisturbed")
+        expected = tree_digest(tmp_path / "undisturbed", RUN)
+        for number, step in enumerate(random.Random(0).sample(range(6, steps.count - 12), 6)):
+            target = tmp_path / f"target{number}"
+            status = run_forked(killed_at, step, source, target)
+            assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            pruning.prune(planning.plan(source, MIDWAY), target)
+            assert tree_digest(target, RUN) == expected
+
+
+def test_16_bit_weights_are_counted_in_one_read(tmp_path, monkeypatch, small_pieces):
+    tensors = llama("bf16")
+    source = save(tmp_path / "source", tensors)
+    recipes = [
+        FileRecipe(groups=GROUPS["kinds"]),
+        FileRecipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
+    ]
+    for number, recipe in enumerate(recipes):
+        plan = planning.plan(source, recipe)
+        read = []
+        original = streaming.Source.bits
+
+        def bits(self, position, first, last, read=read, original=original):
+            read.append(last - first)
+            return original(self, position, first, last)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming.Source, "bits", bits)
+            pruning.prune(plan, tmp_path / str(number))
+        assert sum(read) == 2 * plan.num_elements  # once to count, once to write
+
+
+def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):
+    tensors = llama("bf16")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name].view(-1)[3:50] = float("nan")
+    source = save(tmp_path / "source", tensors)
+    recipe = FileRecipe(0.7, max_sparsity=0.8, nan="keep")
+    pruning.prune(planning.plan(source, recipe), tmp_path / "a")
+    # As if they were the largest, and the ceiling that of the numbers where it is lower.
+    large = {n: t.where(~t.isnan(), float("inf")) for n, t in tensors.items()}
+    masks = wanted(large, recipe)
+    assert int((~masks[name]).sum()) <= tensors[name].numel() - 47
+    file_oracle.check(source, tmp_path / "a", masks, load)
+    with pytest.raises(SelectionError, match="145 are no NaN"):
+        recipe = FileRecipe(0.9, min_sparsity=0.8, nan="keep")
+        pruning.prune(planning.plan(source, recipe), tmp_path / "b")
+    # All that is no NaN goes, and not one NaN.
+    recipe = FileRecipe(0.98404, min_sparsity=0.7, nan="keep")
+    report = pruning.prune(planning.plan(source, recipe), tmp_path / "c")
+    assert {t.name: t.num_pruned for t in report.tensors}[name] == 145
+    assert load(tmp_path / "c")[name].isnan().sum() == 47
+
+
+def test_a_unit_has_tensors_of_one_group_and_memory_stays_bounded(tmp_path):
+    from distprune.files import units
+
+    tensors = {f"layers.{i}.weight": torch.ones(3, 64) for i in range(128)}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    for num_groups in (1, 64, 128):
+        groups = tuple(
+            part(0.5, f"re:layers[.]({'|'.join(map(str, range(i, 128, num_groups)))})[.].*",
+                 max_sparsity=0.5 + 0.5 * (i % 2))
+            for i in range(num_groups)
+        )  # fmt: skip
+        plan = planning.plan(source, FileRecipe(groups=groups))
+        assert len(plan.groups) == num_groups
+        with small_units(num_elements=8):
+            found = units.prune_units(plan)
+        assert len(found) <= 192
+        assert sum(s.last - s.first for u in found for s in u.spans) == plan.num_elements
+        for unit in found:
+            assert {plan.tensors[span.position].group for span in unit.spans} == {unit.group}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "texts"),
+    [
+        (
+            FileRecipe(groups=(part(0.5, "*mlp*"), part(0.5, "*up_proj*"))),
+            ["4 problems", "layers.0.mlp.up_proj.weight is in groups[0] and groups[1]"],
+        ),
+        (
+            FileRecipe(groups=(part(0.5, "*mlp*"), part(0.5, "no"), part(0.5, "nor"))),
+            ["groups[1]: include: 'no' matches none", "groups[2]: include: 'nor'"],
+        ),
+        (
+            FileRecipe(0.5, max_sparsity=0.4),
+            ["sparsity 0.5 prunes 1,472 elements", "max_sparsity 0.4", "leaves 1,160"],
+        ),
+        (
+            FileRecipe(groups=(part(0.5, "*mlp*"), part(0.5, "*k_proj*", min_sparsity=0.52))),
+            ["groups[1]: sparsity 0.5 prunes 64 elements", "min_sparsity 0.52", "needs 68"],
+        ),
+        (
+            FileRecipe(0.5, min_sparsity=0.499, max_sparsity=0.4999),
+            ["down_proj.weight: min_sparsity asks for at least 96 pruned elements of 192"],
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(tmp_path, recipe, texts):
+    tensors = llama()
+    source = save(tmp_path / "source", tensors)
+    with pytest.raises(SelectionError) as error:
+        planning.plan(source, recipe)
+    for text in texts:
+        assert text in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"sparsity": 0.5, "max_sparsity": 1.5}, ["max_sparsity is 1.5; expected a number"]),
+        ({"sparsity": 0.5, "min_sparsity": True}, ["min_sparsity is True"]),
+        (
+            {"sparsity": 0.5, "min_sparsity": 0.6, "max_sparsity": 0.4},
+            ["min_sparsity 0.6 is above max_sparsity 0.4"],
+        ),
+        ({"sparsity": 0.5, "scope": "row", "max_sparsity": 0.9}, ["no effect with scope 'row'"]),
+        ({"pattern": "2:4", "max_sparsity": 0.9}, ["no effect with the pattern 2:4"]),
+        (
+            {"sparsity": 0.5, "groups": ({"sparsity": 2},)},
+            ["sparsity is given beside groups", "groups[0]: sparsity is 2"],
+        ),
+        (
+            {"groups": (FileRecipe(0.5, nan="keep"), FileRecipe(0.5, score="random", seed=3))},
+            ["groups[0]: nan is 'keep'; expected it beside", "groups[1]: seed is 3; expected"],
+        ),
+        ({"groups": "abc"}, ["groups is 'abc'; expected a list"]),
+        ({"groups": (3,)}, ["groups[0] is 3; expected a recipe"]),
+        ({"groups": (FileRecipe(0.5),) * 129}, ["there are 129 groups; expected at most 128"]),
+        ({"groups": (FileRecipe(0.5),), "seed": 4}, ["seed has no effect"]),
+    ],
+)
+def test_recipes_that_are_wrong(fields, texts):
+    with pytest.raises(SelectionError) as error:
+        FileRecipe(**fields)
+    assert len(error.value.problems) == len(texts), error.value
+    assert all(text in str(error.value) for text in texts), error.value
