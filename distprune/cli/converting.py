@@ -46,6 +46,7 @@ def convert(
 
       distprune convert run-7/model.pt run-7-safetensors
     """
+    from distprune.files.duplicates import is_weights
     from distprune.files.pickled import Conversion
 
     terminal = Terminal(as_json, -1 if quiet else verbose)
@@ -65,8 +66,11 @@ def convert(
         terminal.note(note)
     for names in converted.tied:
         terminal.note(f"One tensor, written under each of its names: {', '.join(names)}.")
+    left = [name for name in converted.copied if is_weights(name)]
+    sources.tell_names(terminal, "Copied, not converted", left)
     if as_json:
-        terminal.json({"source": conversion.folder, **asdict(converted)})
+        values = {"source": conversion.folder, **asdict(converted)}
+        terminal.json({**values, "copied_not_converted": left})
         return
     files = counted(len(converted.files), "safetensors file")
     terminal.text(

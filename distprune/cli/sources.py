@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,8 +26,13 @@ def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
     if checkpoint.note:
         terminal.note(checkpoint.note)
     tell_skipped(terminal, checkpoint.skipped)
-    if checkpoint.unpruned_weights:
-        terminal.note(f"Copied, not pruned: {_listed(checkpoint.unpruned_weights)}.")
+    tell_names(terminal, "Copied, not pruned", checkpoint.unpruned_weights)
+
+
+def tell_names(terminal: Terminal, what: str, names: Collection[str]) -> None:
+    """A line with the names of files, if there are any."""
+    if names:
+        terminal.note(f"{what}: {_listed(names)}.")
 
 
 def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:

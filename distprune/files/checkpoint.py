@@ -130,8 +130,9 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
             listing.skipped.append((name, reason))
         else:
             others.append(listing.files[name])
-    if shards:  # else there is nothing to copy
-        problems += unreadable(others)
+    if shards or index:  # else there is nothing to copy
+        problems += unreadable(others if shards else listing.files.values())
+    problems = list(dict.fromkeys(problems))  # some are found twice
     if problems:
         raise CheckpointError(counted(ascii_name(folder), problems), problems)
     return Checkpoint(
@@ -303,7 +304,8 @@ def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str
     try:
         config = json.loads(Path(folder, "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"config.json cannot be read: {error}.")
+        reason = error.strerror if isinstance(error, OSError) else error
+        problems.append(f"config.json cannot be read: {reason}.")
         return {}
     if not isinstance(config, dict):
         problems.append("config.json is no JSON object.")

@@ -29,11 +29,14 @@ def source(tmp_path):
 
 
 def test_what_plan_advises_works(run, source, tmp_path):
+    (source / "2_Dense").mkdir()
+    torch.save({"linear.weight": torch.ones(2, 2)}, source / "2_Dense" / "pytorch_model.bin")
     refused = run("plan", source, "-s", "0.5")
     assert refused.code == 3 and f"distprune convert {source} NEW." in refused.err
     done = run("convert", source, tmp_path / "new")
     assert done.code == 0
-    assert "3 tensors (768 B) in 1 safetensors file, 1 other file copied." in done.out
+    assert "3 tensors (768 B) in 1 safetensors file, 2 other files copied." in done.out
+    assert "Copied, not converted: 2_Dense/pytorch_model.bin." in done.err
     assert "weights are those of 'state_dict'; left out: epoch." in done.err
     assert "One tensor, written under each of its names: wte.weight, lm_head.weight." in done.err
     assert run("prune", tmp_path / "new", tmp_path / "pruned", "-s", "0.5").code == 0
@@ -46,6 +49,7 @@ def test_json_is_one_document(run, source, tmp_path):
     assert done.json["files"] == {"pytorch_model.bin": "model.safetensors"}
     assert done.json["tied"] == [["wte.weight", "lm_head.weight"]]
     assert done.json["copied"] == ["config.json"] and done.json["not_copied"] == {}
+    assert done.json["copied_not_converted"] == []
 
 
 def test_exit_codes(run, source, tmp_path):

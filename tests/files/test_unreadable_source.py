@@ -56,6 +56,20 @@ def test_by_the_permissions_of_the_files(source):
         check(source)
 
 
+def test_the_index_and_the_config_keep_no_other_file_from_being_named(tmp_path):
+    source = tiny_checkpoints.save(tmp_path / "source", WEIGHTS, {"b.weight": torch.ones(2, 2)})
+    closed = {
+        "config.json", "model.safetensors.index.json", "tokenizer.json",
+        "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    for name in closed:
+        (source / name).chmod(0)
+    with permissions_count(), pytest.raises(CheckpointError) as error:
+        open_checkpoint(source)
+    found = sorted(error.value.problems)
+    assert found == sorted(f"{name} cannot be read: Permission denied." for name in closed)
+
+
 @pytest.mark.parametrize("mode", [0o333, 0o666])
 def test_a_folder_in_it_that_may_not_be_listed_or_entered(source, mode):
     (source / "code").chmod(mode)
