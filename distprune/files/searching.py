@@ -79,7 +79,8 @@ class Search:
         width: bits of the keys.
         k: how many elements go; at least one.
 
-    Memory: a histogram of at most 256 KiB for each unit that this rank counts.
+    Memory: a histogram for each unit that this rank counts, of at most 256 KiB if no number occurs
+    more often than 2**32 times in it, and of half of that or less for most weights.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class Search:
 
     def add_unit(self, number: int, row: Array) -> None:
         """A unit has been counted."""
-        self._rows[number] = row.astype(np.uint32) if row.max() < 2**32 else row
+        # Most counts are small: as few bytes for each as the largest needs.
+        self._rows[number] = row.astype(np.min_scalar_type(int(row.max())))
 
     def narrow(self) -> None:
         """All ranks have counted all units: go on in one bin."""

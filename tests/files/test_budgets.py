@@ -11,7 +11,7 @@ import torch
 import file_oracle
 import tiny_checkpoints
 from crashes import Steps, kill_self, run_forked
-from distprune.files import planning, pruning, rewriting, streaming, verifying
+from distprune.files import order, planning, pruning, rewriting, streaming, verifying
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import read_report
@@ -136,7 +136,39 @@ def check(tensors, recipe, source, target):
         assert each.num_pruned == group.num_to_prune == sum(counts[n] for n in names)
     assert verifying.verify(target, source).problems == ()
     assert read_report(target) == report
+    check_cuts(plan, report, source, masks)
     return report
+
+
+def check_cuts(plan, report, source, masks):
+    """The weights and the masks alone tell where each ranking was cut, and what limits held."""
+    stored = streaming.Source(plan)
+    for number, (group, told) in enumerate(zip(plan.groups, report.groups, strict=True)):
+        if not group.recipe.is_together:
+            continue
+        found = order.GroupOrder(plan, number)
+        for position in range(group.last - 1, group.first - 1, -1):  # in any order
+            entry = plan.tensors[position].entry
+            keep = masks[entry.name].flatten().numpy()
+            for first in range(0, entry.numel, 50):
+                last = min(first + 50, entry.numel)
+                bits = stored.bits(position, first, last)
+                keys = stored.keys(position, first, bits, last - first, own=False)
+                found.add(position, first, keys, keep[first:last])
+        assert found.problems() == []
+        cut, tensors = found.cuts()
+        bits = None if cut is None else hex(cut.threshold)
+        assert bits == told.threshold_bits
+        if cut is not None:
+            assert (cut.num_ties, cut.num_ties_pruned) == (told.num_ties, told.num_ties_pruned)
+        held = {t.name: t.held_at for t in report.tensors if t.group == number and t.limits}
+        assert {plan.tensors[t.position].entry.name: t.held_at for t in tensors} == held
+        form = stored.format(group=number)
+        for each in tensors:
+            if each.held_at is not None:
+                told_of = report.tensors[each.position].threshold
+                assert told_of == (form.magnitude_of(each.threshold) if each.num_ties else None)
+    stored.close()
 
 
 @pytest.mark.parametrize("kind", DTYPES)

@@ -134,6 +134,23 @@ seed: 4
             ],
         ),
         ({"version": 1, "groups": {}}, ["groups: expected a list of mappings, found {}"]),
+        (
+            {
+                "version": 1,
+                "groups": [
+                    {"select": {}, "pattern": "2:4", "sparsity": 0.5, "scope": "row", "limits": {}},
+                    {"select": {}, "sparsity": 0.5, "scope": "rows"},
+                    {"select": {}, "pattern": 24},
+                ],
+            },
+            [
+                "groups[0].sparsity: has no place beside 'pattern'",
+                "groups[0].scope: has no place beside 'pattern'",
+                "groups[0].limits: has no place beside 'pattern'",
+                "groups[1].scope: expected 'global', 'layer' or 'row'",
+                "groups[2].pattern: expected how many of how many are kept",
+            ],
+        ),
     ],
 )
 def test_problems_of_plain_values(recipe, problems):
@@ -180,6 +197,14 @@ def test_defaults_and_values():
         {"schedule": CUBIC, "limits": {"max_sparsity": 0.9}},
         {"schedule": {"kind": "one_shot", "step": 3, "sparsity": 0.25}},
         {
+            "sparsity": 0.5,
+            "limits": {"max_sparsity": 0.9},
+            "groups": [
+                {"select": {"include": "a"}, "scope": "row", "limits": {}},
+                {"select": {"include": "b"}, "pattern": "2:4"},
+            ],
+        },
+        {
             "groups": [
                 {"select": {}, "sparsity": 0.1},
                 {"select": {"names": "b"}, "schedule": CUBIC},
@@ -201,6 +226,8 @@ def test_a_recipe_as_plain_values_is_the_same_recipe(recipe):
         ({"pattern": "2:4"}, "a pattern"),
         ({"nan": "keep", "output": {"masks": False}}, "nan 'keep', output.masks"),
         ({"select": {"min_ndim": 2}}, "select.min_ndim"),
+        ({"groups": [{"select": {}}, {"select": {}, "scope": "row"}]}, "scope 'row'"),
+        ({"groups": [{"select": {}, "pattern": "2:4"}]}, "a pattern"),
     ],
 )
 def test_a_pruner_refuses_what_only_the_command_line_does(recipe, what):
