@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from distprune.files import partial, units
+from distprune.files import journal, units
 
 
 @contextlib.contextmanager
@@ -12,6 +12,6 @@ def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
     with (
         mock.patch.object(units, "_MIN_ELEMENTS", num_elements),
         mock.patch.object(units, "_COPY_BYTES", copy_bytes),
-        mock.patch.object(partial, "_FLUSH_BYTES", flush_bytes),
+        mock.patch.object(journal, "_FLUSH_BYTES", flush_bytes),
     ):
         yield

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import exits, ranks
+from distprune.cli import discarding, exits, ranks
 from distprune.cli.console import Terminal, count, counted, percent
-from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli.options import AsJson, Discard, Nproc, Quiet, TakeOver, Timeout, Verbose
 from distprune.cli.planning import Source
-from distprune.cli.progress import Meter, Reading
+from distprune.cli.progress import Meter
 from distprune.cli.pruning import Destination
 from distprune.files.errors import Interrupted
+
+if TYPE_CHECKING:  # torch comes with it
+    from distprune.files.applying import Applied
 
 MaskFolder = Annotated[
     Path,
@@ -27,9 +30,14 @@ MaskFolder = Annotated[
 
 
 def apply(
+    context: typer.Context,
     masks: MaskFolder,
     source: Source,
     destination: Destination,
+    nproc: Nproc = None,
+    timeout: Timeout = 600.0,
+    take_over: TakeOver = False,
+    discard: Discard = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -37,27 +45,31 @@ def apply(
     """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
     Names and shapes of the masked tensors have to be those of SRC; the numbers may be others, and
-    the dtypes. Everything else is copied as it is.
+    the dtypes. Everything else is copied as it is. DST/distprune holds the masks and the report.
+    After an interruption, whatever it was, the same command goes on where the last one stopped.
 
     [bold]Examples[/bold]
 
       distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Llama-3.2-1B-Instruct-50
 
-      distprune apply masks-of-my-run my-model my-model-pruned
+      distprune apply masks-of-my-run my-model my-model-pruned --nproc 4
     """
-    from distprune.files.applying import Application
+    verbosity = -1 if quiet else verbose
+    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
+    if discard:
+        discarding.discard(terminal, destination, take_over)
+        return
+    if nproc is not None:
+        if ranks.is_rank():
+            raise typer.BadParameter("torchrun has started the processes already; leave it out.")
+        from distprune.files.applying import Application
 
-    terminal = Terminal(as_json, -1 if quiet else verbose)
-    application = Application(masks, source)
-    checkpoint = application.checkpoint
-    total = checkpoint.num_bytes + sum(other.size for other in checkpoint.others)
+        Application(masks, source)  # what is wrong is said once, and at once
+        raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
     stop = ranks.Stop()
-    try:
-        with stop.listening(), Meter(terminal) as meter:
-            applied = application.write(destination, Reading(meter, total, "write"), stop)
-    except Interrupted as error:
-        error.exit_code = stop.code or exits.TERMINATED
-        raise
+    # Before the ranks meet: a signal that reaches all of them must not end some at once.
+    with stop.listening(), ranks.process_group(timeout):
+        applied = _apply(terminal, masks, source, destination, take_over, stop)
     if as_json:
         terminal.json({"source": str(source), "masks": str(masks), **asdict(applied)})
         return
@@ -68,3 +80,26 @@ def apply(
         f"{counted(applied.num_tensors, 'tensor')}; "
         f"{count(applied.num_zeroed)} of them were not zero before."
     )
+
+
+def _apply(
+    terminal: Terminal,
+    masks: Path,
+    source: Path,
+    destination: Path,
+    take_over: bool,
+    stop: ranks.Stop,
+) -> Applied:
+    from distprune.collectives import world
+    from distprune.files.applying import Application
+    from distprune.files.team import Team
+
+    application = Team(world()).attempt(Application, masks, source)
+    try:
+        with Meter(terminal) as meter:
+            return application.write(
+                destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
+            )
+    except Interrupted as error:
+        error.exit_code = stop.code or exits.TERMINATED
+        raise

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import choosing, exits, planning, ranks
+from distprune.cli import choosing, discarding, exits, planning, ranks
 from distprune.cli.console import Terminal, count, counted, percent, size
-from distprune.cli.options import AsJson, Plot, Quiet, Timeout, Verbose
+from distprune.cli.options import (
+    AsJson,
+    Discard,
+    Nproc,
+    Plot,
+    Quiet,
+    TakeOver,
+    Timeout,
+    Verbose,
+)
 from distprune.cli.progress import Meter
 from distprune.files.errors import Interrupted
 
@@ -24,15 +33,6 @@ Destination = Annotated[
     Path,
     typer.Argument(
         metavar="DST", help="A new folder; it appears when all is done.", show_default=False
-    ),
-]
-Nproc = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc",
-        min=1,
-        help="Start so many processes on this machine; they share the work.",
-        show_default=False,
     ),
 ]
 Masks = Annotated[
@@ -62,6 +62,8 @@ def prune(
     masks: Masks = None,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
+    take_over: TakeOver = False,
+    discard: Discard = False,
     plot: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -71,7 +73,8 @@ def prune(
 
     Files, headers and index stay as they are, and so does every byte but those of the pruned
     elements, which become zero. DST/distprune holds the masks, the recipe and the report. After an
-    interruption, whatever it was, the same command goes on where the last one stopped.
+    interruption, whatever it was, the same command goes on where the last one stopped; with
+    --discard it removes what that one left. Where it has finished before, it changes nothing.
 
     [bold]Examples[/bold]
 
@@ -86,12 +89,15 @@ def prune(
         "include": include, "exclude": exclude, "min_ndim": min_ndim, "nan": nan, "masks": masks,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
+    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
+    if discard:
+        discarding.discard(terminal, destination, take_over)
+        return
     if nproc is not None:
         if ranks.is_rank():
             raise typer.BadParameter("torchrun has started the processes already; leave it out.")
         _check(source, recipe, options, plot)
         raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
-    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
 
     def make_recipe() -> choosing.CommandRecipe:
         _check_plot(plot)
@@ -100,7 +106,7 @@ def prune(
     stop = ranks.Stop()
     # Before the ranks meet: a signal that reaches all of them must not end some at once.
     with stop.listening(), ranks.process_group(timeout):
-        plan, report = _prune(terminal, source, destination, make_recipe, stop)
+        plan, report = _prune(terminal, source, destination, make_recipe, stop, take_over)
     if terminal.is_leader:
         _show(terminal, report, destination)
         if plot is not None:
@@ -113,6 +119,7 @@ def _prune(
     destination: Path,
     make_recipe: Callable[[], choosing.CommandRecipe],
     stop: ranks.Stop,
+    take_over: bool,
 ) -> tuple[Plan, Report]:
     from distprune.collectives import world
     from distprune.files.pruning import plan_together
@@ -124,7 +131,15 @@ def _prune(
     terminal.note(planning.summary(plan))
     try:
         with Meter(terminal) as meter:
-            return plan, carry_out(plan, destination, progress=meter, stop=stop)
+            report = carry_out(
+                plan,
+                destination,
+                progress=meter,
+                stop=stop,
+                take_over=take_over,
+                tell=terminal.note,
+            )
+            return plan, report
     except Interrupted as error:
         error.exit_code = stop.code or exits.TERMINATED
         raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from distprune.files.checkpoint import SIDECAR
 from distprune.files.deciding import Decision
-from distprune.files.errors import CheckpointError
+from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.planning import Plan
 from distprune.files.streaming import Source
 
@@ -50,7 +50,7 @@ class RunFacts:
 
     Attributes:
         num_ranks: of the run that finished it.
-        seconds: of that run, by phase: "count" and "write".
+        seconds: of that run, by phase: "check" if it went on, "count" and "write".
         peak_rss_bytes: of each of its ranks.
         num_bytes: that were written, over all runs, masks aside.
         versions: of Python, torch and numpy.
@@ -121,6 +121,9 @@ def make_report(
 
     Args:
         records: of all units, each once, as they are in the journals.
+
+    Raises:
+        OutputError: they do not add up to what was planned.
     """
     pruned, num_nan = _gathered(records, "pruned"), _gathered(records, "nan")
     thresholds: dict[int, int] = {}
@@ -145,7 +148,12 @@ def make_report(
             )
         )
     total = sum(tensor.num_pruned for tensor in tensors)
-    assert total == plan.num_to_prune, (total, plan.num_to_prune)
+    if total != plan.num_to_prune:
+        raise OutputError(
+            f"the records of what was done say that {total} elements were pruned; the plan says "
+            f"{plan.num_to_prune}. They were changed during the run, and nothing is published. Run "
+            "the same command with --discard, and then again without."
+        )
     cut = decision if decision is not None and plan.num_to_prune else None
     return Report(
         digest=plan.digest,

@@ -219,9 +219,9 @@ def test_options_are_taken_out_of_a_command_line():
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
-    half = Progress("write", 3 * 10**9, 6 * 10**9, seconds=60.0)
+    half = Progress("write", 3 * 10**9, 6 * 10**9, bytes_per_second=50e6)
     assert progress.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 1:00 left"
-    assert progress.describe(Progress("write", 0, 10, 1.0)) == "0 B of 10 B"
+    assert progress.describe(Progress("write", 0, 10, 0.0)) == "0 B of 10 B"
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     written = {}
