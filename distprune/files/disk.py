@@ -23,7 +23,7 @@ from distprune.files.errors import CheckpointError, OutputError
 # How files of the output are opened: a link in their place is an error, and is not followed.
 WRITE = os.O_RDWR | os.O_NOFOLLOW
 _MAX_OPEN = 64
-_NOT_SUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEW = ".new"  # ends the name of a small file while it is written
 # Of fallocate; a sandbox that does not know the call answers EPERM.
 _NOT_ALLOCATED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENODEV}
@@ -131,13 +131,15 @@ def copy_range(
         size = min(piece, stop - start)
         if in_kernel:
             with writing(output):
-                try:
-                    size = os.copy_file_range(sources[source], outputs[output], size, start, start)
-                except OSError as error:
-                    if error.errno not in _NOT_SUPPORTED:
-                        raise
-                    in_kernel = False
-                    continue
+                to = outputs[output]
+            try:
+                size = os.copy_file_range(sources[source], to, size, start, start)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise _unwritable(output, error) from error
+                # It is not supported here, or fails: reading and writing tell which file it is.
+                in_kernel = False
+                continue
             if size == 0:
                 read_into(sources, source, start, memoryview(bytearray(1)))  # says what is wrong
                 in_kernel = False
@@ -311,9 +313,13 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = " Make room and run the same command again."
-        elif error.errno == errno.ELOOP:
-            hint = " It is a link, which is not followed. Remove it, or choose another destination."
-        raise OutputError(f"{path} cannot be written: {error.strerror}.{hint}") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | Path, error: OSError) -> OutputError:
+    hint = ""
+    if error.errno in _FULL:
+        hint = " Make room and run the same command again."
+    elif error.errno == errno.ELOOP:
+        hint = " It is a link, which is not followed. Remove it, or choose another destination."
+    return OutputError(f"{path} cannot be written: {error.strerror}.{hint}")

@@ -229,7 +229,9 @@ class Lock:
             return  # it cannot be told now
         else:
             try:
-                found = _read_owner(descriptor)
+                found = _parse_owner(os.pread(descriptor, _LOCK_BYTES, 0))
+            except OSError:
+                return
             finally:
                 os.close(descriptor)
         if found.get("token") != self._owner["token"]:
@@ -250,8 +252,15 @@ def _try_flock(descriptor: int) -> str:
 
 def _read_owner(descriptor: int) -> dict[str, Any]:
     try:
-        owner = json.loads(os.pread(descriptor, _LOCK_BYTES, 0).strip(b"\0 \n") or b"{}")
-    except (ValueError, OSError):
+        return _parse_owner(os.pread(descriptor, _LOCK_BYTES, 0))
+    except OSError:
+        return {}
+
+
+def _parse_owner(raw: bytes) -> dict[str, Any]:
+    try:
+        owner = json.loads(raw.strip(b"\0 \n") or b"{}")
+    except (ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
 
@@ -294,7 +303,9 @@ def _is_gone(owner: dict[str, Any]) -> bool:
 def _name(owner: dict[str, Any]) -> str:
     if "pid" not in owner:
         return "another process"
-    return f"process {owner['pid']} on {owner.get('host')}"
+    # Whoever wrote the file may have put control characters into it.
+    pid, host = (ascii(str(owner.get(what)))[1:-1][:64] for what in ("pid", "host"))
+    return f"process {pid} on {host}"
 
 
 def _boot_id() -> str | None:

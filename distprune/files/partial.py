@@ -200,7 +200,7 @@ class Partial:
             report, run = (json.loads(text) for text in texts)
             sizes = self._task.sizes
             found = {name: os.stat(self._destination / name).st_size for name in sizes}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         is_ours = (
             isinstance(report, dict)

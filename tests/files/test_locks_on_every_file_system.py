@@ -238,3 +238,21 @@ def test_two_that_sign_at_once_are_not_both_owners(target, monkeypatch):
     monkeypatch.setattr(time, "sleep", other_signs)
     with pytest.raises(OutputError, match="was at work"):
         Lock(target).acquire()
+
+
+def test_a_lock_does_not_speak_to_the_terminal(target):
+    owner(target, 0, **elsewhere(host="\x1b[2J", pid="\x1b]0;x\x07"))
+    with pytest.raises(OutputError) as error:
+        Lock(target).acquire()
+    assert str(error.value).isprintable()
+
+
+def test_a_lock_that_cannot_be_read_for_a_while_is_not_lost(target, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with held(target) as lock:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pread", fail)
+            lock.confirm()
+        lock.confirm()
