@@ -16,7 +16,7 @@ from distprune.collectives import Communicator, world
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.disk import WRITE, OpenFiles, copy_range, read_into, write_from
 from distprune.files.errors import CheckpointError, counted
-from distprune.files.header import read_header
+from distprune.files.header import TensorEntry, read_header
 from distprune.files.masks import (
     MASK_FILE,
     MaskFile,
@@ -27,16 +27,36 @@ from distprune.files.masks import (
     read_keep,
 )
 from distprune.files.partial import Partial
-from distprune.files.planning import PlannedTensor
 from distprune.files.report import RunFacts
 from distprune.files.resuming import carry_out, versions
 from distprune.files.scanning import FORMATS
 from distprune.files.task import Task
 from distprune.files.team import Progress, Team
-from distprune.files.units import CopyUnit, PruneUnit, Span, Unit, copy_units, prune_units
+from distprune.files.units import CopyUnit, Span, copy_units
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
+_UNIT_ELEMENTS = 1 << 23
 _VERSION = 1  # raised when the same masks and source would give other bytes
+
+
+@dataclass(frozen=True)
+class MaskedTensor:
+    """A tensor that has a mask."""
+
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class MaskUnit:
+    """Elements to put masks on.
+
+    Attributes:
+        spans: a span's position counts the masked tensors.
+        num_bytes: of the elements.
+    """
+
+    spans: tuple[Span, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -92,14 +112,8 @@ class Application:
                 shown.append(f"{len(problems) - len(shown)} more do not fit.")
             what = counted(f"{masks} on {source}", problems)
             raise CheckpointError(what, shown)
-        tensors, offset = [], 0
-        for name in self.masks.shapes:
-            tensors.append(PlannedTensor(entries[name], offset, 0, 0))
-            offset += entries[name].numel
-        # What units are cut from, as of a plan that ranks all tensors together.
-        self.tensors = tuple(tensors)
-        self.num_elements = offset
-        self.recipe = None
+        self.tensors = tuple(MaskedTensor(entries[name]) for name in self.masks.shapes)
+        self.num_elements = sum(tensor.entry.numel for tensor in self.tensors)
         self._folder = os.path.abspath(masks)
         self._masks_state = _state(self.masks.path)
         self.digest = self._make_digest()
@@ -141,7 +155,7 @@ class Application:
             checkpoint=self.checkpoint,
             digest=self.digest,
             tensors=entries,
-            make_units=lambda: [*prune_units(self), *copy_units(self)],  # type: ignore[arg-type]
+            make_units=lambda: [*self.mask_units(), *copy_units(self)],  # type: ignore[arg-type]
             layout=mask_layout(entries, self.checkpoint.files),
         )
         work = _Applying(self, task)
@@ -156,6 +170,26 @@ class Application:
             num_zeroed=report["num_zeroed"],
             num_tensors=len(report["tensors"]),
         )
+
+    def mask_units(self) -> list[MaskUnit]:
+        """All masked elements, cut into units of about equal size."""
+        units: list[MaskUnit] = []
+        spans: list[Span] = []
+        num_bytes, missing = 0, _UNIT_ELEMENTS
+        for position, tensor in enumerate(self.tensors):
+            numel, first = tensor.entry.numel, 0
+            while first < numel:
+                last = min(first + -(-missing // 8) * 8, numel)
+                spans.append(Span(position, first, last))
+                num_bytes += (last - first) * FORMATS[tensor.entry.dtype].width
+                missing -= last - first
+                first = last
+                if missing <= 0:
+                    units.append(MaskUnit(tuple(spans), num_bytes))
+                    spans, num_bytes, missing = [], 0, _UNIT_ELEMENTS
+        if spans:
+            units.append(MaskUnit(tuple(spans), num_bytes))
+        return units
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the masks are not those that were looked at."""
@@ -272,7 +306,7 @@ class _Applier:
         self._paths = {file.name: file.path for file in application.checkpoint.files}
         self._counts: dict[str, dict[int, int]] = {}
 
-    def do(self, number: int, unit: Unit) -> Iterator[int]:
+    def do(self, number: int, unit: MaskUnit | CopyUnit) -> Iterator[int]:
         """Do a unit; yields bytes."""
         self._counts = {"pruned": {}, "zeroed": {}}
         if isinstance(unit, CopyUnit):
@@ -280,7 +314,7 @@ class _Applier:
             yield from copy_range(
                 self._sources, unit.path, self.outputs, output, unit.start, unit.stop
             )
-        elif isinstance(unit, PruneUnit):
+        else:
             for span in unit.spans:
                 yield from self._apply(span)
 
