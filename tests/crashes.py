@@ -7,13 +7,17 @@ import traceback
 
 import torch
 
+from distprune.files import disk
+
 STEPS = (
+    "chmod",
     "copy_file_range",
+    "fallocate",
     "fsync",
     "mkdir",
-    "posix_fallocate",
     "pwrite",
     "rename",
+    "rmdir",
     "unlink",
     "write",
 )
@@ -25,7 +29,7 @@ class Steps:
     Args:
         at: which call, from 1; 0: none.
         act: what to do then; it may raise.
-        names: of functions of ``os`` that count.
+        names: of functions of ``os`` that count; ``fallocate`` is the project's own.
     """
 
     def __init__(self, at=0, act=None, names=STEPS):
@@ -34,14 +38,14 @@ class Steps:
         self._at, self._act, self._names = at, act, names
 
     def __enter__(self):
-        self._saved = {name: getattr(os, name) for name in self._names}
+        self._saved = {name: getattr(_owner(name), name) for name in self._names}
         for name, function in self._saved.items():
-            setattr(os, name, self._counting(function))
+            setattr(_owner(name), name, self._counting(function))
         return self
 
     def __exit__(self, *_):
         for name, function in self._saved.items():
-            setattr(os, name, function)
+            setattr(_owner(name), name, function)
 
     def _counting(self, function):
         def counting(*args, **kwargs):
@@ -52,6 +56,10 @@ class Steps:
             return function(*args, **kwargs)
 
         return counting
+
+
+def _owner(name):
+    return disk if name == "fallocate" else os
 
 
 def kill_self():

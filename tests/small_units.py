@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from distprune.files import partial, units
+from distprune.files import applying, journal, units
 
 
 @contextlib.contextmanager
@@ -11,7 +11,8 @@ def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
     """Also a decorator, for functions that run on ranks."""
     with (
         mock.patch.object(units, "_MIN_ELEMENTS", num_elements),
+        mock.patch.object(applying, "_UNIT_ELEMENTS", num_elements),
         mock.patch.object(units, "_COPY_BYTES", copy_bytes),
-        mock.patch.object(partial, "_FLUSH_BYTES", flush_bytes),
+        mock.patch.object(journal, "_FLUSH_BYTES", flush_bytes),
     ):
         yield

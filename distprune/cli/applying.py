@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import exits, ranks, sources
+from distprune.cli import discarding, exits, ranks, sources
 from distprune.cli.console import Terminal, count, counted, percent
-from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli.options import AsJson, Discard, Nproc, Quiet, TakeOver, Timeout, Verbose
 from distprune.cli.planning import Source
-from distprune.cli.progress import Meter, Reading
+from distprune.cli.progress import Meter
 from distprune.cli.pruning import Destination
 from distprune.files.errors import Interrupted
+
+if TYPE_CHECKING:  # torch comes with it
+    from distprune.files.applying import Applied
+    from distprune.files.checkpoint import Checkpoint
 
 MaskFolder = Annotated[
     Path,
@@ -27,10 +31,15 @@ MaskFolder = Annotated[
 
 
 def apply(
+    context: typer.Context,
     masks: MaskFolder,
     source: Source,
     destination: Destination,
     follow_links: sources.FollowLinks = False,
+    nproc: Nproc = None,
+    timeout: Timeout = 600.0,
+    take_over: TakeOver = False,
+    discard: Discard = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -38,28 +47,34 @@ def apply(
     """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
     Names and shapes of the masked tensors have to be those of SRC; the numbers may be others, and
-    the dtypes. Everything else is copied as it is.
+    the dtypes. Everything else is copied as it is. DST/distprune holds the masks and the report.
+    After an interruption, whatever it was, the same command goes on where the last one stopped.
 
     [bold]Examples[/bold]
 
       distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Llama-3.2-1B-Instruct-50
 
-      distprune apply masks-of-my-run my-model my-model-pruned
+      distprune apply masks-of-my-run my-model my-model-pruned --nproc 4
     """
-    from distprune.files.applying import Application
+    verbosity = -1 if quiet else verbose
+    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
+    if discard:
+        discarding.discard(terminal, destination, take_over)
+        return
+    if nproc is not None:
+        if ranks.is_rank():
+            raise typer.BadParameter("torchrun has started the processes already; leave it out.")
+        from distprune.files.applying import Application
 
-    terminal = Terminal(as_json, -1 if quiet else verbose)
-    application = Application(masks, source, follow_links=follow_links)
-    checkpoint = application.checkpoint
-    sources.tell(terminal, checkpoint)
-    total = checkpoint.num_bytes + sum(other.size for other in checkpoint.others)
+        # What is wrong is said once, and at once.
+        Application(masks, source, follow_links=follow_links)
+        raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
     stop = ranks.Stop()
-    try:
-        with stop.listening(), Meter(terminal) as meter:
-            applied = application.write(destination, Reading(meter, total, "write"), stop)
-    except Interrupted as error:
-        error.exit_code = stop.code or exits.TERMINATED
-        raise
+    # Before the ranks meet: a signal that reaches all of them must not end some at once.
+    with stop.listening(), ranks.process_group(timeout):
+        checkpoint, applied = _apply(
+            terminal, masks, source, destination, stop, follow_links, take_over
+        )
     if as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
         terminal.json({**values, **sources.as_values(checkpoint)})
@@ -71,3 +86,32 @@ def apply(
         f"{counted(applied.num_tensors, 'tensor')}; "
         f"{count(applied.num_zeroed)} of them were not zero before."
     )
+
+
+def _apply(
+    terminal: Terminal,
+    masks: Path,
+    source: Path,
+    destination: Path,
+    stop: ranks.Stop,
+    follow_links: bool,
+    take_over: bool,
+) -> tuple[Checkpoint, Applied]:
+    from distprune.collectives import world
+    from distprune.files.applying import Application
+    from distprune.files.team import Team
+
+    def find() -> Application:
+        return Application(masks, source, follow_links=follow_links)
+
+    application = Team(world()).attempt(find)
+    sources.tell(terminal, application.checkpoint)
+    try:
+        with Meter(terminal) as meter:
+            applied = application.write(
+                destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
+            )
+            return application.checkpoint, applied
+    except Interrupted as error:
+        error.exit_code = stop.code or exits.TERMINATED
+        raise

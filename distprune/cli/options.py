@@ -21,6 +21,28 @@ Plot = Annotated[
         show_default=False,
     ),
 ]
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        min=1,
+        help="Start so many processes on this machine; they share the work.",
+        show_default=False,
+    ),
+]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="Take over at once from a run of another machine that is gone; else after 2 minutes.",
+    ),
+]
+Discard = Annotated[
+    bool,
+    typer.Option(
+        "--discard", help="Do nothing but remove what an interrupted run has left beside DST."
+    ),
+]
 Timeout = Annotated[
     float,
     typer.Option(

@@ -51,7 +51,7 @@ class Meter:
                 console=terminal.errors,
                 transient=True,
             )
-        self._tasks: dict[str, int] = {}
+        self._task: int | None = None
 
     def __enter__(self) -> Meter:
         if self._bar is not None:
@@ -70,10 +70,11 @@ class Meter:
                 self._said_at = time.monotonic()
                 self._terminal.note(f"{state.phase}: {describe(state)}")
             return
-        if state.phase not in self._tasks:
-            self._tasks[state.phase] = self._bar.add_task(state.phase, text="")
+        if self._task is None:
+            self._task = self._bar.add_task(state.phase, text="")
         self._bar.update(
-            self._tasks[state.phase],
+            self._task,
+            description=state.phase,
             total=max(state.total_bytes, 1),
             completed=state.num_bytes,
             text=describe(state),

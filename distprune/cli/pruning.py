@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import choosing, exits, planning, ranks, sources
+from distprune.cli import choosing, discarding, exits, planning, ranks, sources
 from distprune.cli.console import Terminal, count, counted, percent, size
-from distprune.cli.options import AsJson, Plot, Quiet, Timeout, Verbose
+from distprune.cli.options import (
+    AsJson,
+    Discard,
+    Nproc,
+    Plot,
+    Quiet,
+    TakeOver,
+    Timeout,
+    Verbose,
+)
 from distprune.cli.progress import Meter
 from distprune.files.errors import Interrupted
 
@@ -25,15 +34,6 @@ Destination = Annotated[
     Path,
     typer.Argument(
         metavar="DST", help="A new folder; it appears when all is done.", show_default=False
-    ),
-]
-Nproc = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc",
-        min=1,
-        help="Start so many processes on this machine; they share the work.",
-        show_default=False,
     ),
 ]
 Masks = Annotated[
@@ -66,6 +66,8 @@ def prune(
     follow_links: sources.FollowLinks = False,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
+    take_over: TakeOver = False,
+    discard: Discard = False,
     plot: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -75,7 +77,8 @@ def prune(
 
     Files, headers and index stay as they are, and so does every byte but those of the pruned
     elements, which become zero. DST/distprune holds the masks, the recipe and the report. After an
-    interruption, whatever it was, the same command goes on where the last one stopped.
+    interruption, whatever it was, the same command goes on where the last one stopped; with
+    --discard it removes what that one left. Where it has finished before, it changes nothing.
 
     [bold]Examples[/bold]
 
@@ -91,12 +94,15 @@ def prune(
         "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
+    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
+    if discard:
+        discarding.discard(terminal, destination, take_over)
+        return
     if nproc is not None:
         if ranks.is_rank():
             raise typer.BadParameter("torchrun has started the processes already; leave it out.")
         _check(source, recipe, options, plot, follow_links)
         raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
-    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
 
     def make_recipe() -> FileRecipe:
         _check_plot(plot)
@@ -105,7 +111,9 @@ def prune(
     stop = ranks.Stop()
     # Before the ranks meet: a signal that reaches all of them must not end some at once.
     with stop.listening(), ranks.process_group(timeout):
-        plan, report = _prune(terminal, source, destination, make_recipe, stop, follow_links)
+        plan, report = _prune(
+            terminal, source, destination, make_recipe, stop, follow_links, take_over
+        )
     if terminal.is_leader:
         for warning in report.warnings:
             terminal.note(f"Warning: {warning}")
@@ -121,6 +129,7 @@ def _prune(
     make_recipe: Callable[[], FileRecipe],
     stop: ranks.Stop,
     follow_links: bool,
+    take_over: bool,
 ) -> tuple[Plan, Report]:
     from distprune.collectives import world
     from distprune.files.pruning import plan_together
@@ -133,7 +142,15 @@ def _prune(
     terminal.note(planning.summary(plan))
     try:
         with Meter(terminal) as meter:
-            return plan, carry_out(plan, destination, progress=meter, stop=stop)
+            report = carry_out(
+                plan,
+                destination,
+                progress=meter,
+                stop=stop,
+                take_over=take_over,
+                tell=terminal.note,
+            )
+            return plan, report
     except Interrupted as error:
         error.exit_code = stop.code or exits.TERMINATED
         raise

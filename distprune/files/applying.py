@@ -2,45 +2,67 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from distprune.collectives import Communicator, world
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.destination import resolve_destination
-from distprune.files.disk import (
-    OpenFiles,
-    allocate,
-    copy_range,
-    read_into,
-    sync_folder,
-    write_from,
-    writing,
-)
-from distprune.files.errors import CheckpointError, Interrupted, counted
-from distprune.files.header import TensorEntry, WeightFile
+from distprune.files.disk import WRITE, OpenFiles, copy_range, read_into, write_from
+from distprune.files.errors import CheckpointError, counted
+from distprune.files.header import TensorEntry, read_header
 from distprune.files.masks import (
     MASK_FILE,
     MaskFile,
+    MaskLayout,
     MaskWriter,
     mask_layout,
     open_masks,
     read_keep,
 )
-from distprune.files.partial import Lock, check_free, check_place, check_unchanged
-from distprune.files.permissions import make_folders, mask_mode
+from distprune.files.partial import Partial
+from distprune.files.report import RunFacts
+from distprune.files.resuming import carry_out, versions
 from distprune.files.scanning import FORMATS
+from distprune.files.task import Task
+from distprune.files.team import Progress, Team
+from distprune.files.units import CopyUnit, Span, copy_units
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
+_UNIT_ELEMENTS = 1 << 23
+_VERSION = 1  # raised when the same masks and source would give other bytes
+
+
+@dataclass(frozen=True)
+class MaskedTensor:
+    """A tensor that has a mask."""
+
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class MaskUnit:
+    """Elements to put masks on.
+
+    Attributes:
+        spans: a span's position counts the masked tensors.
+        num_bytes: of the elements.
+    """
+
+    spans: tuple[Span, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What :func:`apply_masks` did.
+    """What :meth:`Application.write` did.
 
     Attributes:
         num_elements: of the tensors that have a mask.
@@ -63,6 +85,10 @@ class Application:
         source: the checkpoint.
         follow_links: copy what lies behind links that leave the source, too.
 
+    Attributes:
+        digest: of all that decides the result: headers, sizes and times of change of both, and
+            where the masks are.
+
     Raises:
         CheckpointError: either is malformed, or they do not fit; all problems.
     """
@@ -70,11 +96,11 @@ class Application:
     def __init__(
         self, masks: str | Path, source: str | Path, *, follow_links: bool = False
     ) -> None:
-        self._masks: MaskFile = open_masks(masks)
+        self.masks: MaskFile = open_masks(masks)
         self.checkpoint: Checkpoint = open_checkpoint(source, follow_links=follow_links)
         entries = {entry.name: entry for entry in self.checkpoint.tensors}
         problems = []
-        for name, shape in self._masks.shapes.items():
+        for name, shape in self.masks.shapes.items():
             entry = entries.get(name)
             if entry is None:
                 problems.append(f"the checkpoint has no tensor {name}.")
@@ -90,129 +116,244 @@ class Application:
                 shown.append(f"{len(problems) - len(shown)} more do not fit.")
             what = counted(f"{masks} on {source}", problems)
             raise CheckpointError(what, shown)
-        self._entries = [entries[name] for name in self._masks.shapes]
+        self.tensors = tuple(MaskedTensor(entries[name]) for name in self.masks.shapes)
+        self.num_elements = sum(tensor.entry.numel for tensor in self.tensors)
+        self._folder = os.path.abspath(masks)
+        self._masks_state = _state(self.masks.path)
+        self.digest = self._make_digest()
 
     def write(
         self,
         destination: str | Path,
-        on_bytes: Callable[[int], None] = lambda num_bytes: None,
-        stop: Callable[[], bool] = lambda: False,
+        *,
+        communicator: Communicator | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        stop: Callable[[], bool] | None = None,
+        take_over: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> Applied:
         """Write the copy. It appears by one rename at the end, or not at all.
 
-        Args:
-            destination: a name that is free.
-            on_bytes: is told how many bytes have been written.
-            stop: asked after every few megabytes.
+        ``destination/distprune/`` holds the masks, the report and, as the recipe, which masks were
+        applied. All files but ``distprune/run.json`` are the same to the byte for every number of
+        ranks and after any interruption. The arguments are those of
+        :func:`distprune.files.pruning.prune`.
 
         Raises:
-            CheckpointError: the source cannot be read, or has changed.
-            OutputError: the destination is taken, or the disk full.
-            Interrupted: ``stop`` said so. What was written is removed; the next run begins anew.
+            CheckpointError: the source or the masks cannot be read, or have changed.
+            OutputError: the destination is taken or in use, or the disk full.
+            RanksError: the ranks were called differently, or one was lost.
+            Interrupted: ``stop`` said so; the next call goes on.
+            On every rank, but for a lost one. The text says what is left on the disk.
 
-        Cost: one read, one write; some 50 MB of memory.
+        Cost: one read, one write, and one read of what an interrupted run had done; some 50 MB of
+        memory per process.
         """
+        team = Team(communicator or world(), progress, stop)
         target = resolve_destination(destination)
-        check_place(self.checkpoint.place, target)
-        lock = Lock(target)
-        lock.acquire()
-        folder = target.with_name(f"{target.name}.partial-apply")
+        team.compare(
+            [("destination", ascii(str(target))), *versions().items(), ("plan", self.digest)]
+        )
+        entries = [tensor.entry for tensor in self.tensors]
+        task = Task(
+            checkpoint=self.checkpoint,
+            digest=self.digest,
+            tensors=entries,
+            make_units=lambda: [*self.mask_units(), *copy_units(self)],  # type: ignore[arg-type]
+            layout=mask_layout(entries, self.checkpoint.files),
+        )
+        work = _Applying(self, task)
         try:
-            check_free(target)
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-            with writing(folder):
-                make_folders(self.checkpoint.folders, folder)
-                (folder / MASK_FILE).parent.mkdir(exist_ok=True)
-            applied = self._fill(folder, on_bytes, stop)
-            check_unchanged(self)  # type: ignore[arg-type]  # asks for the checkpoint alone
-            with writing(target):
-                for each, _, _ in os.walk(folder):
-                    sync_folder(each)
-                check_free(target)
-                folder.rename(target)
-                sync_folder(target.parent)
-            return applied
+            text, _ = carry_out(team, task, work, target, take_over=take_over, tell=tell)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()
+            work.sources.close()
+        report = json.loads(text)
+        return Applied(
+            num_elements=report["num_elements"],
+            num_pruned=report["num_pruned"],
+            num_zeroed=report["num_zeroed"],
+            num_tensors=len(report["tensors"]),
+        )
 
-    def _fill(
-        self, folder: Path, on_bytes: Callable[[int], None], stop: Callable[[], bool]
-    ) -> Applied:
-        sources, outputs = OpenFiles(os.O_RDONLY), OpenFiles(os.O_RDWR)
-        writer = _Writer(self._masks, sources, outputs, folder)
-        try:
-            layout = mask_layout(self._entries, self.checkpoint.files)
-            writer.make(MASK_FILE, layout.size, mask_mode(self.checkpoint.files))
-            write_from(outputs, str(folder / MASK_FILE), 0, layout.header)
-            for file in self.checkpoint.files:
-                writer.make(file.name, file.size, file.mode)
-                for num_bytes in writer.weights(file, layout.starts):
-                    on_bytes(num_bytes)
-                    _check(stop)
-            for other in self.checkpoint.others:
-                output = writer.make(other.name, other.size, other.mode)
-                for num_bytes in copy_range(sources, other.path, outputs, output, 0, other.size):
-                    on_bytes(num_bytes)
-                    _check(stop)
-            outputs.sync()
-        finally:
-            sources.close()
-            outputs.close()
-        numel = sum(entry.numel for entry in self._entries)
-        return Applied(numel, writer.num_pruned, writer.num_zeroed, len(self._entries))
+    def mask_units(self) -> list[MaskUnit]:
+        """All masked elements, cut into units of about equal size."""
+        units: list[MaskUnit] = []
+        spans: list[Span] = []
+        num_bytes, missing = 0, _UNIT_ELEMENTS
+        for position, tensor in enumerate(self.tensors):
+            numel, first = tensor.entry.numel, 0
+            while first < numel:
+                last = min(first + -(-missing // 8) * 8, numel)
+                spans.append(Span(position, first, last))
+                num_bytes += (last - first) * FORMATS[tensor.entry.dtype].width
+                missing -= last - first
+                first = last
+                if missing <= 0:
+                    units.append(MaskUnit(tuple(spans), num_bytes))
+                    spans, num_bytes, missing = [], 0, _UNIT_ELEMENTS
+        if spans:
+            units.append(MaskUnit(tuple(spans), num_bytes))
+        return units
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the masks are not those that were looked at."""
+        if _state(self.masks.path) != self._masks_state:
+            raise CheckpointError(
+                f"{self.masks.path} has changed since its header was read; expected masks that "
+                "stay as they are."
+            )
+
+    def recipe_yaml(self) -> bytes:
+        """What recipe.yaml holds: which masks were applied."""
+        lines = (
+            "# What `distprune apply` was given.",
+            "kind: apply",
+            f"masks: {json.dumps(self._folder)}",
+            f"masks_header_crc32: {self._masks_crc()}",
+        )
+        return ("\n".join(lines) + "\n").encode()
+
+    def report_json(self, records: list[dict[str, Any]]) -> bytes:
+        """What report.json holds.
+
+        Args:
+            records: of all units.
+        """
+        counts = {what: [0] * len(self.tensors) for what in ("pruned", "zeroed")}
+        for record in records:
+            for what, of_all in counts.items():
+                for position, count in record.get(what, {}).items():
+                    of_all[int(position)] += count
+        tensors = [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "file": entry.file,
+                "num_elements": entry.numel,
+                "num_pruned": counts["pruned"][position],
+                "num_zeroed": counts["zeroed"][position],
+            }
+            for position, entry in enumerate(tensor.entry for tensor in self.tensors)
+        ]
+        report = {
+            "schema": 1,
+            "status": "complete",
+            "kind": "apply",
+            "digest": self.digest,
+            "masks": {"folder": self._folder, "header_crc32": self._masks_crc()},
+            "num_elements": self.num_elements,
+            "num_pruned": sum(counts["pruned"]),
+            "num_zeroed": sum(counts["zeroed"]),
+            "tensors": tensors,
+            "source": {
+                file.name: {"size": file.size, "header_crc32": file.header_crc}
+                for file in self.checkpoint.files
+            },
+            "copied": [other.name for other in self.checkpoint.others],
+            "skipped": self.checkpoint.skipped,
+        }
+        return (json.dumps(report, indent=1) + "\n").encode()
+
+    def _masks_crc(self) -> int:
+        return read_header(self.masks.path, self.masks.path).header_crc
+
+    def _make_digest(self) -> str:
+        checkpoint = self.checkpoint
+        facts = {
+            "kind": "apply",
+            "version": _VERSION,
+            "masks": [self._folder, *self._masks_state, self._masks_crc()],
+            "weights": [[f.name, f.size, f.mtime_ns, f.header_crc] for f in checkpoint.files],
+            "others": [[f.name, f.size, f.mtime_ns] for f in checkpoint.others],
+        }
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-class _Writer:
-    """Writes the files of a copy; counts what becomes zero."""
+class _Applying:
+    """How masks are applied; see ``resuming.Work``."""
+
+    def __init__(self, application: Application, task: Task) -> None:
+        self.sources = OpenFiles(os.O_RDONLY)
+        self._application = application
+        self._task = task
+
+    def bytes_to_prepare(self) -> int:
+        return 0
+
+    def prepare(self, partial: Partial, prepared: Any) -> None:
+        """Nothing: masks say all."""
+
+    def worker(self, folder: Path) -> _Applier:
+        layout = self._task.layout
+        assert layout is not None
+        return _Applier(self._application, self.sources, folder, layout)
+
+    def complete(self, partial: Partial, run: RunFacts) -> None:
+        self._application.check_unchanged()
+        report = self._application.report_json(partial.records())
+        facts = (json.dumps({"schema": 1, **asdict(run)}, indent=1) + "\n").encode()
+        partial.complete(self._application.recipe_yaml(), facts, report)
+
+
+class _Applier:
+    """Does units of work; counts what becomes zero."""
 
     def __init__(
-        self, masks: MaskFile, sources: OpenFiles, outputs: OpenFiles, folder: Path
+        self, application: Application, sources: OpenFiles, folder: Path, layout: MaskLayout
     ) -> None:
-        self._masks = masks
+        self.outputs = OpenFiles(WRITE)
+        self._application = application
         self._sources = sources
-        self._outputs = outputs
         self._folder = folder
-        self.num_pruned = 0
-        self.num_zeroed = 0
+        self._layout = layout
+        self._paths = {file.name: file.path for file in application.checkpoint.files}
+        self._counts: dict[str, dict[int, int]] = {}
 
-    def make(self, name: str, size: int, mode: int) -> str:
-        """Make an empty file of a size, with the permissions of its source; its path."""
-        path = str(self._folder / name)
-        allocate(path, size, mode)
-        return path
+    def do(self, number: int, unit: MaskUnit | CopyUnit) -> Iterator[int]:
+        """Do a unit; yields bytes."""
+        self._counts = {"pruned": {}, "zeroed": {}}
+        if isinstance(unit, CopyUnit):
+            output = str(self._folder / unit.name)
+            yield from copy_range(
+                self._sources, unit.path, self.outputs, output, unit.start, unit.stop
+            )
+        else:
+            for span in unit.spans:
+                yield from self._apply(span)
 
-    def weights(self, file: WeightFile, mask_starts: dict[str, int]) -> Iterator[int]:
-        """Write a file of weights, and the masks of its tensors; yields bytes."""
-        output = str(self._folder / file.name)
-        start = 0
-        for entry in file.tensors:
-            if entry.name in mask_starts:
-                yield from copy_range(
-                    self._sources, file.path, self._outputs, output, start, entry.start
-                )
-                yield from self._tensor(entry, file.path, output, mask_starts[entry.name])
-                start = entry.stop
-        yield from copy_range(self._sources, file.path, self._outputs, output, start, file.size)
+    def record(self) -> dict[str, Any]:
+        """Of the last unit, by position of a tensor: pruned, and not zero before."""
+        return {what: counts for what, counts in self._counts.items() if counts}
 
-    def _tensor(self, entry: TensorEntry, path: str, output: str, start: int) -> Iterator[int]:
+    def _apply(self, span: Span) -> Iterator[int]:
+        entry = self._application.tensors[span.position].entry
         form = FORMATS[entry.dtype]
-        mask_writer = MaskWriter(self._outputs, str(self._folder / MASK_FILE), start)
-        for first in range(0, entry.numel, _CHUNK):
-            last = min(first + _CHUNK, entry.numel)
+        start = self._layout.starts[entry.name] + span.first // 8
+        masks = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
+        num_pruned = num_zeroed = 0
+        for first in range(span.first, span.last, _CHUNK):
+            last = min(first + _CHUNK, span.last)
             raw = np.empty((last - first) * form.width, np.uint8)
             offset = entry.start + first * form.width
-            read_into(self._sources, path, offset, memoryview(raw))
-            drop = ~read_keep(self._masks, self._sources, entry.name, first, last)
-            self.num_pruned += int(np.count_nonzero(drop))
-            self.num_zeroed += int(np.count_nonzero(form.magnitudes(raw)[drop]))
+            read_into(self._sources, self._paths[entry.file], offset, memoryview(raw))
+            keep = read_keep(self._application.masks, self._sources, entry.name, first, last)
+            drop = ~keep
+            num_pruned += int(np.count_nonzero(drop))
+            num_zeroed += int(np.count_nonzero(form.magnitudes(raw)[drop]))
             raw.view(form.bits)[drop] = 0
-            write_from(self._outputs, output, offset, memoryview(raw))
-            mask_writer.add(~drop)
+            write_from(self.outputs, str(self._folder / entry.file), offset, memoryview(raw))
+            masks.add(keep)
             yield raw.nbytes
-        mask_writer.finish()
+        masks.finish()
+        self._counts["pruned"][span.position] = num_pruned
+        self._counts["zeroed"][span.position] = num_zeroed
 
 
-def _check(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise Interrupted("stopped as asked; nothing is left of it.")
+def _state(path: str) -> tuple[int, int]:
+    """Size and time of change."""
+    try:
+        info = os.stat(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return info.st_size, info.st_mtime_ns

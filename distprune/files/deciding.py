@@ -72,6 +72,25 @@ def decide(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -
     return deciding.decision()
 
 
+def bytes_to_count(plan: Plan, source: Source, units: Sequence[PruneUnit]) -> int:
+    """What :func:`decide` reads, over all ranks and passes."""
+    num_passes = {
+        number: source.format(group=number).width // 16 for number in _counted_groups(plan, source)
+    }
+    return sum(num_passes.get(unit.group, 0) * unit.num_bytes for unit in units)
+
+
+def _counted_groups(plan: Plan, source: Source) -> list[int]:
+    """The groups whose elements have to be counted before any of them can go."""
+    # Even if nothing is to go, a NaN is to be found.
+    return [
+        number
+        for number, group in enumerate(plan.groups)
+        if group.recipe.is_together
+        and (group.num_to_prune or source.needs_values(number) or group.has_limits)
+    ]
+
+
 class _Deciding:
     """The search in all groups that are ranked together, side by side."""
 
@@ -85,10 +104,7 @@ class _Deciding:
         self._num_nan = self._counts
 
     def run(self) -> None:
-        num_passes = {
-            number: self._source.format(group=number).width // 16 for number in self._searches
-        }
-        total = sum(num_passes[u.group] * u.num_bytes for u in self._units if u.group in num_passes)
+        total = bytes_to_count(self._plan, self._source, self._units)
         num_done, is_first = 0, True
         while unfinished := {n: s for n, s in self._searches.items() if not s.is_done}:
             numbered = [(i, u) for i, u in enumerate(self._units) if u.group in unfinished]
@@ -121,11 +137,8 @@ class _Deciding:
 
     def _begin(self) -> dict[int, Search]:
         searches: dict[int, Search] = {}
-        for number, group in enumerate(self._plan.groups):
-            # Even if nothing is to go, a NaN is to be found.
-            is_needed = group.num_to_prune or self._source.needs_values(number)
-            if not group.recipe.is_together or not (is_needed or group.has_limits):
-                continue
+        for number in _counted_groups(self._plan, self._source):
+            group = self._plan.groups[number]
             numbers = [i for i, unit in enumerate(self._units) if unit.group == number]
             width = self._source.format(group=number).width
             what = (self._team, self._units, numbers, width)

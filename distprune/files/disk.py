@@ -7,20 +7,30 @@ with SIGBUS, and mapped pages count as its memory. preadv and pwrite return erro
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
+import secrets
+import stat
+import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
 from distprune.files.errors import CheckpointError, OutputError
 
+# How files of the output are opened: a link in their place is an error, and is not followed.
+WRITE = os.O_RDWR | os.O_NOFOLLOW
 _MAX_OPEN = 64
 # Of the files that a process may open: for whatever else it has open, and how many OpenFiles
 # there may be at once.
 _RESERVED, _SHARES = 32, 4
-_NOT_SUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NEW = ".new"  # ends the name of a small file while it is written
+# Of fallocate; a sandbox that does not know the call answers EPERM.
+_NOT_ALLOCATED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENODEV}
 
 
 class OpenFiles:
@@ -41,6 +51,7 @@ class OpenFiles:
         if allowed == resource.RLIM_INFINITY:
             allowed = _RESERVED + _SHARES * _MAX_OPEN
         self._limit = min(max((allowed - _RESERVED) // _SHARES, 1), _MAX_OPEN)
+        self._checksums: dict[str, int] = {}
 
     def __getitem__(self, path: str) -> int:
         """A file descriptor; it is valid until another one is asked for.
@@ -74,9 +85,15 @@ class OpenFiles:
         _, oldest = self._open.popitem(last=False)
         os.close(oldest)
 
-    def written(self, path: str) -> None:
-        """Note that a file has to be synced."""
+    def written(self, path: str, data: memoryview | bytes = b"") -> None:
+        """Note that a file has to be synced, and add what was written to its checksum."""
         self._dirty.add(path)
+        self._checksums[path] = zlib.crc32(data, self._checksums.get(path, 0))
+
+    def take_checksums(self) -> dict[str, int]:
+        """By path, the crc32 of all data since the last call, in the order of writing."""
+        taken, self._checksums = self._checksums, {}
+        return taken
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk.
@@ -122,7 +139,7 @@ def write_from(files: OpenFiles, path: str, offset: int, data: memoryview | byte
         OutputError: the disk is full, or broken.
     """
     view = memoryview(data).cast("B")
-    files.written(path)
+    files.written(path, view)
     with writing(path):
         descriptor, done = files[path], 0
         while done < len(view):
@@ -146,13 +163,15 @@ def copy_range(
         size = min(piece, stop - start)
         if in_kernel:
             with writing(output):
-                try:
-                    size = os.copy_file_range(sources[source], outputs[output], size, start, start)
-                except OSError as error:
-                    if error.errno not in _NOT_SUPPORTED:
-                        raise
-                    in_kernel = False
-                    continue
+                to = outputs[output]
+            try:
+                size = os.copy_file_range(sources[source], to, size, start, start)
+            except OSError as error:
+                if error.errno in _FULL:
+                    raise _unwritable(output, error) from error
+                # It is not supported here, or fails: reading and writing tell which file it is.
+                in_kernel = False
+                continue
             if size == 0:
                 read_into(sources, source, start, memoryview(bytearray(1)))  # says what is wrong
                 in_kernel = False
@@ -168,24 +187,104 @@ def copy_range(
 def allocate(path: str, size: int, mode: int = 0o666) -> None:
     """Make a file of that size if it is not there, and reserve its blocks; its bytes stay.
 
+    [Note: no emulation] Where a file system cannot reserve blocks, ``posix_fallocate`` of glibc
+    reads and writes a byte of every block: for hours, over a network. The call of the system only
+    says that it cannot, and then the file has a hole, and a full disk is noticed when it is filled.
+
     Args:
         mode: permissions of a new file, less the umask; its owner may always read and write it.
 
     Raises:
-        OutputError: there is not enough room.
+        OutputError: there is not enough room, or the path is no file of its own: it is a link,
+            has another hard link, or is no regular file.
     """
     with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode | 0o600)
+        descriptor = os.open(path, WRITE | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, mode | 0o600)
         try:
+            check_own_file(descriptor, path)
             os.ftruncate(descriptor, size)
-            if size and hasattr(os, "posix_fallocate"):
+            if size:
                 try:
-                    os.posix_fallocate(descriptor, 0, size)
+                    fallocate(descriptor, size)
                 except OSError as error:
-                    if error.errno not in _NOT_SUPPORTED:
+                    if error.errno not in _NOT_ALLOCATED:
                         raise
         finally:
             os.close(descriptor)
+
+
+def check_own_file(file: int | str, path: str | Path) -> None:
+    """Raise OutputError if a file is not a regular one with a single name.
+
+    Args:
+        file: a descriptor, or a path; a link is not followed.
+        path: for the message.
+    """
+    info = os.stat(file, follow_symlinks=isinstance(file, int))
+    if stat.S_ISLNK(info.st_mode):
+        found = f"is a link to {os.readlink(path)!a}"
+    elif not stat.S_ISREG(info.st_mode):
+        found = "is not a regular file"
+    elif info.st_nlink > 1:
+        found = f"has {info.st_nlink} hard links"
+    else:
+        return
+    raise OutputError(
+        f"{path} {found}; expected a file that distprune made and that has no other name. Nothing "
+        "was written to it. Remove it, or choose another destination."
+    )
+
+
+def check_owner(path: str | Path) -> None:
+    """Raise OutputError if a file or folder belongs to another user.
+
+    Some file systems show all files as those of one user, whoever made them; so a file is made
+    beside it to see whose files are those of this process.
+    """
+    owner = os.lstat(path).st_uid
+    if owner == os.geteuid():
+        return
+    probe = f"{path}.{secrets.token_hex(4)}"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        mine = os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(probe)
+    if owner != mine:
+        raise OutputError(
+            f"{path} belongs to another user (uid {owner}; this process writes as {mine}). Nothing "
+            "was changed. Let its owner remove it, or choose another destination."
+        )
+
+
+def _load_fallocate() -> ctypes._CFuncPtr | None:
+    """The system's call; os has only ``posix_fallocate``, which may emulate."""
+    if sys.platform != "linux" or sys.maxsize <= 2**32:
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return function
+
+
+_fallocate = _load_fallocate()
+
+
+def fallocate(descriptor: int, size: int) -> None:
+    """Reserve the blocks of the first bytes of a file.
+
+    Raises:
+        OSError: as the system says; ENOSYS where it has no such call.
+    """
+    if _fallocate is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while _fallocate(descriptor, 0, 0, size) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
@@ -195,17 +294,39 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         OutputError: it cannot be written.
     """
     path = os.fspath(path)
+    new = path + NEW
     with writing(path):
-        descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)  # of a run that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(new, flags, 0o666)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
+            write_all(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.rename(path + ".new", path)
+        os.rename(new, path)
         sync_folder(os.path.dirname(path))
+
+
+def read_small(path: str | Path) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        OSError: it cannot be read, is a link, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        return file.read()
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of the data where the descriptor is."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def sync_folder(path: str | Path) -> None:
@@ -227,7 +348,13 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = " Make room and run the same command again: it goes on where it stopped."
-        raise OutputError(f"{path} cannot be written: {error.strerror}.{hint}") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | Path, error: OSError) -> OutputError:
+    hint = ""
+    if error.errno in _FULL:
+        hint = " Make room and run the same command again."
+    elif error.errno == errno.ELOOP:
+        hint = " It is a link, which is not followed. Remove it, or choose another destination."
+    return OutputError(f"{path} cannot be written: {error.strerror}.{hint}")

@@ -21,6 +21,10 @@ class FilesError(Exception):
         self.problems = tuple(problems)
         super().__init__("\n  - ".join([headline, *self.problems]))
 
+    def say_more(self, text: str) -> None:
+        """Add a sentence at the end, for whoever reads the message."""
+        self.args = (f"{self}{chr(10) if self.problems else ' '}{text}",)
+
 
 class SelectionError(FilesError):
     """The recipe does not fit the checkpoint, or is wrong in itself."""
@@ -59,3 +63,12 @@ class Interrupted(FilesError):
 def counted(what: str, problems: Sequence[str]) -> str:
     """A headline: "SRC has 2 problems:"."""
     return f"{what} has {len(problems)} problem{'s' if len(problems) != 1 else ''}:"
+
+
+def sized(num_bytes: float) -> str:
+    """ "1.5 GB"; decimal units, as disks have them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

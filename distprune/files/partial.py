@@ -1,200 +1,334 @@
 """The folder in which a result grows until one rename makes it the destination.
 
-    DST.partial.lock            held by the run that is at work
-    DST.partial-<plan>/         all output files, in full size from the start
-        distprune/work/         which units are done, and the decision: gone before the rename
-        distprune/report.json   written last: nothing is left to do but to rename
+    DST.partial.lock            names the run that is at work
+    DST.partial-<digest>/       all output files, in full size from the start
+        distprune/work/         which units are done, and what was prepared for them
+        distprune/report.json   written last
+    DST.partial-<digest>.work/  distprune/work, for the moment before the last rename
 
-Only the leader calls what is here, but for :class:`Journal`.
+Only the leader calls what is here.
+
+[Note: links] Nothing here follows a link. A folder or a file in the way of the output that is a
+link, has a second hard link, is no regular file, or belongs to another user is an error, and so is
+a file in the folder that no run writes: it would be published. The folder is its owner's alone
+until it is the destination, so that nobody else can put anything there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import socket
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from distprune.files.checkpoint import SIDECAR
-from distprune.files.deciding import Decision
 from distprune.files.disk import (
+    NEW,
+    WRITE,
     OpenFiles,
     allocate,
+    check_own_file,
+    read_small,
     sync_folder,
     write_atomically,
     write_from,
     writing,
 )
-from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.masks import MASK_FILE, MaskLayout
-from distprune.files.permissions import make_folders, mask_mode
-from distprune.files.planning import Plan
-from distprune.files.report import REPORT_FILE, RUN_FILE, Report
+from distprune.files.errors import OutputError, sized
+from distprune.files.journal import is_journal, next_run, read_records, sealed, unsealed
+from distprune.files.locking import Lock
+from distprune.files.masks import MASK_FILE
+from distprune.files.permissions import make_folders, top_mode
+from distprune.files.placing import (
+    DISCARD_HINT,
+    check_free,
+    check_own_folder,
+    check_place,
+    check_unchanged,
+    num_bytes_on_disk,
+    partial_folders,
+)
+from distprune.files.report import REPORT_FILE, RUN_FILE
+from distprune.files.task import Task
 
 RECIPE_FILE = f"{SIDECAR}/recipe.yaml"
 _WORK = f"{SIDECAR}/work"
-# How much may have to be done again after a kill.
-_FLUSH_BYTES = 1 << 28
-
-
-class Lock:
-    """One run at a time on a destination.
-
-    [Note: lock] A file names the host and the process, and is locked by flock: the system
-    unlocks it when the process ends, however it ends. So a lock of this host that is not flocked
-    is stale and is taken over; one of another host cannot be told from a stale one.
-
-    Args:
-        destination: absolute.
-    """
-
-    def __init__(self, destination: Path) -> None:
-        self._path = f"{destination}.partial.lock"
-        self._descriptor: int | None = None
-
-    def acquire(self) -> None:
-        """Raises OutputError, with the owner, if another run has it."""
-        host = socket.gethostname()
-        while True:
-            with writing(self._path):
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_free = True
-            except OSError:
-                is_free = False
-            owner = _read_owner(descriptor)
-            if not is_free or owner.get("host", host) != host:
-                os.close(descriptor)
-                raise OutputError(
-                    f"process {owner.get('pid')} on {owner.get('host')} is at work on this "
-                    f"destination. Wait for it; if it is no more, delete {self._path}."
-                )
-            if _is_same_file(descriptor, self._path):
-                break
-            os.close(descriptor)  # it was removed between open and flock
-        self._descriptor = descriptor
-        with writing(self._path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"host": host, "pid": os.getpid()}).encode(), 0)
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-            os.close(self._descriptor)
-            self._descriptor = None
+_PREPARED = "decision.json"
 
 
 class Partial:
-    """The unfinished result of a plan.
+    """The unfinished result of a task.
 
     Args:
-        plan: what to do.
+        task: what to do.
         destination: absolute.
-        layout: of the masks; None: none are wanted.
+
+    Attributes:
+        folder: where the result grows.
+        work: the folder of journals in it.
+        lock: held from :meth:`start` on.
+        is_open: whether the folder is known to be this task's.
     """
 
-    def __init__(self, plan: Plan, destination: Path, layout: MaskLayout | None) -> None:
-        self._plan = plan
+    def __init__(self, task: Task, destination: Path) -> None:
+        self._task = task
         self._destination = destination
-        self._layout = layout
-        self.folder = destination.with_name(f"{destination.name}.partial-{plan.digest[:16]}")
+        self.folder = destination.with_name(f"{destination.name}.partial-{task.digest[:16]}")
         self.work = self.folder / _WORK
         self.lock = Lock(destination)
+        self._aside = self.folder.with_name(self.folder.name + ".work")
+        self._texts: list[str] = []
+        self.is_open = False
 
-    def start(self) -> dict[str, Any]:
+    def start(self, take_over: bool) -> dict[str, Any]:
         """Take the lock, make all files or find them; what is done already, as JSON.
 
+        Returns:
+            ``finished``: the texts of the report and of its run if this very task has made the
+            destination; None if there is something to do, and then ``run``, a number for the
+            journals; ``done``, number and checksums of units whose files are there; ``num_lost``,
+            units whose files are not; ``prepared``, as it was given to :meth:`write_prepared`.
+
         Raises:
-            OutputError: the destination exists or is in use, another plan is half done
-                there, or there is not enough room.
+            OutputError: the destination exists or is in use, another task is half done there,
+                something is in the way, or there is not enough room.
         """
-        check_place(self._plan.checkpoint.place, self._destination)
-        self.lock.acquire()
+        check_place(self._task.checkpoint.place, self._destination)
+        finished = self._find_finished()
+        if finished is not None:
+            self._remove_remains()
+            return {"finished": finished}
         check_free(self._destination)
-        others = [
-            name
-            for name in os.listdir(self._destination.parent)
-            if name.startswith(f"{self._destination.name}.partial-") and name != self.folder.name
-        ]
-        if others:
-            raise OutputError(
-                f"{self._destination.parent / others[0]} is the unfinished result of another "
-                "recipe or source, or of a source that has changed since. Finish it with the "
-                "command that began it, delete it, or choose another destination."
-            )
-        if (self.folder / REPORT_FILE).exists():
-            return {"is_complete": True}
-        with writing(self.folder):
-            make_folders(self._plan.checkpoint.folders, self.folder)
-            self.work.mkdir(parents=True, exist_ok=True)
+        self.lock.acquire(take_over)
+        check_free(self._destination)
+        self._check_others()
+        self._open_folder()
+        prepared, done, num_lost = self._find_done()
         self._allocate()
-        journals = sorted(self.work.glob("done-*.jsonl"))
         return {
-            "is_complete": False,
-            "run": len(journals),
-            "done": [record["unit"] for record in self.records()],
-            "decision": self._read_decision(),
+            "finished": None,
+            "run": next_run(self.work),
+            "done": done,
+            "num_lost": num_lost,
+            "prepared": prepared,
         }
 
-    def write_decision(self, decision: Decision) -> None:
-        write_atomically(self.work / "decision.json", json.dumps(asdict(decision)).encode())
+    def write_prepared(self, value: Any) -> None:
+        """Keep what all units need, for the next run."""
+        line = sealed(value, self._task.digest) + "\n"
+        write_atomically(self.work / _PREPARED, line.encode())
 
     def records(self) -> list[dict[str, Any]]:
-        """Of all units that are done, by whatever rank and run; each unit once."""
-        found: dict[int, dict[str, Any]] = {}
-        for path in sorted(self.work.glob("done-*.jsonl")):
-            found |= {record["unit"]: record for record in _read_records(path)}
-        return [found[unit] for unit in sorted(found)]
-
-    def complete(self, report: Report) -> None:
-        """Write the report: from here on only :meth:`publish` is left.
+        """Of all units, in order.
 
         Raises:
-            CheckpointError: the source has changed since the plan was made.
+            OutputError: some are missing, though all were done.
+        """
+        found = read_records(self.work, self._task.digest)
+        missing = [unit for unit in range(len(self._task.units)) if unit not in found]
+        if missing:
+            raise OutputError(
+                f"{self.work} has no record of {len(missing)} of {len(self._task.units)} units, "
+                f"such as unit {missing[0]}, which this run has done or found done; it was changed "
+                "during the run. Run the same command again: it does what is missing."
+            )
+        return [found[unit] for unit in range(len(self._task.units))]
+
+    def complete(self, recipe: bytes, run: bytes, report: bytes) -> None:
+        """Write what belongs beside the masks: from here on only :meth:`publish` is left.
+
+        Raises:
+            CheckpointError: the source has changed since it was looked at.
             OutputError: it cannot be written.
         """
-        check_unchanged(self._plan)
-        write_atomically(self.folder / RECIPE_FILE, self._plan.recipe.to_yaml().encode())
-        write_atomically(self.folder / RUN_FILE, report.run_json())
+        check_unchanged(self._task.checkpoint)
+        write_atomically(self.folder / RECIPE_FILE, recipe)
+        write_atomically(self.folder / RUN_FILE, run)
         with writing(self.folder):
             for folder, _, _ in os.walk(self.folder):
                 sync_folder(folder)
-        write_atomically(self.folder / REPORT_FILE, report.result_json())
+        write_atomically(self.folder / REPORT_FILE, report)
+        self._texts = [report.decode(), run.decode()]
 
     def publish(self) -> list[str]:
-        """Make it the destination; the texts of the report.
+        """Make it the destination; the texts of the report and of its run.
 
         Raises:
-            OutputError: the destination was taken meanwhile, or cannot be written.
+            OutputError: the destination was taken meanwhile, another run has taken over, a file
+                was changed, or something cannot be written.
         """
+        self.lock.confirm()
+        self._check_contents(is_complete=True)
+        check_free(self._destination)
         with writing(self._destination):
-            texts = [(self.folder / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
-            shutil.rmtree(self.work, ignore_errors=True)
+            self._remove(self._aside)
+            os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
-            check_free(self._destination)
+            # From its owner's alone to what the source's folder is like.
+            os.chmod(self.folder, top_mode(self._task.checkpoint.folders))
             os.rename(self.folder, self._destination)
             sync_folder(self._destination.parent)
-        return texts
+        shutil.rmtree(self._aside, ignore_errors=True)
+        return self._texts
 
-    def discard(self) -> None:
-        """Give up: what there is can never be finished."""
+    def discard(self, *, only_if_empty: bool = False) -> None:
+        """Give up what there is.
+
+        Args:
+            only_if_empty: nothing if a unit is done, or something was prepared.
+        """
+        if not self.is_open or (only_if_empty and self._num_done()):
+            return
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def left(self) -> str:
+        """A sentence: what is on the disk after a stop, and what to do with it."""
+        if not self.folder.is_dir():
+            return "Nothing of it is left on the disk."
+        done = sum(self._task.units[unit].num_bytes for unit in self._done_units())
+        return (
+            f"{self.folder} keeps what is done, {sized(done)} of {sized(self._task.num_bytes)}, "
+            f"and takes {sized(num_bytes_on_disk(self.folder))} of the disk: run the same command "
+            f"again to go on from there, or {DISCARD_HINT}."
+        )
+
+    def _find_finished(self) -> list[str] | None:
+        """The texts of the report if the destination is what this task makes."""
+        try:
+            texts = [(self._destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
+            report, run = (json.loads(text) for text in texts)
+            sizes = self._task.sizes
+            found = {name: os.stat(self._destination / name).st_size for name in sizes}
+        except (OSError, ValueError, RecursionError):
+            return None
+        is_ours = (
+            isinstance(report, dict)
+            and isinstance(run, dict)
+            and (report.get("status"), report.get("digest")) == ("complete", self._task.digest)
+        )
+        return texts if is_ours and found == sizes else None
+
+    def _remove_remains(self) -> None:
+        """Of a run that was killed between the last rename and its end, if it is no more."""
+        if os.path.lexists(self.lock.path) or os.path.lexists(self._aside):
+            with contextlib.suppress(OutputError):
+                self.lock.acquire()
+                self._remove(self._aside)
+
+    def _check_others(self) -> None:
+        own = (self.folder.name, self._aside.name)
+        others = [path for path in partial_folders(self._destination) if path.name not in own]
+        if others:
+            raise OutputError(
+                f"{others[0]} is the unfinished result of another "
+                "recipe or source, or of a source that has changed since. Finish it with the "
+                f"command that began it, {DISCARD_HINT}, or choose another destination."
+            )
+
+    def _open_folder(self) -> None:
+        """Make the folder, or check the one that is there."""
+        for path in (self.folder, self._aside):
+            if os.path.lexists(path):
+                check_own_folder(path)
+        with writing(self.folder):
+            if not self.folder.exists():
+                self.folder.mkdir(mode=0o700)
+            if self._aside.exists():
+                if self.work.exists():  # of another run, before this one
+                    self._remove(self._aside)
+                else:  # killed, or failed, just before the last rename
+                    os.rename(self._aside, self.work)
+            os.chmod(self.folder, 0o700)
+        self._check_contents()
+        self.is_open = True
+        with writing(self.folder):
+            make_folders(self._task.checkpoint.folders, self.folder)
+            self.work.mkdir(parents=True, exist_ok=True)
+
+    def _check_contents(self, *, is_complete: bool = False) -> None:
+        """Raise OutputError for what no run of this task writes.
+
+        Args:
+            is_complete: every file has to be there as well, and in its size.
+        """
+        sizes = self._task.sizes
+        files = {*sizes, RECIPE_FILE, REPORT_FILE, RUN_FILE}
+        small = {RECIPE_FILE + NEW, REPORT_FILE + NEW, RUN_FILE + NEW}
+        work = {f"{_WORK}/{_PREPARED}", f"{_WORK}/{_PREPARED}{NEW}"}
+        folders = {str(up) for name in (*files, *work) for up in Path(name).parents}
+        folders |= {name for name, _ in self._task.checkpoint.folders}
+        with writing(self.folder):
+            for folder, inner, names in os.walk(self.folder, onerror=_raise):
+                where = Path(folder)
+                for name in inner:
+                    check_own_folder(where / name)
+                    if str((where / name).relative_to(self.folder)) not in folders:
+                        raise self._unknown(where / name)
+                for name in names:
+                    path = where / name
+                    check_own_file(str(path), path)
+                    inside = str(path.relative_to(self.folder))
+                    is_noted = where == self.work and is_journal(name)
+                    if not is_noted and inside not in files | small | work:
+                        raise self._unknown(path)
+            if is_complete:
+                for name, size in sizes.items():
+                    found = os.stat(self.folder / name).st_size
+                    if found != size:
+                        raise OutputError(
+                            f"{self.folder / name} has {found} bytes; expected {size}. It was "
+                            "changed during the run. Run the same command again: it does that file "
+                            "again."
+                        )
+
+    def _unknown(self, path: Path) -> OutputError:
+        return OutputError(
+            f"{path} was not written by distprune; expected only files of the result, since all "
+            f"that is there is published. Remove it, or {DISCARD_HINT}."
+        )
+
+    def _find_done(self) -> tuple[Any, list[tuple[int, dict[str, int]]], int]:
+        """What was prepared; units that are done, with checksums; how many lost a file."""
+        sizes = self._task.sizes
+        is_there = {}
+        for name, size in sizes.items():
+            try:
+                is_there[name] = os.lstat(self.folder / name).st_size == size
+            except OSError:
+                is_there[name] = False
+        try:
+            line = read_small(self.work / _PREPARED)
+        except OSError:
+            prepared = None
+        else:
+            prepared = unsealed(line, self._task.digest)
+            if prepared is None:  # edited: nobody knows what the units were made from
+                return None, [], len(self._done_units())
+        records = read_records(self.work, self._task.digest)
+        done, num_lost = [], 0
+        for number, record in sorted(records.items()):
+            if not 0 <= number < len(self._task.units):
+                continue
+            if all(is_there[name] for name in self._task.ranges(self._task.units[number])):
+                done.append((number, record.get("crc32", {})))
+            else:
+                num_lost += 1
+        return prepared, done, num_lost
+
+    def _done_units(self) -> set[int]:
+        try:
+            found = read_records(self.work, self._task.digest)
+        except OSError:
+            return set()
+        return {unit for unit in found if 0 <= unit < len(self._task.units)} if found else set()
+
+    def _num_done(self) -> int:
+        return len(self._done_units()) + (self.work / _PREPARED).exists()
+
     def _allocate(self) -> None:
-        checkpoint = self._plan.checkpoint
-        sizes = {file.name: file.size for file in (*checkpoint.files, *checkpoint.others)}
-        modes = {file.name: file.mode for file in (*checkpoint.files, *checkpoint.others)}
-        if self._layout is not None:
-            sizes[MASK_FILE] = self._layout.size
-            modes[MASK_FILE] = mask_mode(checkpoint.files)
+        sizes = self._task.sizes
         missing = sum(_missing(self.folder / name, size) for name, size in sizes.items())
         with writing(self.folder):
             disk = os.statvfs(self.folder)
@@ -204,106 +338,27 @@ class Partial:
                 f"{self._destination} needs {missing:,} more bytes, but {free:,} are free there. "
                 "Make room and run the same command again, or choose another destination."
             )
+        modes = self._task.modes
         for name, size in sizes.items():
-            allocate(str(self.folder / name), size, modes[name])
-        if self._layout is not None:
-            files = OpenFiles(os.O_RDWR)
+            path = self.folder / name
+            with writing(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            allocate(str(path), size, modes[name])
+        layout = self._task.layout
+        if layout is not None:
+            files = OpenFiles(WRITE)
             try:
-                write_from(files, str(self.folder / MASK_FILE), 0, self._layout.header)
+                write_from(files, str(self.folder / MASK_FILE), 0, layout.header)
                 files.sync()
             finally:
                 files.close()
 
-    def _read_decision(self) -> dict[str, Any] | None:
-        path = self.work / "decision.json"
-        return json.loads(path.read_bytes()) if path.exists() else None
-
-
-class Journal:
-    """What one rank has done in one run: a line for each unit, written once its bytes are safe.
-
-    Args:
-        work: the folder for it.
-        run: number of the run, a new one each time.
-        rank: this rank's.
-        outputs: what to sync first.
-    """
-
-    def __init__(self, work: Path, run: int, rank: int, outputs: OpenFiles) -> None:
-        self._path = work / f"done-{run:04d}-{rank:04d}.jsonl"
-        self._outputs = outputs
-        self._pending: list[str] = []
-        self._num_bytes = 0
-
-    def add(self, record: dict[str, Any], num_bytes: int) -> None:
-        """A unit is done."""
-        self._pending.append(json.dumps(record))
-        self._num_bytes += num_bytes
-        if self._num_bytes >= _FLUSH_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Make all that was added survive a loss of power.
-
-        Raises:
-            OutputError: the disk could not take it.
-        """
-        if not self._pending:
-            return
-        self._outputs.sync()
-        lines = "".join(line + "\n" for line in self._pending).encode()
-        with writing(self._path), open(self._path, "ab") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        self._pending, self._num_bytes = [], 0
-
-
-def check_free(destination: Path) -> None:
-    """Raise OutputError if the destination exists."""
-    if os.path.lexists(destination):
-        is_done = (destination / REPORT_FILE).exists()
-        found = "holds a finished result of distprune" if is_done else "exists"
-        raise OutputError(
-            f"{destination} {found}; expected a name that is free. Delete it, or choose another."
-        )
-
-
-def check_place(source: str, destination: Path) -> None:
-    """Raise OutputError if the destination is the source, lies inside it, or in no folder."""
-    inside, around = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
-    if inside == around or around in inside.parents:
-        raise OutputError(
-            f"{destination} lies inside the source {source}; expected a place outside of it."
-        )
-    if not destination.parent.is_dir():
-        raise OutputError(f"{destination.parent} is no folder; make it first.")
-
-
-def check_unchanged(plan: Plan) -> None:
-    """Raise CheckpointError if a file of the source is not as it was when the plan was made."""
-    changed = []
-    for file in (*plan.checkpoint.files, *plan.checkpoint.others):
-        try:
-            info = os.stat(file.path)
-        except OSError:
-            changed.append(f"{file.name} is gone.")
-            continue
-        if (info.st_size, info.st_mtime_ns) != (file.size, file.mtime_ns):
-            changed.append(f"{file.name} has changed.")
-    if changed:
-        raise CheckpointError(
-            f"{plan.checkpoint.folder} has changed since its headers were read; expected a source "
-            "that stays as it is:",
-            changed,
-        )
-
-
-def _read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a journal; the last one may be cut off."""
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+    def _remove(self, folder: Path) -> None:
+        """A folder of this task's, if it is there."""
+        if os.path.lexists(folder):
+            check_own_folder(folder)
+            with writing(folder):
+                shutil.rmtree(folder)
 
 
 def _missing(path: Path, size: int) -> int:
@@ -311,16 +366,5 @@ def _missing(path: Path, size: int) -> int:
     return max(size - path.stat().st_blocks * 512, 0) if path.exists() else size
 
 
-def _read_owner(descriptor: int) -> dict[str, Any]:
-    try:
-        owner = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _is_same_file(descriptor: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _raise(error: OSError) -> None:
+    raise error

@@ -32,3 +32,14 @@ def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
 def mask_mode(files: Iterable[WeightFile]) -> int:
     """Permissions of the masks: whoever may read all of the weights may read them."""
     return functools.reduce(operator.and_, (file.mode for file in files), 0o666)
+
+
+def top_mode(folders: Iterable[tuple[str, int]]) -> int:
+    """Permissions of the result's own folder, the umask taken off.
+
+    Args:
+        folders: as for :func:`make_folders`.
+    """
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return (dict(folders).get("", 0o777) & ~umask) | 0o700

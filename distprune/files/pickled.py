@@ -41,7 +41,7 @@ from distprune.files.listing import (
     outside_problem,
     unreadable,
 )
-from distprune.files.partial import Lock, check_free, check_place
+from distprune.files.locking import Lock
 from distprune.files.permissions import make_folders
 from distprune.files.pickled_names import (
     WANTED,
@@ -50,6 +50,7 @@ from distprune.files.pickled_names import (
     locate_pickles,
     output_name,
 )
+from distprune.files.placing import check_free, check_place
 from distprune.files.unpickling import DTYPES, Unpickled, unpickle
 
 _PIECE = 16 << 20  # bytes

@@ -1,41 +1,32 @@
 """``prune``: carry out a plan, on one process or on all ranks together.
 
- plan --units--> deciding --threshold and quotas--> rewriting --> partial folder --> destination
-                 (scope "global")                 (each unit once)      (one rename)
-
-[Note: resume] Units and the decision depend on the plan alone. A unit that was done is noted once
-its bytes are on the disk; one that was not is done again from the source, which is never changed.
-So whatever was interrupted, and with whatever number of ranks it goes on, the bytes are the same.
+plan --units--> deciding --threshold and quotas--> rewriting --> partial folder --> destination
+                (scope "global")                 (each unit once)      (one rename)
 """
 
 from __future__ import annotations
 
 import functools
-import platform
-import resource
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from distprune.collectives import Communicator, attempt, world
-from distprune.files.deciding import Decision, decide
+from distprune.collectives import Communicator, world
+from distprune.files.deciding import Decision, bytes_to_count, decide
 from distprune.files.destination import resolve_destination
-from distprune.files.errors import NaNError, SelectionError
-from distprune.files.masks import MaskLayout, mask_layout
-from distprune.files.partial import Journal, Partial
+from distprune.files.disk import OpenFiles
+from distprune.files.masks import mask_layout
+from distprune.files.partial import Partial
 from distprune.files.planning import Plan, plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import Report, RunFacts, make_report, parse_report
+from distprune.files.resuming import carry_out, versions
 from distprune.files.rewriting import Rewriter
 from distprune.files.streaming import Source
+from distprune.files.task import Task
 from distprune.files.team import Progress, Team
-from distprune.files.units import Unit, copy_units, prune_units, share_out
+from distprune.files.units import copy_units, prune_units
 
 
 def plan_together(
@@ -62,6 +53,8 @@ def prune(
     communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    take_over: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Report:
     """Write a pruned copy of a checkpoint.
 
@@ -71,7 +64,9 @@ def prune(
     of ranks.
 
     The destination appears by one rename at the end, or not at all. What an interrupted run leaves
-    (``destination.partial-...``) is taken up by the next call with the same plan.
+    (``destination.partial-...``) is compared with its checksums and taken up by the next call with
+    the same plan; :func:`distprune.files.placing.discard` removes it. If this very plan has made
+    the destination already, nothing is done.
 
     Args:
         plan: what to do; the same on every rank.
@@ -80,6 +75,9 @@ def prune(
             this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
         stop: asked after every few megabytes; True on any rank stops all of them.
+        take_over: do not wait for two minutes until a run of another machine that left its lock
+            behind counts as gone. A run that is at work after all stops with an error.
+        tell: is given sentences for the user: that a run goes on, or that all is done.
 
     Returns:
         The report, the same on every rank.
@@ -88,14 +86,15 @@ def prune(
         NaNError: a NaN in a selected tensor.
         SelectionError: more is to be pruned than there are numbers.
         CheckpointError: the source cannot be read, or has changed.
-        OutputError: the destination is taken, or the disk full.
+        OutputError: the destination is taken or in use, something is in the way, or the disk full.
         RanksError: the ranks were called with different plans, or one was lost.
         Interrupted: ``stop`` said so.
-        On every rank, but for a lost one.
+        On every rank, but for a lost one. The text says what is left on the disk.
 
     Cost: reads 16-bit weights twice and writes them once (fp32 three times in scope "global"; row
-    and N:M once); a few hundred megabytes of memory per process, whatever the size. Communication:
-    an all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
+    and N:M once), and reads once what an interrupted run had done; a few hundred megabytes of
+    memory per process, whatever the size. Communication: an all-reduce of 32 bytes twice a second,
+    and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
@@ -104,101 +103,62 @@ def prune(
     if plan.recipe.masks:
         entries = [tensor.entry for tensor in plan.tensors]
         layout = mask_layout(entries, plan.checkpoint.files)
-    partial = Partial(plan, target, layout)
-    source = Source(plan)
+    task = Task(
+        checkpoint=plan.checkpoint,
+        digest=plan.digest,
+        tensors=[tensor.entry for tensor in plan.tensors],
+        make_units=lambda: [*prune_units(plan), *copy_units(plan)],
+        layout=layout,
+    )
+    work = _Pruning(team, plan, task)
     try:
-        state = team.from_leader(partial.start)
-        if not state["is_complete"]:
-            _Run(team, plan, partial, source, state).work(layout)
-        return parse_report(*team.from_leader(partial.publish))
-    except (NaNError, SelectionError):
-        team.check(None)  # until every rank has closed its files
-        if team.is_leader:  # the same plan would fail again
-            partial.discard()
-        raise
+        return parse_report(*carry_out(team, task, work, target, take_over=take_over, tell=tell))
     finally:
-        source.close()
-        partial.lock.release()
+        work.close()
 
 
-class _Run:
-    """One call of :func:`prune` that has something left to do.
+class _Pruning:
+    """How a plan is carried out; see ``resuming.Work``."""
 
-    Args:
-        state: as ``Partial.start`` returned it, the same on every rank.
-    """
-
-    def __init__(
-        self, team: Team, plan: Plan, partial: Partial, source: Source, state: dict[str, Any]
-    ) -> None:
+    def __init__(self, team: Team, plan: Plan, task: Task) -> None:
         self._team = team
         self._plan = plan
-        self._partial = partial
-        self._source = source
-        self._state = state
+        self._task = task
+        self._source = Source(plan)
         self._prune_units = prune_units(plan)
-        self._units: list[Unit] = [*self._prune_units, *copy_units(plan)]
+        self._decision: Decision | None = None
 
-    def work(self, layout: MaskLayout | None) -> None:
-        """All that comes before the rename."""
-        began = time.monotonic()
-        decision = self._decide()
-        decided = time.monotonic()
-        self._write(layout, decision)
-        seconds = {"count": decided - began, "write": time.monotonic() - decided}
-        peaks = torch.zeros(self._team.size, dtype=torch.int64)
-        peaks[self._team.index] = _peak_rss_bytes()
-        run = RunFacts(
-            num_ranks=self._team.size,
-            seconds={phase: round(value, 3) for phase, value in seconds.items()},
-            peak_rss_bytes=self._team.sum(peaks).tolist(),
-            num_bytes=sum(unit.num_bytes for unit in self._units),
-            versions=_versions(),
-        )
-        self._team.from_leader(self._complete, decision, run)
+    @property
+    def sources(self) -> OpenFiles:
+        return self._source.files
 
-    def _decide(self) -> Decision | None:
+    @property
+    def _is_ranked_together(self) -> bool:
+        return any(group.recipe.is_together for group in self._plan.groups)
+
+    def bytes_to_prepare(self) -> int:
+        return bytes_to_count(self._plan, self._source, self._prune_units)
+
+    def prepare(self, partial: Partial, prepared: Any) -> None:
         """Of tensors that are ranked together: where the ranking is cut; found once per plan."""
-        if not any(group.recipe.is_together for group in self._plan.groups):
-            return None
-        if self._state["decision"] is not None:
-            return Decision(**self._state["decision"])
-        decision = decide(self._team, self._plan, self._source, self._prune_units)
-        self._team.from_leader(self._partial.write_decision, decision)
-        return decision
+        if not self._is_ranked_together:
+            return
+        if prepared is not None:
+            self._decision = Decision(**prepared)
+            return
+        self._decision = decide(self._team, self._plan, self._source, self._prune_units)
+        self._team.from_leader(partial.write_prepared, asdict(self._decision))
 
-    def _write(self, layout: MaskLayout | None, decision: Decision | None) -> None:
-        done = set(self._state["done"])
-        left = [(i, unit) for i, unit in enumerate(self._units) if i not in done]
-        mine = share_out(left, self._team.size)[self._team.index]
-        folder = self._partial.folder
-        rewriter = Rewriter(self._plan, self._source, folder, layout, decision)
-        journal = Journal(
-            self._partial.work, self._state["run"], self._team.index, rewriter.outputs
-        )
-        total = sum(unit.num_bytes for unit in self._units)
-        num_done = total - sum(unit.num_bytes for _, unit in left)
-        try:
-            try:
-                self._team.work(self._steps(mine, rewriter, journal), "write", num_done, total)
-            finally:
-                # What is done counts, whatever stopped the rest; an error here comes second.
-                _, error = attempt(journal.flush)
-            self._team.check(error)
-        finally:
-            rewriter.outputs.close()
+    def worker(self, folder: Path) -> Rewriter:
+        return Rewriter(self._plan, self._source, folder, self._task.layout, self._decision)
 
-    def _steps(self, mine: list[int], rewriter: Rewriter, journal: Journal) -> Iterator[int]:
-        for number in mine:
-            unit = self._units[number]
-            yield from rewriter.do(number, unit)
-            journal.add({"unit": number, **rewriter.record()}, unit.num_bytes)
+    def complete(self, partial: Partial, run: RunFacts) -> None:
+        report = make_report(self._plan, self._source, self._decision, partial.records(), run)
+        recipe = self._plan.recipe.to_yaml().encode()
+        partial.complete(recipe, report.run_json(), report.result_json())
 
-    def _complete(self, decision: Decision | None, run: RunFacts) -> None:
-        records = self._partial.records()
-        assert [record["unit"] for record in records] == list(range(len(self._units)))
-        report = make_report(self._plan, self._source, decision, records, run)
-        self._partial.complete(report)
+    def close(self) -> None:
+        self._source.close()
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
@@ -208,24 +168,10 @@ def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
         (f"source {file.name!a}", f"{file.size} bytes, header {file.header_crc:08x}")
         for file in plan.checkpoint.files
     ]
-    versions = list(_versions().items())
     return [
         ("destination", ascii(str(target))),
         *recipe,
-        *versions,
+        *versions().items(),
         *sources,
         ("plan", plan.digest),
     ]
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-    }
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

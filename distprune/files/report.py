@@ -10,7 +10,7 @@ from typing import Any
 
 from distprune.files.checkpoint import SIDECAR
 from distprune.files.deciding import Decision
-from distprune.files.errors import CheckpointError, FilesError
+from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.planning import Plan
 from distprune.files.streaming import Source
 from distprune.files.warning import Outcome, warnings_about
@@ -90,7 +90,7 @@ class RunFacts:
 
     Attributes:
         num_ranks: of the run that finished it.
-        seconds: of that run, by phase: "count" and "write".
+        seconds: of that run, by phase: "check" if it went on, "count" and "write".
         peak_rss_bytes: of each of its ranks.
         num_bytes: that were written, over all runs, masks aside.
         versions: of Python, torch and numpy.
@@ -162,6 +162,9 @@ def make_report(
 
     Args:
         records: of all units, each once, as they are in the journals.
+
+    Raises:
+        OutputError: they do not add up to what was planned.
     """
     pruned, num_nan, zero = (_gathered(records, what) for what in ("pruned", "nan", "zero"))
     tensors = []
@@ -229,9 +232,10 @@ def _group_report(
     group = plan.groups[index]
     num_pruned = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
     if num_pruned != group.num_to_prune:
-        raise FilesError(
-            f"{num_pruned} elements of group {index} were pruned, and {group.num_to_prune} were to "
-            "be: the unfinished result was changed, or this is a defect. Delete it, and run again."
+        raise OutputError(
+            f"the records of what was done say that {num_pruned} elements were pruned; the plan "
+            f"says {group.num_to_prune}. They were changed during the run, and nothing is "
+            "published. Run the same command with --discard, and then again without."
         )
     cut = None if decision is None else decision.cuts[index]
     return GroupReport(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from distprune.files.cutting import Cutting
 from distprune.files.deciding import Decision
-from distprune.files.disk import OpenFiles, copy_range, write_from
+from distprune.files.disk import WRITE, OpenFiles, copy_range, write_from
 from distprune.files.errors import SelectionError
 from distprune.files.groups import Groups, groups_of
 from distprune.files.masks import MASK_FILE, MaskLayout, MaskWriter
@@ -43,7 +42,7 @@ class Rewriter:
         layout: MaskLayout | None,
         decision: Decision | None,
     ) -> None:
-        self.outputs = OpenFiles(os.O_RDWR)
+        self.outputs = OpenFiles(WRITE)
         self._plan = plan
         self._source = source
         self._folder = folder

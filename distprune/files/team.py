@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -41,31 +42,62 @@ _KINDS = {
 _ROUND_SECONDS = 0.5
 
 
+# The rate that is shown is that of the last half minute.
+_RATE_SECONDS = 30.0
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far all ranks together are.
 
     Attributes:
-        phase: "count" or "write".
-        num_bytes: done in this phase, over all ranks.
-        total_bytes: of this phase.
-        seconds: since the phase began.
+        phase: "check" what is there, "count" or "write".
+        num_bytes: done, of all phases, by this run and those before it.
+        total_bytes: of all phases.
+        bytes_per_second: of this run, lately.
     """
 
     phase: str
     num_bytes: int
     total_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+    bytes_per_second: float
 
     @property
     def seconds_left(self) -> float | None:
         """None as long as nothing is known."""
         rate = self.bytes_per_second
         return (self.total_bytes - self.num_bytes) / rate if rate else None
+
+
+class Pace:
+    """How fast something goes, lately.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque()
+        self._total = 0
+
+    def begin(self) -> None:
+        """Work starts now; the time since the last piece is not counted."""
+        self._seen.clear()
+        self._seen.append((self._clock(), self._total))
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes have been dealt with since the last call."""
+        now = self._clock()
+        self._total += num_bytes
+        self._seen.append((now, self._total))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _RATE_SECONDS:
+            self._seen.popleft()
+
+    @property
+    def bytes_per_second(self) -> float:
+        (first, before), (last, after) = self._seen[0], self._seen[-1]
+        return (after - before) / (last - first) if last > first else 0.0
 
 
 class Team:
@@ -88,6 +120,9 @@ class Team:
         self._communicator = communicator
         self._progress = progress
         self._stop = stop or (lambda: False)
+        self._pace = Pace()
+        self._totals: dict[str, int] = {}
+        self._done: dict[str, int] = {}
 
     @property
     def is_leader(self) -> bool:
@@ -137,20 +172,33 @@ class Team:
             )
         return json.loads(texts[0])
 
+    def expect(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
+        """Say before it begins how much a phase will be, so that the progress is of the whole.
+
+        Args:
+            phase: as :meth:`work` is going to call it.
+            total_bytes: of the phase, over all ranks.
+            num_done: of these, by an earlier run.
+        """
+        self._totals[phase] = total_bytes
+        self._done[phase] = num_done
+
     def work(self, steps: Iterator[int], phase: str, num_done: int, total_bytes: int) -> None:
         """Run steps on every rank until all have finished.
 
         Args:
             steps: this rank's; each yields the bytes that it has dealt with.
             phase: for the progress.
-            num_done: bytes of an earlier run, the same on every rank.
+            num_done: bytes of the phase that were done before, the same on every rank.
             total_bytes: of the phase, over all ranks.
 
         Raises:
             Interrupted: a rank was asked to stop; on every rank.
             Exception: the first failing rank's, on every rank.
         """
-        began = time.monotonic()
+        self._pace.begin()
+        self.expect(phase, total_bytes, num_done)
+        before = 0
         mine, is_finished = 0, False
         error: Exception | None = None
         while True:
@@ -170,12 +218,18 @@ class Team:
             if failed:
                 self.check(error)
             if stopped:
-                raise Interrupted("stopped as asked; run the same command again to go on.")
+                raise Interrupted("stopped as asked.")
+            self._pace.add(num_bytes - before)
+            before = num_bytes
+            self._done[phase] = num_done + num_bytes
             if self._progress is not None:
-                seconds = time.monotonic() - began
-                self._progress(Progress(phase, num_done + num_bytes, total_bytes, seconds))
+                self._progress(self._state(phase))
             if not unfinished:
                 return
+
+    def _state(self, phase: str) -> Progress:
+        done, total = sum(self._done.values()), sum(self._totals.values())
+        return Progress(phase, done, total, self._pace.bytes_per_second)
 
 
 def _packed(error: Exception, rank: int) -> str:

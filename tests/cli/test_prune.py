@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -155,10 +156,14 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     ]
     process = start(*command, *nproc)
     assert process.stderr.readline().startswith("Prunes")
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("out.partial-*/distprune/work/decision.json")):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.01)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert "run the same command again" in err and "Traceback" not in err
+    assert "run the same command again to go on" in err and "Traceback" not in err
     names = {path.name for path in tmp_path.iterdir()}
     assert "out" not in names and len(names) == 2  # the source, and what is done so far
 
@@ -219,9 +224,9 @@ def test_options_are_taken_out_of_a_command_line():
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
-    half = Progress("write", 3 * 10**9, 6 * 10**9, seconds=60.0)
+    half = Progress("write", 3 * 10**9, 6 * 10**9, bytes_per_second=50e6)
     assert progress.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 1:00 left"
-    assert progress.describe(Progress("write", 0, 10, 1.0)) == "0 B of 10 B"
+    assert progress.describe(Progress("write", 0, 10, 0.0)) == "0 B of 10 B"
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     written = {}

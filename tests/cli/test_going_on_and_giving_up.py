@@ -1,0 +1,127 @@
+"""``prune`` and ``apply`` after a stop, as a user meets it: messages, --discard, --take-over."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from commands import start
+
+from distprune.files.partial import Partial
+from small_units import small_units
+from tiny_checkpoints import save, tree_digest
+
+RUN = ("distprune/run.json",)
+
+
+@pytest.fixture
+def source(tmp_path):
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.weight": torch.randn(16, 16) for i in range(6)}
+    return save(tmp_path / "source", tensors)
+
+
+@pytest.fixture(params=["prune", "apply"])
+def command(request, run, source, tmp_path):
+    """A command, and its destination."""
+    out = tmp_path / "out"
+    if request.param == "prune":
+        return ["prune", source, out, "-s", "0.5"], out
+    masks = tmp_path / "masks"
+    assert run("prune", source, masks, "-s", "0.25").code == 0
+    return ["apply", masks, source, out], out
+
+
+def interrupted(run, command, monkeypatch):
+    """As if SIGTERM came when nearly all is done."""
+
+    def publish(self):
+        from distprune.files.errors import Interrupted
+
+        raise Interrupted("stopped as asked.")
+
+    with monkeypatch.context() as patch, small_units():
+        patch.setattr(Partial, "publish", publish)
+        return run(*command)
+
+
+def test_a_stop_says_what_is_left_and_the_same_command_goes_on(run, command, tmp_path, monkeypatch):
+    command, _out = command
+    done = interrupted(run, command, monkeypatch)
+    assert done.code == 143 and "Traceback" not in done.err
+    (folder,) = tmp_path.glob("out.partial-*")
+    assert str(folder) in done.err and "run the same command again to go on" in done.err
+    assert "--discard" in done.err
+    with small_units():
+        done = run(*command)
+    assert done.code == 0 and "Going on: 6.7 kB of 6.7 kB are done already." in done.err
+
+
+def test_discard_gives_up(run, command, tmp_path, monkeypatch):
+    command, _out = command
+    before = {path.name for path in tmp_path.iterdir()}
+    interrupted(run, command, monkeypatch)
+    done = run(*command, "--discard")
+    assert done.code == 0 and "Removed " in done.out and "of the disk" in done.out
+    assert {path.name for path in tmp_path.iterdir()} == before
+    done = run(*command, "--discard")
+    assert done.code == 0 and "There is no unfinished result" in done.out
+    interrupted(run, command, monkeypatch)
+    found = run(*command, "--discard", "--json").json["discarded"]
+    assert len(found) == 1 and found[0]["num_bytes"] > 5000
+
+
+def test_a_finished_result_is_success_for_the_command_that_made_it(run, command, tmp_path):
+    command, out = command
+    assert run(*command).code == 0
+    before = tree_digest(out)
+    done = run(*command)
+    assert done.code == 0 and "is finished: this command made it before" in done.err
+    assert tree_digest(out) == before
+    assert run(*command, "--discard").code == 0 and tree_digest(out) == before
+    command = [each if each != "0.5" else "0.4" for each in command]
+    if command[0] == "prune":
+        done = run(*command)
+        assert done.code == 4 and "finished result" in done.err and tree_digest(out) == before
+
+
+def test_a_lock_of_a_machine_that_is_gone(run, command, tmp_path):
+    command, _out = command
+    lock = tmp_path / "out.partial.lock"
+    lock.write_text(json.dumps({"host": "gone", "boot": "x", "pid": 7, "token": "t"}))
+    done = run(*command)
+    assert done.code == 4 and "process 7 on gone was at work" in done.err
+    assert "--take-over" in done.err and lock.exists()
+    assert run(*command, "--take-over").code == 0
+    assert not lock.exists()
+
+
+def test_a_lock_of_a_machine_that_is_long_gone_is_no_obstacle(run, command, tmp_path):
+    command, _out = command
+    lock = tmp_path / "out.partial.lock"
+    lock.write_text(json.dumps({"host": "gone", "boot": "x", "pid": 7, "token": "t"}))
+    os.utime(lock, (time.time() - 200,) * 2)
+    assert run(*command).code == 0 and not lock.exists()
+
+
+@pytest.mark.slow
+def test_apply_on_several_processes_writes_the_same_bytes(run, source, tmp_path):
+    assert run("prune", source, tmp_path / "masks", "-s", "0.25").code == 0
+    command = ["apply", tmp_path / "masks", source]
+    assert run(*command, tmp_path / "one").code == 0
+    process = start("-m", "distprune", *command, tmp_path / "two", "--nproc", "2", "--json")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert json.loads(out)["num_pruned"] == 384
+    assert tree_digest(tmp_path / "one", RUN) == tree_digest(tmp_path / "two", RUN)
+    facts = json.loads((tmp_path / "two" / RUN[0]).read_text())
+    assert facts["num_ranks"] == 2
+    process = start("-m", "distprune", *command, tmp_path / "two", "--nproc", "2")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and err.count("is finished") == 1
+
+
+def test_apply_says_what_is_wrong_before_it_starts_processes(run, source, tmp_path):
+    done = run("apply", source, source, tmp_path / "out", "--nproc", "2")
+    assert done.code == 3 and done.err.count("has no masks") == 1

@@ -1,0 +1,288 @@
+"""What an unfinished result holds was damaged between two runs: it is found, and done again."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_checkpoints
+from crashes import Steps
+from distprune.files import planning, pruning
+from distprune.files.errors import Interrupted, OutputError
+from distprune.files.partial import Partial
+from distprune.files.recipe import FileRecipe
+from distprune.testing import run_ranks
+from small_units import small_units
+from tiny_checkpoints import tree_digest
+
+RUN = ("distprune/run.json",)
+WEIGHTS = "model-00001-of-00002.safetensors"
+LAST_WEIGHTS = "model-00002-of-00002.safetensors"
+MASKS = "distprune/masks.safetensors"
+WAYS = {"global": FileRecipe(0.5), "pattern": FileRecipe(pattern="2:4")}
+
+
+@pytest.fixture(autouse=True)
+def many_small_units():
+    with small_units():
+        yield
+
+
+@functools.cache
+def tensors():
+    g = torch.Generator().manual_seed(0)
+    shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
+    return {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    names = list(tensors())
+    halves = ({n: tensors()[n] for n in names[:3]}, {n: tensors()[n] for n in names[3:]})
+    return tiny_checkpoints.save(tmp_path / "source", *halves)
+
+
+def prune(source, target, way="global", **kwargs):
+    return pruning.prune(planning.plan(source, WAYS[way]), target, **kwargs)
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def wanted(source, tmp_path, way):
+    prune(source, tmp_path / "undisturbed", way)
+    return tree_digest(tmp_path / "undisturbed", RUN)
+
+
+def stopped_with_all_units_done(source, target, way):
+    """The unfinished folder."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Partial, "complete", stop)
+        prune(source, target, way)
+    (folder,) = target.parent.glob(f"{target.name}.partial-????????????????")
+    assert len(done_lines(folder)) > 8
+    return folder
+
+
+def stop(*_):
+    raise Interrupted("here")
+
+
+def done_lines(folder):
+    journals = sorted(folder.glob("distprune/work/done-*"))
+    return [line for journal in journals for line in journal.read_text().splitlines()]
+
+
+def delete(path):
+    path.unlink()
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def cut_and_extend(path):
+    size = path.stat().st_size
+    os.truncate(path, size // 3)
+    os.truncate(path, size)
+
+
+def lengthen(path):
+    os.truncate(path, path.stat().st_size + 4096)
+
+
+def flip_a_bit(path):
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 4
+    path.write_bytes(raw)
+
+
+DAMAGE = (delete, empty, cut, cut_and_extend, lengthen, flip_a_bit)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", [WEIGHTS, LAST_WEIGHTS, MASKS, "tokenizer.json"])
+def test_a_damaged_output_is_written_again(source, tmp_path, way, wanted, name, damage):
+    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+    damage(folder / name)
+    prune(source, tmp_path / "target", way)
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+
+
+@small_units()
+def outcome(source, target, way):
+    return prune(source, target, way).num_pruned
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, MASKS])
+def test_ranks_find_damage_together(source, tmp_path, way, wanted, name):
+    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+    cut_and_extend(folder / name)
+    assert len(set(run_ranks(outcome, 3, source, tmp_path / "target", way))) == 1
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+
+
+def test_what_is_whole_is_not_done_again(source, tmp_path, way, wanted):
+    """Without this, doing everything again would pass the tests above."""
+    stopped_with_all_units_done(source, tmp_path / "target", way)
+    with Steps(names=("copy_file_range",)) as copies, Steps(names=("pwrite",)) as writes:
+        prune(source, tmp_path / "target", way)
+    assert copies.count == 0
+    assert writes.count <= 2  # the lock and the header of the masks
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+
+
+def test_only_damaged_units_are_done_again(source, tmp_path, way, wanted):
+    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+    before = len(done_lines(folder))
+    flip_a_bit(folder / LAST_WEIGHTS)
+    seen = []
+
+    def count(self, *_):
+        seen.append(len(done_lines(folder)))
+        raise Interrupted("here")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Partial, "complete", count)
+        prune(source, tmp_path / "target", way)
+    assert seen == [before + 1]
+    prune(source, tmp_path / "target", way)
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+
+
+def edit_a_count(folder):
+    for journal in sorted(folder.glob("distprune/work/done-*")):
+        text = journal.read_text()
+        edited = re.sub(
+            r'("pruned": {"\d+": )(\d+)', lambda m: f"{m[1]}{int(m[2]) + 1}", text, count=1
+        )
+        if edited != text:
+            journal.write_text(edited)
+            return
+    raise AssertionError("no count to edit")
+
+
+def lose_a_line(folder):
+    journal = sorted(folder.glob("distprune/work/done-*"))[0]
+    journal.write_text("\n".join(journal.read_text().splitlines()[1:]) + "\n")
+
+
+def lose_a_journal(folder):
+    sorted(folder.glob("distprune/work/done-*"))[0].unlink()
+
+
+def fill_a_journal_with_zeros(folder):
+    journal = sorted(folder.glob("distprune/work/done-*"))[0]
+    journal.write_bytes(bytes(journal.stat().st_size))
+
+
+def cut_a_journal(folder):
+    cut(sorted(folder.glob("distprune/work/done-*"))[-1])
+
+
+def edit_the_decision(folder):
+    path = folder / "distprune/work/decision.json"
+    if path.exists():
+        text = path.read_text()
+        start = text.index('"threshold": ') + len('"threshold": ')
+        path.write_text(text[:start] + "1" + text[start:])
+
+
+def lose_the_decision(folder):
+    (folder / "distprune/work/decision.json").unlink(missing_ok=True)
+
+
+def forge_a_report(folder):
+    (folder / "distprune/report.json").write_text('{"schema": 1, "status": "complete"}')
+    (folder / "distprune/run.json").write_text('{"schema": 1}')
+    (folder / "distprune/recipe.yaml").write_text("sparsity: 0.9\n")
+    cut_and_extend(folder / WEIGHTS)
+
+
+TAMPERING = (
+    edit_a_count,
+    lose_a_line,
+    lose_a_journal,
+    fill_a_journal_with_zeros,
+    cut_a_journal,
+    edit_the_decision,
+    lose_the_decision,
+    forge_a_report,
+)
+
+
+@pytest.mark.parametrize("tamper", TAMPERING)
+def test_a_tampered_record_is_not_believed(source, tmp_path, way, wanted, tamper):
+    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+    tamper(folder)
+    prune(source, tmp_path / "target", way)
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+
+
+def test_an_edited_report_of_a_complete_folder_is_written_anew(source, tmp_path, way, wanted):
+    target = tmp_path / "target"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Partial, "publish", stop)
+        prune(source, target, way)
+    (folder,) = tmp_path.glob("target.partial-????????????????")
+    path = folder / "distprune/report.json"
+    report = json.loads(path.read_text())
+    report["num_pruned"] -= 1
+    report["tensors"][0]["num_pruned"] -= 1
+    path.write_text(json.dumps(report))
+    prune(source, target, way)
+    assert tree_digest(target, RUN) == wanted
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "undisturbed", "target"}
+
+
+def test_a_file_that_nobody_wrote_is_not_published(source, tmp_path, way):
+    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+    (folder / "model-00003-of-00002.safetensors").write_bytes(b"x")
+    with pytest.raises(OutputError, match="model-00003-of-00002"):
+        prune(source, tmp_path / "target", way)
+    assert not (tmp_path / "target").exists()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[4])
+assert not __debug__ or sys.exit(77)
+from distprune.files import planning, pruning
+from distprune.files.partial import Partial
+from distprune.files.recipe import FileRecipe
+from small_units import small_units
+recipe = FileRecipe(0.5) if sys.argv[3] == "global" else FileRecipe(pattern="2:4")
+with small_units():
+    pruning.prune(planning.plan(sys.argv[1], recipe), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("tamper", [lose_a_line, edit_a_count, forge_a_report])
+def test_python_without_assertions_publishes_nothing_tampered(
+    source, tmp_path, way, wanted, tamper
+):
+    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+    tamper(folder)
+    tests = Path(tiny_checkpoints.__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
+    arguments = [str(each) for each in (source, tmp_path / "target", way, tests)]
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", SCRIPT, *arguments], env=environment, timeout=300
+    )
+    assert done.returncode == 0
+    assert tree_digest(tmp_path / "target", RUN) == wanted
+    shutil.rmtree(tmp_path / "target")
