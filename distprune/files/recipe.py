@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from distprune.files.errors import SelectionError, counted
 
@@ -30,8 +30,13 @@ class FileRecipe:
         seed: of random scores; 0 by default.
         include: globs, or regular expressions after ``re:``, for whole names of tensors; None:
             matrices that are no embedding, head, norm, router, bias or scale.
-        exclude: patterns of tensors to leave alone.
-        min_ndim: tensors of fewer dimensions are left alone.
+        also: patterns of tensors to prune besides what is pruned without ``include``.
+        exclude: patterns of tensors to leave alone, whatever selects them.
+        min_ndim: tensors of fewer dimensions are left alone; those of size 1 do not count.
+        input_dims: by pattern, the dimensions that an output sums over: the one that N:M goes
+            along, and the last ones, if they are the kernel of a convolution. The first pattern
+            that matches counts. For tensors whose layout nothing else tells. Given as a mapping
+            or as pairs; kept as pairs.
         nan: a NaN in a selected tensor is an "error", or is to be kept ("keep").
         masks: whether to write the masks.
 
@@ -45,18 +50,25 @@ class FileRecipe:
     score: Score = "magnitude"
     seed: int | None = None
     include: tuple[str, ...] | None = None
+    also: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     min_ndim: int = 2
+    input_dims: Any = ()
     nan: Literal["error", "keep"] = "error"
     masks: bool = True
 
     def __post_init__(self) -> None:
         problems = [*self._amount_problems(), *self._choice_problems()]
-        for field in ("include", "exclude"):
-            patterns = getattr(self, field)
+        for name in ("include", "also", "exclude"):
+            patterns = getattr(self, name)
             if patterns is not None:
-                problems += _pattern_problems(field, patterns)
-                object.__setattr__(self, field, tuple(patterns))
+                problems += _pattern_problems(name, patterns)
+                object.__setattr__(self, name, tuple(patterns))
+        if self.also and self.include is not None:
+            problems.append(
+                "also adds to what is pruned without include, and include is given; leave one out."
+            )
+        problems += self._dims_problems()
         if not _is_int(self.min_ndim) or self.min_ndim < 1:
             problems.append(f"min_ndim is {self.min_ndim!r}; expected an int >= 1.")
         if not isinstance(self.masks, bool):
@@ -80,9 +92,15 @@ class FileRecipe:
         kept, group = self.pattern.split(":")
         return int(kept), int(group)
 
+    @property
+    def goes_along_inputs(self) -> bool:
+        """Whether it matters along which dimension the inputs of a tensor lie."""
+        return self.pattern is not None or self.scope == "row"
+
     def to_yaml(self) -> str:
         """A YAML file with every field; values are JSON, which YAML contains."""
-        lines = [f"{key}: {json.dumps(value)}" for key, value in asdict(self).items()]
+        values = {**asdict(self), "input_dims": dict(self.input_dims)}
+        lines = [f"{key}: {json.dumps(value)}" for key, value in values.items()]
         return "\n".join(["version: 1", *lines]) + "\n"
 
     def _amount_problems(self) -> list[str]:
@@ -104,6 +122,24 @@ class FileRecipe:
             return [f"sparsity is {sparsity!r}; expected a number from 0 to 1."]
         return []
 
+    def _dims_problems(self) -> list[str]:
+        given, problems, dims_of = self.input_dims, [], {}
+        try:
+            pairs = dict(given).items()
+        except (TypeError, ValueError):
+            return [f"input_dims is {given!r}; expected dimensions by pattern."]
+        for pattern, dims in pairs:
+            problems += _pattern_problems("input_dims", (pattern,))
+            dims = (dims,) if _is_int(dims) else dims
+            if isinstance(dims, (list, tuple)) and dims and all(map(_is_int, dims)):
+                dims_of[pattern] = tuple(dims)
+            else:
+                problems.append(
+                    f"input_dims: {pattern!r} has {dims!r}; expected a dimension, or a list."
+                )
+        object.__setattr__(self, "input_dims", tuple(dims_of.items()))
+        return problems
+
     def _choice_problems(self) -> list[str]:
         choices = {
             "scope": ("global", "layer", "row"),
@@ -111,9 +147,9 @@ class FileRecipe:
             "nan": ("error", "keep"),
         }
         return [
-            f"{field} is {getattr(self, field)!r}; expected one of {', '.join(map(repr, allowed))}."
-            for field, allowed in choices.items()
-            if getattr(self, field) not in allowed
+            f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, allowed))}."
+            for name, allowed in choices.items()
+            if getattr(self, name) not in allowed
         ]
 
 
