@@ -14,7 +14,7 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
 
     Only matrices, and convolutions for patterns along their inputs.
     """
-    names = sorted(names, key=natural_key)
+    names = sorted_names(names)
     scores = _scores(tensors, names, seed)
     if pattern is not None:
         kept, group = map(int, pattern.split(":"))
@@ -29,6 +29,11 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
         }  # fmt: skip
     keeps = prune([scores[n] for n in names], float(sparsity))
     return dict(zip(names, keeps, strict=True))
+
+
+def sorted_names(names):
+    """In the order of ranking."""
+    return sorted(names, key=natural_key)
 
 
 def _scores(tensors, names, seed):

@@ -17,12 +17,13 @@ from pathlib import Path
 from distprune.amount import resolve_count
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.header import TensorEntry
-from distprune.files.policy import Choice, choose, input_groups
+from distprune.files.layouts import Layout, Layouts
+from distprune.files.policy import Choice, choose, warnings_of
 from distprune.files.recipe import FileRecipe
 from distprune.natural_order import natural_key
 
 # Of what a plan leads to: raised when the same plan would write other bytes.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class PlannedTensor:
         num_groups: how many groups of elements are ranked on their own in it; 0: it is ranked
             together with the others (scope "global").
         num_pruned_per_group: ... and how many go in each.
+        layout: where its inputs are; None where that makes no difference.
     """
 
     entry: TensorEntry
     offset: int
     num_groups: int
     num_pruned_per_group: int
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Plan:
         num_elements: of the selected tensors.
         num_to_prune: exactly so many become zero.
         digest: of all that decides the output: recipe, headers, sizes, times of change.
+        warnings: what is probably not meant, but no error; sentences.
     """
 
     checkpoint: Checkpoint
@@ -64,6 +68,7 @@ class Plan:
     num_elements: int
     num_to_prune: int
     digest: str
+    warnings: tuple[str, ...] = ()
 
 
 def plan(source: str | Path, recipe: FileRecipe) -> Plan:
@@ -79,9 +84,11 @@ def plan(source: str | Path, recipe: FileRecipe) -> Plan:
     choices = choose(checkpoint, recipe)
     selected = [choice.entry for choice in choices if choice.is_pruned]
     selected.sort(key=lambda entry: (natural_key(entry.name), entry.name))
+    layouts = Layouts(checkpoint, recipe.input_dims)
     tensors, offset = [], 0
     for entry in selected:
-        tensors.append(PlannedTensor(entry, offset, *_groups(entry, recipe)))
+        layout = layouts.of(entry) if recipe.goes_along_inputs else None
+        tensors.append(PlannedTensor(entry, offset, *_groups(entry, layout, recipe), layout))
         offset += entry.numel
     if recipe.scope == "global" and recipe.pattern is None:
         num_to_prune = resolve_count(recipe.sparsity, offset)
@@ -95,18 +102,19 @@ def plan(source: str | Path, recipe: FileRecipe) -> Plan:
         num_elements=offset,
         num_to_prune=num_to_prune,
         digest=_digest(checkpoint, recipe),
+        warnings=warnings_of(checkpoint, recipe, choices),
     )
 
 
-def _groups(entry: TensorEntry, recipe: FileRecipe) -> tuple[int, int]:
+def _groups(entry: TensorEntry, layout: Layout | None, recipe: FileRecipe) -> tuple[int, int]:
     """How many groups a tensor has, and how many elements each of them loses."""
     if recipe.kept_of is not None:
         kept, group = recipe.kept_of
         return entry.numel // group, group - kept
     if recipe.scope == "layer":
         return 1, resolve_count(recipe.sparsity, entry.numel)
-    if recipe.scope == "row":
-        outputs = input_groups(entry)[0]
+    if layout is not None:  # scope "row"
+        outputs = layout.outputs
         return outputs, resolve_count(recipe.sparsity, entry.numel // outputs)
     return 0, 0
 

@@ -20,7 +20,7 @@ LLAMA = {
     "model.layers.0.mlp.gate.weight": M,
     "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 8),
     "model.layers.0.mlp.experts.gate_up_proj_bias": torch.ones(2, 4),
-    "model.layers.0.position_ids": torch.ones(1, 4, dtype=torch.int64),
+    "model.layers.0.position_ids": torch.ones(2, 4, dtype=torch.int64),
     "model.layers.0.empty.weight": torch.ones(0, 4),
     "model.layers.10.self_attn.q_proj.weight": M,
     "model.layers.2.self_attn.q_proj.weight": M,
@@ -82,7 +82,8 @@ def test_patterns(tmp_path):
     ("recipe", "text"),
     [
         ({"include": ("*.wieght",)}, "'*.wieght' matches none of the 13 tensors"),
-        ({"exclude": ("re:nothing",)}, "'re:nothing' matches none"),
+        ({"also": ("re:nothing",)}, "also: 're:nothing' matches none"),
+        ({"input_dims": {"nothing": 0}}, "input_dims: 'nothing' matches none"),
         ({"include": ("*q_proj.bias",)}, "nothing is selected"),
         ({"include": ("*position_ids",)}, "is I64; expected one of"),
     ],
@@ -144,6 +145,9 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
         ({"sparsity": 0.5, "include": "*"}, ["include is '*'; expected a list"]),
         ({"sparsity": 0.5, "exclude": ("re:(",)}, ["'re:(' is no regular expression"]),
         ({"sparsity": 0.5, "min_ndim": 0}, ["min_ndim is 0"]),
+        ({"sparsity": 0.5, "include": ("a",), "also": ("b",)}, ["also adds to"]),
+        ({"sparsity": 0.5, "input_dims": {"a": "0", "re:(": 0}}, ["'a' has '0'", "'re:(' is no"]),
+        ({"sparsity": 0.5, "input_dims": ["a=0"]}, ["expected dimensions by pattern"]),
     ],
 )
 def test_recipes_that_are_wrong(fields, texts):
@@ -159,6 +163,7 @@ def test_recipes_that_are_wrong(fields, texts):
         FileRecipe(0.5, include=("re:a\\.b", "*"), exclude=('"quoted": #',)),
         FileRecipe(pattern="2:4", masks=False),
         FileRecipe(0.5, "row", score="random"),
+        FileRecipe(0.5, "row", also=("lm_head",), input_dims={"*.w": 0, "re:c.*": (0, 2)}),
     ],
 )
 def test_a_recipe_as_yaml_says_the_same(recipe):

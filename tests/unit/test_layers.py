@@ -16,6 +16,8 @@ LEVELS = [
     ["live_graphs"],
     ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
     ["files.checkpoint"],
+    ["files.matching", "files.default_selection"],
+    ["files.layouts"],
     ["files.policy"],
     ["files.planning"],
     [
@@ -42,7 +44,7 @@ LEVELS = [
     ["wrappers", "masking.live_property", "testing.pool", "passes"],
     ["files.scores", "files.disk", "files.team"],
     ["files.groups", "files.streaming", "files.masks"],
-    ["files.units"],
+    ["files.units", "files.columns"],
     ["files.scanning"],
     ["files.inspecting", "files.comparing"],
     ["files.deciding"],
