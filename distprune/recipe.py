@@ -33,7 +33,10 @@ The command line prunes checkpoints with the same recipes: at once, so with ``sp
     scope: layer               # one ranking for each tensor; row: for each output row
     pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
     nan: keep                  # or error: what a NaN among the weights is
-    select: {min_ndim: 2}      # tensors of fewer dimensions are left alone
+    select:
+      also: ["lm_head"]        # is pruned besides the default, which include would replace
+      min_ndim: 2              # tensors of fewer dimensions larger than 1 are left alone
+      input_dims: {"*.w1": 0}  # where the inputs of tensors lie, for rows and patterns
     output: {masks: true}      # whether the masks are written
 
 Nothing in this file needs torch until a pruner is made.
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 _GROUP_KEYS = ("score", "method", "sparsity", "schedule", "select", "limits")
 _KEYS = ("version", "seed", "scope", "pattern", "nan", "output", *_GROUP_KEYS, "groups")
+_SELECT_KEYS = ("include", "also", "exclude", "names", "min_ndim", "input_dims")
 _SCORES = ("magnitude", "random")
 _SCOPES = ("global", "layer", "row")
 _RAMP_KEYS = ("kind", "begin", "end", "frequency", "initial_sparsity", "final_sparsity")
@@ -89,6 +93,7 @@ class RecipeGroup:
         include, exclude, names: as for ``select``.
         min_sparsity, max_sparsity: of every single parameter.
         min_ndim: tensors of fewer dimensions are left alone; None: as the command line has it.
+        also, input_dims: as for ``distprune.files.FileRecipe``; for checkpoints.
     """
 
     schedule: Schedule
@@ -99,12 +104,18 @@ class RecipeGroup:
     min_sparsity: float = 0.0
     max_sparsity: float = 1.0
     min_ndim: int | None = None
+    also: tuple[str, ...] = ()
+    input_dims: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def select_mapping(self) -> dict[str, Any]:
         """What is selected, as a recipe says it."""
         chosen: dict[str, Any] = {} if self.include is None else {"include": list(self.include)}
+        if self.also:
+            chosen["also"] = list(self.also)
         if self.min_ndim is not None:
             chosen["min_ndim"] = self.min_ndim
+        if self.input_dims:
+            chosen["input_dims"] = {name: list(dims) for name, dims in self.input_dims}
         if self.exclude:
             chosen["exclude"] = list(self.exclude)
         return chosen | {"names": list(self.names)}
@@ -207,6 +218,10 @@ class Recipe:
             found.append("output.masks")
         if any(each.min_ndim is not None for each in self.groups):
             found.append("select.min_ndim")
+        if any(each.also for each in self.groups):
+            found.append("select.also")
+        if any(each.input_dims for each in self.groups):
+            found.append("select.input_dims")
         return found
 
 
@@ -282,11 +297,15 @@ def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if "schedule" in table:
         fields["schedule"] = _read_schedule(table)
     if "select" in table:
-        chosen = table.table("select", ("include", "exclude", "names", "min_ndim"))
+        chosen = table.table("select", _SELECT_KEYS)
         fields["include"] = chosen.take("include", _patterns, None)
+        fields["also"] = chosen.take("also", _patterns, ())
         fields["exclude"] = chosen.take("exclude", _patterns, ())
         fields["names"] = chosen.take("names", texts, ("weight",))
         fields["min_ndim"] = chosen.take("min_ndim", whole_number(1), None)
+        fields["input_dims"] = chosen.take("input_dims", _input_dims, ())
+        if fields["also"] and fields["include"] is not None:
+            chosen.problem("adds to the default, which 'include' replaces; leave one out.", "also")
     if "limits" in table:
         limits = table.table("limits", ("min_sparsity", "max_sparsity"))
         low = limits.take("min_sparsity", share, 0.0)
@@ -345,6 +364,21 @@ def _patterns(value: Any) -> tuple[str, ...]:
         except re.error as error:
             raise ValueError(f"a regular expression after 're:' ({error})") from error
     return patterns
+
+
+def _input_dims(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """{pattern: dimension, or a list of them} as pairs."""
+    expected = "a mapping from patterns to dimensions, such as {'*.c_fc.weight': 0}"
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(expected)
+    pairs = []
+    for pattern, dims in value.items():
+        _patterns(pattern)
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        if not dims or any(isinstance(d, bool) or not isinstance(d, int) for d in dims):
+            raise ValueError(expected)
+        pairs.append((pattern, tuple(dims)))
+    return tuple(pairs)
 
 
 def _random(seed: int | None) -> type[BasePruningMethod]:

@@ -60,6 +60,14 @@ Include = Annotated[
         metavar="PATTERN",
     ),
 ]
+Also = Annotated[
+    list[str] | None,
+    _option(
+        "--also",
+        help="Prune tensors that match, besides what is pruned without --include. Repeat it.",
+        metavar="PATTERN",
+    ),
+]
 Exclude = Annotated[
     list[str] | None,
     _option(
@@ -67,7 +75,17 @@ Exclude = Annotated[
     ),
 ]
 MinNdim = Annotated[
-    int | None, _option("--min-ndim", help="Leave out tensors of fewer dimensions (2).")
+    int | None,
+    _option("--min-ndim", help="Leave out tensors of fewer dimensions larger than 1 (2)."),
+]
+InputDim = Annotated[
+    list[str] | None,
+    _option(
+        "--input-dim",
+        help="The dimension that the inputs of tensors lie along, from 0, for N:M and rows: "
+        "'*.c_fc.weight=0'. Of a convolution with its kernel: 0,2,3. Repeat it for more.",
+        metavar="PATTERN=DIM",
+    ),
 ]
 Nan = Annotated[
     str | None, _option("--nan", help="What a NaN among weights is.", metavar="error|keep")
@@ -90,8 +108,12 @@ class CommandRecipe(FileRecipe):
         select: dict[str, Any] = {"min_ndim": self.min_ndim}
         if self.include is not None:
             select["include"] = list(self.include)
+        if self.also:
+            select["also"] = list(self.also)
         if self.exclude:
             select["exclude"] = list(self.exclude)
+        if self.input_dims:
+            select["input_dims"] = {name: list(dims) for name, dims in self.input_dims}
         return values | {"select": select, "nan": self.nan, "output": {"masks": self.masks}}
 
     def to_yaml(self) -> str:
@@ -117,10 +139,33 @@ def resolve(name: str | None, options: dict[str, Any]) -> CommandRecipe:
         fields.pop("pattern", None)
     if given.get("score") == "magnitude":
         fields.pop("seed", None)
-    for key in ("include", "exclude"):
+    if "input_dims" in given:
+        given["input_dims"] = dims_by_pattern(given["input_dims"])
+    for key in ("include", "also", "exclude"):
         if key in given:
             given[key] = tuple(given[key])
     return CommandRecipe(**fields | given)
+
+
+def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
+    """``--input-dim`` options as the field of a recipe.
+
+    Raises:
+        SelectionError: one is no PATTERN=DIM.
+    """
+    found = {}
+    for option in options:
+        pattern, _, text = option.rpartition("=")
+        try:
+            found[pattern] = tuple(map(int, text.split(",")))
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise SelectionError(
+                f"--input-dim {option}: expected PATTERN=DIM, such as '*.c_fc.weight=0'; DIM may "
+                "be several numbers with commas between."
+            )
+    return found
 
 
 def _fields(name: str, recipe: Recipe) -> dict[str, Any]:
@@ -142,7 +187,8 @@ def _fields(name: str, recipe: Recipe) -> dict[str, Any]:
         )
     fields: dict[str, Any] = {
         "score": group.method, "seed": recipe.seed, "include": group.include,
-        "exclude": group.exclude, "nan": recipe.nan, "masks": recipe.masks,
+        "also": group.also, "exclude": group.exclude, "input_dims": group.input_dims,
+        "nan": recipe.nan, "masks": recipe.masks,
     }  # fmt: skip
     if group.min_ndim is not None:
         fields["min_ndim"] = group.min_ndim

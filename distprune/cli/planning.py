@@ -28,8 +28,10 @@ def plan(
     score: choosing.Score = None,
     seed: choosing.Seed = None,
     include: choosing.Include = None,
+    also: choosing.Also = None,
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
+    input_dim: choosing.InputDim = None,
     nan: choosing.Nan = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -51,16 +53,23 @@ def plan(
         recipe,
         {
             "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score,
-            "seed": seed, "include": include, "exclude": exclude, "min_ndim": min_ndim,
-            "nan": nan,
+            "seed": seed, "include": include, "also": also, "exclude": exclude,
+            "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan,
         },
     )  # fmt: skip
     made = make_plan(source, chosen)
     terminal = Terminal(as_json, -1 if quiet else verbose)
+    show_warnings(terminal, made)
     if as_json:
         terminal.json(as_values(made))
     else:
         show(terminal, made, one_by_one=verbose > 0)
+
+
+def show_warnings(terminal: Terminal, plan: Plan) -> None:
+    """On stderr: what is probably not meant."""
+    for warning in plan.warnings:
+        terminal.note(f"Warning: {warning}")
 
 
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool) -> None:
@@ -111,6 +120,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "source": plan.checkpoint.folder,
         "recipe": recipe.as_mapping() if isinstance(recipe, choosing.CommandRecipe) else None,
         "digest": plan.digest,
+        "warnings": list(plan.warnings),
         "num_elements": plan.num_elements,
         "num_to_prune": plan.num_to_prune,
         "tensors": [

@@ -56,8 +56,10 @@ def prune(
     score: choosing.Score = None,
     seed: choosing.Seed = None,
     include: choosing.Include = None,
+    also: choosing.Also = None,
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
+    input_dim: choosing.InputDim = None,
     nan: choosing.Nan = None,
     masks: Masks = None,
     nproc: Nproc = None,
@@ -83,7 +85,8 @@ def prune(
     """
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
-        "include": include, "exclude": exclude, "min_ndim": min_ndim, "nan": nan, "masks": masks,
+        "include": include, "also": also, "exclude": exclude, "min_ndim": min_ndim,
+        "input_dims": input_dim, "nan": nan, "masks": masks,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
     if nproc is not None:
@@ -121,6 +124,7 @@ def _prune(
 
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe)
+    planning.show_warnings(terminal, plan)
     terminal.note(planning.summary(plan))
     try:
         with Meter(terminal) as meter:

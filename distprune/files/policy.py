@@ -54,7 +54,7 @@ def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
     names = [entry.name for entry in checkpoint.tensors]
     included = matched("include", recipe.include or (), names, problems)
     also = matched("also", recipe.also, names, problems)
-    excluded = matched("exclude", recipe.exclude, names, [])
+    excluded = matched("exclude", recipe.exclude, names, unmatched := [])
     choices = []
     for entry in checkpoint.tensors:
         is_asked_for = entry.name in (also if recipe.include is None else included)
@@ -82,6 +82,7 @@ def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
             f"nothing is selected: the {len(choices)} tensors are left out as {'; '.join(reasons)}."
         )
     if problems:
+        problems += unmatched  # no error by itself, but perhaps the cause of one
         raise SelectionError(counted(f"the selection in {checkpoint.folder}", problems), problems)
     return choices
 

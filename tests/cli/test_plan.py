@@ -99,6 +99,7 @@ def test_options_take_the_place_of_what_the_recipe_says(tmp_path):
     [
         CommandRecipe(1e-5, include=("re:a\\.b", "ü*"), exclude=("x: {y}",), min_ndim=1),
         CommandRecipe(1, scope="layer", score="random", nan="keep", masks=False),
+        CommandRecipe(0.5, scope="row", also=("a", "re:b"), input_dims={"*.c=d": 1, "e": (0, 2)}),
         CommandRecipe(pattern="4:8", score="random", seed=2**40),
     ],
 )
