@@ -24,7 +24,7 @@ _PARTS = (
         "a table of relative positions",
     ),
     (
-        r".*embed.*|wte|wpe|shared|(.*_)?emb(_.*)?|position_?enc.*|pos_enc.*"
+        r"(?!embed_out$).*embed.*|wte|wpe|shared|(.*_)?emb(_.*)?|position_?enc.*|pos_enc.*"
         r"|.*positional_encoding.*|patch_conv|codebook",
         "an embedding",
     ),
@@ -38,7 +38,7 @@ _PARTS = (
         _HEAD,
     ),
     (
-        r"(?!roberta_prelayernorm$).*norm.*|ln(_.*)?|ln[0-9]*|.*_ln|bn[0-9]*|.*layer_?scale.*"
+        r"(?!(roberta_prelayernorm|norm_attn_norm)$).*norm.*|ln(_.*)?|ln[0-9]*|.*_ln|bn[0-9]*|.*layer_?scale.*"
         r"|(.*_)?gamma(_.*)?",
         "a normalisation",
     ),

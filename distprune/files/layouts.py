@@ -22,7 +22,7 @@ from distprune.files.matching import matched
 # Families that store [in, out], read from their definitions in transformers: of transformers'
 # Conv1D, and experts [experts, in, out].
 _CONV1D_FAMILIES = {
-    "gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder",
+    "gpt2", "gpt-sw3", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder",
 }  # fmt: skip
 _TURNED_EXPERTS = {
     "gpt_oss", "openai_privacy_filter", "llama4", "llama4_text", "aria", "aria_text",
@@ -32,10 +32,25 @@ _LINEAR_FAMILIES = {
     "gpt_bigcode", "gpt_neo", "starcoder2", "bridgetower", "bridgetower_text_model", "qwen",
 }  # fmt: skip
 # ... and whose experts are [experts, out, in], without a gate that would prove it.
-_STRAIGHT_EXPERTS = {"nemotron_h", "inkling", "inkling_mm_model"}
+_STRAIGHT_EXPERTS = {
+    "nemotron_h", "nemotron_h_omni", "nemo_speechlm", "jetmoe", "inkling_text", "inkling_mm_model",
+}  # fmt: skip
+# Other tensors of three dimensions that are no convolutions: [in, ...], [out, ...],
+# [..., out, in] or [..., in, out].
+_KNOWN = (
+    ("xlnet", re.compile(r".*\.rel_attn\.[qkvr]"), "in first"),
+    ("xlnet", re.compile(r".*\.rel_attn\.o"), "out first"),
+    ("funnel", re.compile(r".*\.r_kernel"), "in first"),
+    ("zamba", re.compile(r".*\.(x|dt)_proj_weight"), "in last"),
+    ("recurrent_gemma", re.compile(r".*\.rg_lru\.\w+_gate_weight"), "out last"),
+)
 _CONV1D_NAMES = re.compile(r"(?:^|\.)(?:c_attn|c_proj|c_fc|q_attn)\.weight$")
-_EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
+_EXPERTS = re.compile(r"(?:^|\.)(?:shared_)?experts(?:\.|$)")
 _CONVOLUTION = re.compile(r"(?i)conv")
+# Modules that enlarge pictures or sounds: many are transposed convolutions, many are not.
+_ENLARGES = re.compile(
+    r"(?i)upsampl|upscal|deconv|convt|conv_t|transpos|\.resize|(^|\.)fpn\d|\.ups\."
+)
 # A matrix whose outputs are gates and values, and the one that takes half as many inputs.
 _GATED_PAIRS = (
     ("gate_up_proj", "down_proj"),
@@ -118,7 +133,9 @@ class Layouts:
             return Layout(1, entry.numel)
         if len(shape) == 2:
             return self._of_matrix(entry)
-        if _EXPERTS.search(entry.name) or self._partner(entry) is not None:
+        if len(shape) == 3 and (known := self._of_known(entry)) is not None:
+            return known
+        if _EXPERTS.search(entry.name) or (len(shape) == 3 and self._partner(entry)):
             return self._of_experts(entry)
         return self._of_convolution(entry)
 
@@ -143,6 +160,18 @@ class Layouts:
                 )
         return Layout(1, rows, columns) if is_turned else Layout(rows, columns)
 
+    def _of_known(self, entry: TensorEntry) -> Layout | None:
+        first, second, third = entry.shape
+        for family, names, form in _KNOWN:
+            if family in self._types and names.fullmatch(entry.name):
+                return {
+                    "in first": Layout(1, first, second * third),
+                    "out first": Layout(first, second * third),
+                    "in last": Layout(first * second, third),
+                    "out last": Layout(first, second, third),
+                }[form]
+        return None
+
     def _of_experts(self, entry: TensorEntry) -> Layout:
         """Stacked matrices, [..., out, in] or [..., in, out]."""
         *stacked, rows, columns = entry.shape
@@ -160,12 +189,11 @@ class Layouts:
         """[out, in, *kernel], or [in, out, *kernel] of a transposed one, which its bias shows."""
         first, second, *kernel = entry.shape
         is_turned = self._is_turned_by_bias(entry)
-        if is_turned is None and len(entry.shape) == 3 and not _CONVOLUTION.search(entry.name):
-            raise _unknown(
-                entry,
-                self._types,
-                "it may be a convolution, or a stack of matrices, of either form",
-            )
+        if is_turned is None and _ENLARGES.search(entry.name):
+            raise _unknown(entry, self._types, "it may be a transposed convolution")
+        is_named = _CONVOLUTION.search(entry.name) or kernel == [1] or len(kernel) > 1
+        if is_turned is None and not is_named:
+            raise _unknown(entry, self._types, "it may be a convolution, or stacked matrices")
         size = _product(kernel)
         return Layout(1, first, second, size) if is_turned else Layout(first, second, 1, size)
 
@@ -266,11 +294,14 @@ def pattern_of(name: str) -> str:
 def _unknown(entry: TensorEntry, types: set[str], why: str) -> UnknownLayout:
     known = f"model_type {', '.join(map(repr, sorted(types)))}" if types else "no model_type"
     ndim = len(entry.shape)
+    forms = f"{ndim - 1} for [..., out, in], {ndim - 2} for [..., in, out]"
+    if ndim > 2:
+        kernel = ",".join(map(str, range(2, ndim)))
+        forms += f", 1,{kernel} for [out, in, *kernel], 0,{kernel} for [in, out, *kernel]"
     return UnknownLayout(
         f"{pattern_of(entry.name)} {list(entry.shape)} ({known}): along which dimension its inputs "
         f"lie is not known, because {why}. Say it with --input-dim '{pattern_of(entry.name)}=DIM', "
-        f"or in a recipe with select.input_dims; DIM is {ndim - 1} for [..., out, in], "
-        f"{ndim - 2} for [..., in, out]."
+        f"or in a recipe with select.input_dims; DIM is {forms}."
     )
 
 

@@ -175,7 +175,8 @@ def test_verify_finds_a_result_along_the_wrong_dimension(tmp_path, way, sizes):
         ("layers.0.mlp.experts.up_proj", (2, 8, 8), {"model_type": "new"}),
         ("layers.0.mlp.experts.up_proj", (2, 8, 8), {}),
         ("h.0.attn.c_proj.weight", (8, 8), {"model_type": "new"}),
-        ("layers.0.rg_lru.input_gate_weight", (2, 8, 8), {"model_type": "recurrent_gemma"}),
+        ("layers.0.rg_lru.input_gate_weight", (2, 8, 8), {"model_type": "new"}),
+        ("neck.upsample.0.weight", (8, 8, 4), {"model_type": "new"}),
     ],
 )
 def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, config):
