@@ -50,6 +50,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distprune.files.recipe import input_dims_pairs
 from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
 from distprune.strict import Problems, Table, flag, one_of, read_yaml, share, texts, whole_number
 
@@ -303,7 +304,7 @@ def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
         fields["exclude"] = chosen.take("exclude", _patterns, ())
         fields["names"] = chosen.take("names", texts, ("weight",))
         fields["min_ndim"] = chosen.take("min_ndim", whole_number(1), None)
-        fields["input_dims"] = chosen.take("input_dims", _input_dims, ())
+        fields["input_dims"] = chosen.take("input_dims", input_dims_pairs, ())
         if fields["also"] and fields["include"] is not None:
             chosen.problem("adds to the default, which 'include' replaces; leave one out.", "also")
     if "limits" in table:
@@ -364,21 +365,6 @@ def _patterns(value: Any) -> tuple[str, ...]:
         except re.error as error:
             raise ValueError(f"a regular expression after 're:' ({error})") from error
     return patterns
-
-
-def _input_dims(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """{pattern: dimension, or a list of them} as pairs."""
-    expected = "a mapping from patterns to dimensions, such as {'*.c_fc.weight': 0}"
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(expected)
-    pairs = []
-    for pattern, dims in value.items():
-        _patterns(pattern)
-        dims = dims if isinstance(dims, list | tuple) else [dims]
-        if not dims or any(isinstance(d, bool) or not isinstance(d, int) for d in dims):
-            raise ValueError(expected)
-        pairs.append((pattern, tuple(dims)))
-    return tuple(pairs)
 
 
 def _random(seed: int | None) -> type[BasePruningMethod]:

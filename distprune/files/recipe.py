@@ -123,22 +123,12 @@ class FileRecipe:
         return []
 
     def _dims_problems(self) -> list[str]:
-        given, problems, dims_of = self.input_dims, [], {}
         try:
-            pairs = dict(given).items()
-        except (TypeError, ValueError):
-            return [f"input_dims is {given!r}; expected dimensions by pattern."]
-        for pattern, dims in pairs:
-            problems += _pattern_problems("input_dims", (pattern,))
-            dims = (dims,) if _is_int(dims) else dims
-            if isinstance(dims, (list, tuple)) and dims and all(map(_is_int, dims)):
-                dims_of[pattern] = tuple(dims)
-            else:
-                problems.append(
-                    f"input_dims: {pattern!r} has {dims!r}; expected a dimension, or a list."
-                )
-        object.__setattr__(self, "input_dims", tuple(dims_of.items()))
-        return problems
+            pairs = input_dims_pairs(self.input_dims)
+        except ValueError as error:
+            return [f"input_dims is {self.input_dims!r}; expected {error}."]
+        object.__setattr__(self, "input_dims", pairs)
+        return _pattern_problems("input_dims", [pattern for pattern, _ in pairs])
 
     def _choice_problems(self) -> list[str]:
         choices = {
@@ -151,6 +141,26 @@ class FileRecipe:
             for name, allowed in choices.items()
             if getattr(self, name) not in allowed
         ]
+
+
+def input_dims_pairs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dimensions by pattern, {"*.c_fc.weight": 0}, as pairs; a dimension alone or a list of them.
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    expected = "dimensions by pattern, such as {'*.c_fc.weight': 0}"
+    try:
+        given = dict(value)  # of pairs too
+    except (TypeError, ValueError):
+        raise ValueError(expected) from None
+    pairs = []
+    for pattern, dims in given.items():
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        if not isinstance(pattern, str) or not dims or not all(map(_is_int, dims)):
+            raise ValueError(expected)
+        pairs.append((pattern, tuple(dims)))
+    return tuple(pairs)
 
 
 def _pattern_problems(field: str, patterns: Sequence[str]) -> list[str]:

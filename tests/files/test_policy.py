@@ -146,7 +146,10 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
         ({"sparsity": 0.5, "exclude": ("re:(",)}, ["'re:(' is no regular expression"]),
         ({"sparsity": 0.5, "min_ndim": 0}, ["min_ndim is 0"]),
         ({"sparsity": 0.5, "include": ("a",), "also": ("b",)}, ["also adds to"]),
-        ({"sparsity": 0.5, "input_dims": {"a": "0", "re:(": 0}}, ["'a' has '0'", "'re:(' is no"]),
+        ({"sparsity": 0.5, "input_dims": {"a": "0"}}, ["input_dims is {'a': '0'}; expected dim"]),
+        ({"sparsity": 0.5, "input_dims": {"a": []}}, ["input_dims is {'a': []}; expected dim"]),
+        ({"sparsity": 0.5, "input_dims": {"re:(": 0}}, ["input_dims: 're:(' is no"]),
+        ({"sparsity": 0.5, "input_dims": 3}, ["input_dims is 3; expected dim"]),
         ({"sparsity": 0.5, "input_dims": ["a=0"]}, ["expected dimensions by pattern"]),
     ],
 )
