@@ -20,7 +20,8 @@ _LEARNED = "a learned input"
 _PARTS = (
     (r"lora_.*|.*_lora_[ab]|hada_w.*|oft_[rs]|vera_.*|ia3_.*", ADAPTER),
     (
-        r".*relative.*bias.*|.*rel_pos.*|rpb|.*bias_table|pos(ition)?_bias.*|attention_biases",
+        r".*relative.*bias.*|.*rel_pos.*|rpb|.*bias_table|pos(ition)?_bias.*|attention_biases"
+        r"|rel_logits.*|.*_ape",
         "a table of relative positions",
     ),
     (
@@ -47,6 +48,7 @@ _PARTS = (
 # The tensor's own name, the last part.
 _OWN = (
     (r"(.*_)?scales?(_inv)?|.*zero_points?|.*zeros", "scales of quantised weights"),
+    (r"static_weight", "a convolution of single channels"),
     (r"a_logs?|d|dt_bias|.*_decay|time_(first|mix_.*)", "the constants of a state space"),
     (r"(.*_)?(tokens?|query|queries|latents?|latents_[12]d|probe|prompt|codevectors)", _LEARNED),
 )

@@ -45,6 +45,14 @@ _KNOWN = (
     ("recurrent_gemma", re.compile(r".*\.rg_lru\.\w+_gate_weight"), "out last"),
 )
 _CONV1D_NAMES = re.compile(r"(?:^|\.)(?:c_attn|c_proj|c_fc|q_attn)\.weight$")
+# Matrices that are no weight of a module are used either way: these [in, out], these [out, in].
+_OF_MODULE = re.compile(r"(.*_)?weight(_.*)?|original1")
+_RAW_TURNED = ("mm_input_projection_weight", "prompts_visual_projection")
+_RAW_STRAIGHT = {
+    "dbrx": ("w1", "v1"), "deepseek_v4": ("fn", "hc_fn"), "hy_v4": ("fn", "hc_fn"),
+    "glm5_next": ("fn", "index_kpool_compress_gate"),
+    "glm5_next_text": ("fn", "index_kpool_compress_gate"),
+}  # fmt: skip
 _EXPERTS = re.compile(r"(?:^|\.)(?:shared_)?experts(?:\.|$)")
 _CONVOLUTION = re.compile(r"(?i)conv")
 # Modules that enlarge pictures or sounds: many are transposed convolutions, many are not.
@@ -146,6 +154,13 @@ class Layouts:
             if count is None or rows % count:
                 raise _unknown(entry, self._types, "how many experts it holds is not in the config")
             return Layout(count, rows // count, columns)
+        own = entry.name.rpartition(".")[2]
+        if own in _RAW_TURNED:
+            return Layout(1, rows, columns)
+        if not _OF_MODULE.fullmatch(own):
+            if not any(own in _RAW_STRAIGHT.get(each, ()) for each in self._types):
+                raise _unknown(entry, self._types, "it is a matrix without a module of its own")
+            return Layout(rows, columns)
         is_turned = self._is_turned_by_bias(entry)
         if _CONV1D_NAMES.search(entry.name):
             if is_turned is None:

@@ -11,6 +11,7 @@ from distprune.files import columns, planning, pruning, rewriting, streaming, ve
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
+from distprune.files.layouts import Layouts
 from distprune.files.masks import open_masks, read_keep
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
@@ -177,6 +178,8 @@ def test_verify_finds_a_result_along_the_wrong_dimension(tmp_path, way, sizes):
         ("h.0.attn.c_proj.weight", (8, 8), {"model_type": "new"}),
         ("layers.0.rg_lru.input_gate_weight", (2, 8, 8), {"model_type": "new"}),
         ("neck.upsample.0.weight", (8, 8, 4), {"model_type": "new"}),
+        ("visual.proj", (8, 16), {}),
+        ("layers.0.dense.kernel", (8, 16), {"model_type": "bert"}),
     ],
 )
 def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, config):
@@ -225,6 +228,31 @@ def test_a_bias_shows_which_dimension_the_outputs_are(tmp_path):
     source = tiny_checkpoints.save(tmp_path / "c", straight_bias, config={"model_type": "gpt2"})
     with pytest.raises(SelectionError, match="its bias is as long as the first dimension"):
         plan_row(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "model_type", "layout"),
+    [
+        ("p.mm_input_projection_weight", (4, 8), "gemma3", (1, 4, 8, 1)),
+        ("b.experts.mlp.w1", (16, 8), "dbrx", (16, 8, 1, 1)),
+        ("l.0.attn_hc.fn", (6, 8), "deepseek_v4", (6, 8, 1, 1)),
+        ("self_attn.in_proj_weight", (24, 8), "new", (24, 8, 1, 1)),
+        ("layers.0.lstm.weight_hh_l0", (16, 4), "new", (16, 4, 1, 1)),
+        ("conv.parametrizations.weight.original1", (8, 4, 3), "new", (8, 4, 1, 3)),
+        ("in_proj.weight", (8, 4, 1), "new", (8, 4, 1, 1)),
+        ("patch.weight", (8, 4, 2, 2), "new", (8, 4, 1, 4)),
+        ("l.0.r_kernel", (4, 2, 3), "funnel", (1, 4, 6, 1)),
+        ("l.0.mamba.x_proj_weight", (2, 6, 4), "zamba", (12, 4, 1, 1)),
+        ("l.0.rel_attn.o", (4, 2, 3), "xlnet", (4, 6, 1, 1)),
+    ],
+)
+def test_layouts_that_are_known(tmp_path, name, shape, model_type, layout):
+    source = tiny_checkpoints.save(
+        tmp_path / "a", {name: ties(*shape)}, config={"model_type": model_type}
+    )
+    checkpoint = open_checkpoint(source)
+    found = Layouts(checkpoint).of(checkpoint.tensors[0])
+    assert (found.outer, found.inputs, found.columns, found.kernel) == layout
 
 
 def plan_row(source):
