@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import yaml
+from commands import ROOT
 
 from tiny_checkpoints import save
 
@@ -101,3 +102,11 @@ def test_input_dims_that_are_wrong(run, source, option):
 def test_the_schema_knows_the_keys(run):
     select = json.loads(run("recipe", "schema").out)["properties"]["select"]["properties"]
     assert {"also", "input_dims"} <= select.keys()
+
+
+def test_a_recipe_that_excludes_a_head_fits_a_model_whose_head_is_tied(run, tmp_path):
+    tensors = {"model.embed_tokens.weight": torch.ones(8, 4), "layers.0.q.weight": torch.ones(4, 4)}
+    source = save(tmp_path / "source", tensors, config={"tie_word_embeddings": True})
+    recipe = ROOT / "configs" / "recipes" / "magnitude_50.yaml"
+    done = run("prune", source, tmp_path / "out", "-r", recipe)
+    assert done.code == 0 and "Warning: exclude: 'lm_head' matches none" in done.err
