@@ -45,7 +45,8 @@ _KNOWN = (
     ("recurrent_gemma", re.compile(r".*\.rg_lru\.\w+_gate_weight"), "out last"),
 )
 _CONV1D_NAMES = re.compile(r"(?:^|\.)(?:c_attn|c_proj|c_fc|q_attn)\.weight$")
-# Matrices that are no weight of a module are used either way: these [in, out], these [out, in].
+# Matrices that are no weight of a module are used either way. Some are known to be [in, out],
+# others [out, in].
 _OF_MODULE = re.compile(r"(.*_)?weight(_.*)?|original1")
 _RAW_TURNED = ("mm_input_projection_weight", "prompts_visual_projection")
 _RAW_STRAIGHT = {

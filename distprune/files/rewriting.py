@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distprune.files.columns import ColumnCuts
+from distprune.files.columns import ColumnCuts, is_too_large
 from distprune.files.deciding import Decision
 from distprune.files.disk import OpenFiles, copy_range, write_from
 from distprune.files.errors import SelectionError
@@ -96,11 +96,11 @@ class Rewriter:
             yield from self._cut_at(span, shared)
             return
         groups = groups_of(self._plan.tensors[span.position], self._plan.recipe)
-        if groups.block <= MAX_IN_MEMORY:
-            yield from self._ranked_in_memory(span, groups)
-            return
-        if groups.columns > 1:
+        if is_too_large(groups):
             yield from self._cut_columns(span, groups)
+            return
+        if groups.size <= MAX_IN_MEMORY:
+            yield from self._ranked_in_memory(span, groups)
             return
         for first in range(span.first, span.last, groups.size):
             part = Span(span.position, first, first + groups.size)

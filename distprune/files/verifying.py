@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distprune.files.columns import ColumnCuts
+from distprune.files.columns import ColumnCuts, is_too_large
 from distprune.files.disk import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
 from distprune.files.groups import groups_of
@@ -174,8 +174,8 @@ class _Checking:
         groups = groups_of(tensor, self._plan.recipe)
         whole = Span(position, 0, tensor.entry.numel)
         num_pruned, num_wrong = 0, 0
-        if groups.block > MAX_IN_MEMORY and groups.columns > 1:
-            num_pruned, is_ordered = 0, True
+        if is_too_large(groups):
+            is_ordered = True
             for first in range(0, whole.last, groups.block):
                 cuts = ColumnCuts(self._source, position, first, groups)
                 for _ in cuts.find():

@@ -7,7 +7,7 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import columns, planning, pruning, rewriting, streaming, verifying
+from distprune.files import columns, groups, planning, pruning, rewriting, streaming, verifying
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
@@ -85,10 +85,12 @@ def expected(tensors, turned, way):
     return masks
 
 
-@pytest.fixture(params=["whole", "in pieces"])
+@pytest.fixture(params=["whole", "in stripes", "in pieces"])
 def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
-    if request.param == "whole":
+    if request.param == "in stripes":
+        monkeypatch.setattr(groups, "_STRIPE", 24)
+    if request.param != "in pieces":
         yield
         return
     for module in (streaming, rewriting, verifying, columns):
