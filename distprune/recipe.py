@@ -34,7 +34,10 @@ The command line prunes checkpoints with the same recipes: at once, so with ``sp
     scope: layer               # one ranking for each tensor; row: for each output row
     pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
     nan: keep                  # or error: what a NaN among the weights is
-    select: {min_ndim: 2}      # tensors of fewer dimensions are left alone
+    select:
+      also: ["lm_head"]        # is pruned besides the default, which include would replace
+      min_ndim: 2              # tensors of fewer dimensions larger than 1 are left alone
+      input_dims: {"*.w1": 0}  # where the inputs of tensors lie, for rows and patterns
     output: {masks: true}      # whether the masks are written
 
 Nothing in this file needs torch until a pruner is made.
@@ -48,6 +51,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distprune.files.recipe import input_dims_pairs
 from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
 from distprune.strict import Problems, Table, flag, one_of, read_yaml, share, texts, whole_number
 
@@ -63,6 +67,7 @@ _RANKING_KEYS = ("scope", "pattern")
 _BUDGET_KEYS = ("score", "method", "sparsity", "schedule", "select", "limits")
 _GROUP_KEYS = (*_BUDGET_KEYS, *_RANKING_KEYS)
 _KEYS = ("version", "seed", *_RANKING_KEYS, "nan", "output", *_BUDGET_KEYS, "groups")
+_SELECT_KEYS = ("include", "also", "exclude", "names", "min_ndim", "input_dims")
 _SCORES = ("magnitude", "random")
 _SCOPES = ("global", "layer", "row")
 _RAMP_KEYS = ("kind", "begin", "end", "frequency", "initial_sparsity", "final_sparsity")
@@ -94,6 +99,7 @@ class RecipeGroup:
         min_ndim: tensors of fewer dimensions are left alone; None: as the command line has it.
         scope: as for the recipe; None: that of the recipe.
         pattern: (n, m), for this group only.
+        also, input_dims: as for ``distprune.files.FileRecipe``; for checkpoints.
     """
 
     schedule: Schedule
@@ -106,12 +112,18 @@ class RecipeGroup:
     min_ndim: int | None = None
     scope: str | None = None
     pattern: tuple[int, int] | None = None
+    also: tuple[str, ...] = ()
+    input_dims: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def select_mapping(self) -> dict[str, Any]:
         """What is selected, as a recipe says it."""
         chosen: dict[str, Any] = {} if self.include is None else {"include": list(self.include)}
+        if self.also:
+            chosen["also"] = list(self.also)
         if self.min_ndim is not None:
             chosen["min_ndim"] = self.min_ndim
+        if self.input_dims:
+            chosen["input_dims"] = {name: list(dims) for name, dims in self.input_dims}
         if self.exclude:
             chosen["exclude"] = list(self.exclude)
         return chosen | {"names": list(self.names)}
@@ -220,6 +232,10 @@ class Recipe:
             found.append("output.masks")
         if any(each.min_ndim is not None for each in self.groups):
             found.append("select.min_ndim")
+        if any(each.also for each in self.groups):
+            found.append("select.also")
+        if any(each.input_dims for each in self.groups):
+            found.append("select.input_dims")
         return found
 
 
@@ -295,11 +311,15 @@ def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if "schedule" in table:
         fields["schedule"] = _read_schedule(table)
     if "select" in table:
-        chosen = table.table("select", ("include", "exclude", "names", "min_ndim"))
+        chosen = table.table("select", _SELECT_KEYS)
         fields["include"] = chosen.take("include", _patterns, None)
+        fields["also"] = chosen.take("also", _patterns, ())
         fields["exclude"] = chosen.take("exclude", _patterns, ())
         fields["names"] = chosen.take("names", texts, ("weight",))
         fields["min_ndim"] = chosen.take("min_ndim", whole_number(1), None)
+        fields["input_dims"] = chosen.take("input_dims", input_dims_pairs, ())
+        if fields["also"] and fields["include"] is not None:
+            chosen.problem("adds to the default, which 'include' replaces; leave one out.", "also")
     if "limits" in table:
         limits = table.table("limits", ("min_sparsity", "max_sparsity"))
         low = limits.take("min_sparsity", share, 0.0)

@@ -17,6 +17,9 @@ Lines = Mapping[KeyPath, int]
 Check = Callable[[Any], Any]
 
 MISSING = object()
+# More than any recipe needs.
+_MAX_BYTES = 1_000_000
+_MAX_DEPTH = 16
 
 
 class Problems(list[tuple[int, str]]):
@@ -153,9 +156,15 @@ def shown(value: Any) -> str:
 def read_yaml(path: Path) -> tuple[Any, Problems]:
     """A YAML file as plain values, with the line of each key; keys given twice are problems.
 
+    Aliases are refused: they let a small file stand for any amount of data. So are large files,
+    and values inside of many others.
+
     Raises:
         ImportError: PyYAML is missing.
-        ValueError: no YAML.
+        ValueError: no YAML, or more than a recipe can need; names the file.
+        OSError: the file cannot be read.
+
+    Cost: some seconds for the largest file that is read, one of a megabyte.
     """
     try:
         import yaml
@@ -164,18 +173,58 @@ def read_yaml(path: Path) -> tuple[Any, Problems]:
             f"{path}: reading YAML needs PyYAML: pip install 'distprune[recipes]'. "
             "parse_recipe(mapping) does not."
         ) from error
+    loader = None
     lines: dict[KeyPath, int] = {}
     problems = Problems(lines)
-    with path.open(encoding="utf-8") as file:
-        loader = yaml.SafeLoader(file)
-        try:
-            node = loader.get_single_node()
-            value = None if node is None else _build(loader, node, (), lines, problems)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is no valid YAML: {error}") from error
-        finally:
+    try:
+        loader = yaml.SafeLoader(_read_text(path))
+        _refuse_excess(yaml, loader, path)
+        node = loader.get_single_node()
+        value = None if node is None else _build(loader, node, (), lines, problems)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no valid YAML: {error}") from error
+    finally:
+        if loader is not None:
             loader.dispose()
     return value, problems
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise ValueError(f"{path} has more than {_MAX_BYTES:,} bytes; expected a recipe.")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no text in UTF-8 (byte {error.start}); expected a recipe."
+        ) from error
+
+
+def _refuse_excess(yaml: Any, loader: Any, path: Path) -> None:
+    """Make a loader refuse aliases and deep nesting as soon as it meets them."""
+    compose, depth = loader.compose_node, 0
+
+    def compose_node(parent: Any, index: Any) -> Any:
+        nonlocal depth
+        line = loader.peek_event().start_mark.line + 1
+        if loader.check_event(yaml.AliasEvent):
+            raise ValueError(
+                f"{path}, line {line}: an alias (*{loader.peek_event().anchor[:40]}); expected "
+                "values that are written out, because aliases are not read. Patterns that begin "
+                "with * need quotes."
+            )
+        if depth == _MAX_DEPTH:
+            raise ValueError(
+                f"{path}, line {line}: nested more than {_MAX_DEPTH} levels; expected a recipe."
+            )
+        depth += 1
+        node = compose(parent, index)
+        depth -= 1
+        return node
+
+    loader.compose_node = compose_node
 
 
 def _build(loader: Any, node: Any, path: KeyPath, lines: dict, problems: Problems) -> Any:
@@ -185,12 +234,20 @@ def _build(loader: Any, node: Any, path: KeyPath, lines: dict, problems: Problem
             _build(loader, each, (*path, i), lines, problems) for i, each in enumerate(node.value)
         ]
     if node.id == "scalar":
-        return loader.construct_object(node)
+        try:
+            return loader.construct_object(node)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # Dates that are none, numbers that are too long, tags that do not fit.
+            problems.add(path, f"cannot be read ({str(error)[:80]}); expected another value.")
+            return None
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key = str(key_node.value)
-        inner = (*path, key)
         line = key_node.start_mark.line + 1
+        if key_node.id != "scalar":
+            problems.append((line, f"line {line}: expected a text as a key."))
+            continue
+        key = key_node.value
+        inner = (*path, key)
         if key in values:
             problems.add(inner, f"given again in line {line}; expected every key once.")
             continue

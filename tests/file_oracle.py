@@ -14,7 +14,7 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
 
     Only matrices, and convolutions for patterns along their inputs.
     """
-    names = sorted(names, key=natural_key)
+    names = sorted_names(names)
     scores = _scores(tensors, names, seed)
     if pattern is not None:
         kept, group = map(int, pattern.split(":"))
@@ -35,6 +35,11 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
     else:
         keeps = prune(in_order, float(sparsity))
     return dict(zip(names, keeps, strict=True))
+
+
+def sorted_names(names):
+    """In the order of ranking."""
+    return sorted(names, key=natural_key)
 
 
 def _scores(tensors, names, seed):

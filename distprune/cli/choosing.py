@@ -60,6 +60,14 @@ Include = Annotated[
         metavar="PATTERN",
     ),
 ]
+Also = Annotated[
+    list[str] | None,
+    _option(
+        "--also",
+        help="Prune tensors that match, besides what is pruned without --include. Repeat it.",
+        metavar="PATTERN",
+    ),
+]
 Exclude = Annotated[
     list[str] | None,
     _option(
@@ -67,7 +75,17 @@ Exclude = Annotated[
     ),
 ]
 MinNdim = Annotated[
-    int | None, _option("--min-ndim", help="Leave out tensors of fewer dimensions (2).")
+    int | None,
+    _option("--min-ndim", help="Leave out tensors of fewer dimensions larger than 1 (2)."),
+]
+InputDim = Annotated[
+    list[str] | None,
+    _option(
+        "--input-dim",
+        help="The dimension that the inputs of tensors lie along, from 0, for N:M and rows: "
+        "'*.c_fc.weight=0'. Of a convolution with its kernel: 0,2,3. Repeat it for more.",
+        metavar="PATTERN=DIM",
+    ),
 ]
 MinSparsity = Annotated[
     float | None,
@@ -104,7 +122,9 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         fields.pop("pattern", None)
     if given.get("score") == "magnitude":
         fields.pop("seed", None)
-    for key in ("include", "exclude"):
+    if "input_dims" in given:
+        given["input_dims"] = dims_by_pattern(given["input_dims"])
+    for key in ("include", "also", "exclude"):
         if key in given:
             given[key] = tuple(given[key])
     return FileRecipe(**fields | given)
@@ -118,3 +138,24 @@ def _refuse_in_groups(name: str | None, count: int, given: dict[str, Any]) -> No
             f"the recipe {name} has {count} groups, each of which has its own; expected no "
             f"{', '.join(options)}. Change the recipe, or leave the recipe out."
         )
+
+
+def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
+    """``--input-dim`` options as the field of a recipe.
+
+    Raises:
+        SelectionError: one is no PATTERN=DIM.
+    """
+    found = {}
+    for option in options:
+        pattern, _, text = option.rpartition("=")
+        try:
+            found[pattern] = tuple(map(int, text.split(",")))
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise SelectionError(
+                f"--input-dim {option}: expected PATTERN=DIM, such as '*.c_fc.weight=0'; DIM may "
+                "be several numbers with commas between."
+            )
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,16 @@ Patterns = Annotated[
         "--pattern", help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
     ),
 ]
+InputDim = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input-dim",
+        help="The dimension that the inputs of tensors lie along, from 0: '*.c_fc.weight=0'; by "
+        "default as SRC's own recipe says, if it was pruned. Repeat it for more.",
+        metavar="PATTERN=DIM",
+        show_default=False,
+    ),
+]
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
 
@@ -30,6 +41,7 @@ Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_d
 def inspect(
     source: Source,
     pattern: Patterns = ["2:4"],  # noqa: B006
+    input_dim: InputDim = None,
     histogram: Annotated[
         bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
     ] = False,
@@ -56,9 +68,11 @@ def inspect(
     if plot is not None:
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
+    input_dims = _input_dims(source, input_dim)
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
-        facts = list(look(checkpoint, patterns, on_bytes=Reading(meter, checkpoint.num_bytes)))
+        reading = Reading(meter, checkpoint.num_bytes)
+        facts = list(look(checkpoint, patterns, on_bytes=reading, input_dims=input_dims))
     if plot is not None:
         sparsities = {each.entry.name: each.num_zero / max(each.entry.numel, 1) for each in facts}
         plotting.draw(plot, sparsities, facts)
@@ -128,6 +142,22 @@ def diff(
         terminal.text()
     num_equal = sum(each.is_equal for each in found)
     terminal.text(f"{num_equal} of {len(found)} tensors are equal bit for bit.")
+
+
+def _input_dims(source: Path, options: list[str] | None) -> Sequence[Any]:
+    """What ``--input-dim`` says, or what the recipe said that a checkpoint was pruned by."""
+    from distprune.cli.choosing import dims_by_pattern
+    from distprune.files.errors import FilesError
+    from distprune.files.recipe import FileRecipe
+    from distprune.files.report import read_report
+
+    if options:
+        return list(dims_by_pattern(options).items())
+    try:
+        recipe = FileRecipe(**read_report(source).recipe)
+    except FilesError:  # there is none, or it is not of a pruning
+        return ()
+    return [pair for part in recipe.parts for pair in part.input_dims]
 
 
 def _n_of_m(text: str) -> tuple[int, int]:

@@ -35,10 +35,12 @@ def plan(
     score: choosing.Score = None,
     seed: choosing.Seed = None,
     include: choosing.Include = None,
+    also: choosing.Also = None,
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
     min_sparsity: choosing.MinSparsity = None,
     max_sparsity: choosing.MaxSparsity = None,
+    input_dim: choosing.InputDim = None,
     nan: choosing.Nan = None,
     follow_links: sources.FollowLinks = False,
     as_json: AsJson = False,
@@ -61,17 +63,25 @@ def plan(
         recipe,
         {
             "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score,
-            "seed": seed, "include": include, "exclude": exclude, "min_ndim": min_ndim,
-            "nan": nan, "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
+            "seed": seed, "include": include, "also": also, "exclude": exclude,
+            "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan,
+            "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
         },
     )  # fmt: skip
     made = make_plan(source, chosen, follow_links=follow_links)
     terminal = Terminal(as_json, -1 if quiet else verbose)
     sources.tell(terminal, made.checkpoint)
+    show_warnings(terminal, made)
     if as_json:
         terminal.json(as_values(made))
     else:
         show(terminal, made, one_by_one=verbose > 0)
+
+
+def show_warnings(terminal: Terminal, plan: Plan) -> None:
+    """On stderr: what is probably not meant."""
+    for warning in plan.warnings:
+        terminal.note(f"Warning: {warning}")
 
 
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool) -> None:
@@ -144,6 +154,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "source": plan.checkpoint.folder,
         "recipe": plan.recipe.as_mapping(),
         "digest": plan.digest,
+        "warnings": list(plan.warnings),
         "num_elements": plan.num_elements,
         "num_to_prune": plan.num_to_prune,
         "groups": [

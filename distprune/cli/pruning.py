@@ -57,10 +57,12 @@ def prune(
     score: choosing.Score = None,
     seed: choosing.Seed = None,
     include: choosing.Include = None,
+    also: choosing.Also = None,
     exclude: choosing.Exclude = None,
     min_ndim: choosing.MinNdim = None,
     min_sparsity: choosing.MinSparsity = None,
     max_sparsity: choosing.MaxSparsity = None,
+    input_dim: choosing.InputDim = None,
     nan: choosing.Nan = None,
     masks: Masks = None,
     follow_links: sources.FollowLinks = False,
@@ -90,7 +92,8 @@ def prune(
     """
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
-        "include": include, "exclude": exclude, "min_ndim": min_ndim, "nan": nan, "masks": masks,
+        "include": include, "also": also, "exclude": exclude, "min_ndim": min_ndim,
+        "input_dims": input_dim, "nan": nan, "masks": masks,
         "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
@@ -139,6 +142,7 @@ def _prune(
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe, follow_links=follow_links)
     sources.tell(terminal, plan.checkpoint)
+    planning.show_warnings(terminal, plan)
     terminal.note(planning.summary(plan))
     try:
         with Meter(terminal) as meter:

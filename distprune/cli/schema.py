@@ -63,9 +63,20 @@ _GROUP = {
     "select": _table(
         {
             "include": _PATTERNS,
+            "also": {**_PATTERNS, "description": "Besides the default; for checkpoints."},
             "exclude": _PATTERNS,
             "names": {**_PATTERNS, "description": "Names of parameters; for training."},
             "min_ndim": {"type": "integer", "minimum": 1, "description": "For checkpoints."},
+            "input_dims": {
+                "type": "object",
+                "additionalProperties": {
+                    "oneOf": [
+                        {"type": "integer"},
+                        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    ]
+                },
+                "description": "By pattern, the dimension of the inputs; for checkpoints.",
+            },
         },
         description="Which weights.",
     ),

@@ -8,7 +8,7 @@ from distprune.bounds import Bounded, to_bounds
 from distprune.files.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, counted
 from distprune.files.header import TensorEntry
-from distprune.files.policy import Choice, choose
+from distprune.files.policy import Choice, choose, warnings_of
 from distprune.files.recipe import FileRecipe
 
 _MAX_PROBLEMS = 12
@@ -16,12 +16,12 @@ _MAX_PROBLEMS = 12
 
 def choose_groups(
     checkpoint: Checkpoint, recipe: FileRecipe
-) -> tuple[list[Choice], list[list[TensorEntry]]]:
+) -> tuple[list[Choice], list[list[TensorEntry]], tuple[str, ...]]:
     """Decide for every tensor whether it is pruned, and in which group.
 
     Returns:
-        What becomes of every tensor, in the order of the checkpoint; and of every group its
-        tensors, in that order.
+        What becomes of every tensor, in the order of the checkpoint; of every group its
+        tensors, in that order; and warnings, see :func:`warnings_of`.
 
     Raises:
         SelectionError: with every problem: those of :func:`choose` for each group, and tensors
@@ -29,14 +29,19 @@ def choose_groups(
     """
     if not recipe.groups:
         choices = choose(checkpoint, recipe)
-        return choices, [[choice.entry for choice in choices if choice.is_pruned]]
+        entries = [choice.entry for choice in choices if choice.is_pruned]
+        return choices, [entries], warnings_of(checkpoint, recipe, choices)
     problems: list[str] = []
     columns = []
+    warnings: list[str] = []
     for number, group in enumerate(recipe.groups):
         try:
             columns.append(choose(checkpoint, group))
         except SelectionError as error:
             problems += [f"groups[{number}]: {problem}" for problem in error.problems]
+        else:
+            found = warnings_of(checkpoint, group, columns[-1])
+            warnings += [f"groups[{number}]: {warning}" for warning in found]
     if problems:
         raise SelectionError(counted(f"the selection in {checkpoint.folder}", problems), problems)
     choices, shared = [], []
@@ -61,7 +66,7 @@ def choose_groups(
         problems = shared[:_MAX_PROBLEMS]
         problems += [f"{more} more tensors are in two groups."] if more > 0 else []
         raise SelectionError(counted(f"the selection in {checkpoint.folder}", shared), problems)
-    return choices, groups
+    return choices, groups, tuple(warnings)
 
 
 def limits_of(

@@ -11,7 +11,7 @@ import numpy as np
 
 from distprune.files.checkpoint import Checkpoint
 from distprune.files.header import TensorEntry
-from distprune.files.policy import input_groups
+from distprune.files.layouts import Layout, Layouts, UnknownLayout
 from distprune.files.scanning import FORMATS, FloatFormat, Scanner
 
 
@@ -24,7 +24,8 @@ class TensorFacts:
         num_zero: +0 and -0.
         num_nan, num_inf: as they say.
         num_groups: of every pattern (n, m), how many groups of m neighbours along the input
-            dimension there are; without an entry where m does not divide the inputs.
+            dimension there are; without an entry where m does not divide the inputs, or where
+            they lie along a dimension that is not known.
         num_kept: ... and how many of these have at most n numbers that are not zero.
         exponents: how many numbers lie in [2**e, 2**(e+1)), by e; subnormals are one
             below the smallest.
@@ -44,6 +45,7 @@ def inspect(
     patterns: Sequence[tuple[int, int]] = ((2, 4),),
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     only: Container[str] | None = None,
+    input_dims: Iterable[tuple[str, Sequence[int]]] = (),
 ) -> Iterator[TensorFacts]:
     """Look at every tensor of floats, one after the other.
 
@@ -52,36 +54,54 @@ def inspect(
         patterns: N:M patterns to look for.
         on_bytes: is told how many bytes have been read.
         only: names of tensors to look at; by default all of floats.
+        input_dims: as in a recipe, for tensors whose inputs nothing else tells.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
+        SelectionError: ``input_dims`` do not fit.
 
-    Cost: one read of these tensors; some 50 MB of memory, or one row of a convolution.
+    Cost: one read of these tensors; some 50 MB of memory, or a few rows of groups that lie across
+    the rows of a matrix.
     """
+    layouts = Layouts(checkpoint, input_dims)
     with closing(Scanner(checkpoint)) as scanner:
         for entry in checkpoint.tensors:
             if entry.dtype in FORMATS and (only is None or entry.name in only):
-                yield _inspect(scanner, entry, patterns, on_bytes)
+                layout = _layout(layouts, entry)
+                yield _inspect(scanner, entry, layout, patterns, on_bytes)
+
+
+def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
+    try:
+        return layouts.of(entry)
+    except UnknownLayout:
+        if layouts.is_given(entry):
+            raise
+        return None
 
 
 def _inspect(
     scanner: Scanner,
     entry: TensorEntry,
+    layout: Layout | None,
     patterns: Iterable[tuple[int, int]],
     on_bytes: Callable[[int], None],
 ) -> TensorFacts:
     form, facts = FORMATS[entry.dtype], TensorFacts(entry)
-    _, inputs, kernel = input_groups(entry)
-    fitting = [(n, m) for n, m in patterns if entry.numel and inputs % m == 0]
+    fitting: list[tuple[int, int]] = []
+    stride = 1
+    if layout is not None and entry.numel:
+        fitting = [(n, m) for n, m in patterns if layout.inputs % m == 0]
+        stride = layout.stride
     for n, m in fitting:
         facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
-    # A chunk is whole groups: neighbours of a matrix, whole outputs of a convolution.
-    whole = inputs * kernel if kernel > 1 else int(np.lcm.reduce([1, *(m for _, m in fitting)]))
+    # A chunk is whole groups: the lengths of groups divide the inputs, and so does their multiple.
+    whole = stride * int(np.lcm.reduce([1, *(m for _, m in fitting)])) if fitting else 1
     for chunk in scanner.chunks(entry, form.width * max(whole, 1)):
         magnitudes = form.magnitudes(chunk)
         _count(facts, form, magnitudes)
         for n, m in fitting:
-            lives = (magnitudes != 0).reshape(-1, m, kernel)
+            lives = (magnitudes != 0).reshape(-1, m, stride)
             facts.num_kept[n, m] += int(np.count_nonzero(lives.sum(1, dtype=np.int32) <= n))
         on_bytes(chunk.nbytes)
     return facts

@@ -20,12 +20,13 @@ from distprune.files.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.grouping import choose_groups, limits_of
 from distprune.files.header import TensorEntry
-from distprune.files.policy import Choice, input_groups
+from distprune.files.layouts import Layout, Layouts
+from distprune.files.policy import Choice
 from distprune.files.recipe import FileRecipe
 from distprune.natural_order import natural_key
 
 # Of what a plan leads to: raised when the same plan would write other bytes.
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class PlannedTensor:
         num_pruned_per_group: ... and how many go in each.
         group: which group of the plan it is in.
         lowest, highest: how many of its elements have to, and may, go.
+        layout: where its inputs are; None where that makes no difference.
     """
 
     entry: TensorEntry
@@ -49,6 +51,7 @@ class PlannedTensor:
     group: int
     lowest: int
     highest: int
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class PlannedGroup:
     num_elements: int
     num_to_prune: int
     has_limits: bool
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Plan:
         num_elements: of the selected tensors.
         num_to_prune: exactly so many become zero.
         digest: of all that decides the output: recipe, headers, sizes, times of change.
+        warnings: what is probably not meant, but no error; sentences.
     """
 
     checkpoint: Checkpoint
@@ -94,6 +99,7 @@ class Plan:
     num_elements: int
     num_to_prune: int
     digest: str
+    warnings: tuple[str, ...] = ()
 
     def recipe_of(self, position: int) -> FileRecipe:
         """Of the group that a tensor is in."""
@@ -115,12 +121,13 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     Cost: reads headers only; some milliseconds for a hundred files.
     """
     checkpoint = open_checkpoint(source, follow_links=follow_links)
-    choices, chosen = choose_groups(checkpoint, recipe)
+    choices, chosen, warnings = choose_groups(checkpoint, recipe)
     tensors: list[PlannedTensor] = []
     groups: list[PlannedGroup] = []
     for entries, part in zip(chosen, recipe.parts, strict=True):
+        layouts = Layouts(checkpoint, part.input_dims)
         try:
-            planned, group = _plan_group(entries, part, len(groups), len(tensors))
+            planned, group = _plan_group(entries, part, layouts, len(groups), len(tensors))
         except SelectionError as error:
             where = f"groups[{len(groups)}]: " if recipe.groups else ""
             raise SelectionError(f"{where}{error.headline}", error.problems) from error
@@ -135,38 +142,40 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
         num_elements=sum(group.num_elements for group in groups),
         num_to_prune=sum(group.num_to_prune for group in groups),
         digest=_digest(checkpoint, recipe),
+        warnings=warnings,
     )
 
 
 def _plan_group(
-    entries: list[TensorEntry], recipe: FileRecipe, number: int, first: int
+    entries: list[TensorEntry], recipe: FileRecipe, layouts: Layouts, number: int, first: int
 ) -> tuple[list[PlannedTensor], PlannedGroup]:
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     num_elements = sum(entry.numel for entry in entries)
-    runs = [_groups(entry, recipe) for entry in entries]
+    laid_out = [layouts.of(entry) if recipe.goes_along_inputs else None for entry in entries]
+    runs = [_groups(entry, layout, recipe) for entry, layout in zip(entries, laid_out, strict=True)]
     if recipe.is_together:
         num_to_prune = resolve_count(recipe.sparsity, num_elements)
     else:
         num_to_prune = sum(count * num_pruned for count, num_pruned in runs)
     limits = limits_of(entries, recipe, num_to_prune)
     tensors, offset = [], 0
-    for entry, run, limit in zip(entries, runs, limits, strict=True):
-        tensors.append(PlannedTensor(entry, offset, *run, number, *limit))
+    for entry, layout, run, limit in zip(entries, laid_out, runs, limits, strict=True):
+        tensors.append(PlannedTensor(entry, offset, *run, number, *limit, layout))
         offset += entry.numel
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
 
 
-def _groups(entry: TensorEntry, recipe: FileRecipe) -> tuple[int, int]:
+def _groups(entry: TensorEntry, layout: Layout | None, recipe: FileRecipe) -> tuple[int, int]:
     """How many groups a tensor has, and how many elements each of them loses."""
     if recipe.kept_of is not None:
         kept, group = recipe.kept_of
         return entry.numel // group, group - kept
     if recipe.scope == "layer":
         return 1, resolve_count(recipe.sparsity, entry.numel)
-    if recipe.scope == "row":
-        outputs = input_groups(entry)[0]
+    if layout is not None:  # scope "row"
+        outputs = layout.outputs
         return outputs, resolve_count(recipe.sparsity, entry.numel // outputs)
     return 0, 0
 

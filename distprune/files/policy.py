@@ -1,37 +1,28 @@
 """Which tensors of a checkpoint are pruned, and of each other one why not.
 
-By name and header alone: a file does not say what a tensor is for. The rules for names are those
-of common model families; ``include`` takes their place.
+By name and header alone: a file does not say what a tensor is for. ``default_selection`` has the
+rules for names; ``include`` takes their place, and ``also`` adds to what they select.
 """
 
 from __future__ import annotations
 
-import difflib
-import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
 
 from distprune.files.checkpoint import Checkpoint
+from distprune.files.default_selection import ADAPTER, reason_to_keep
 from distprune.files.errors import SelectionError, counted
 from distprune.files.header import TensorEntry
+from distprune.files.layouts import Layout, Layouts, UnknownLayout
+from distprune.files.matching import matched
 from distprune.files.recipe import FileRecipe
 
 PRUNED_DTYPES = ("BF16", "F16", "F32", "F64")
-_INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64")
-# Parts of names, between dots. The first that matches is the reason.
-_NAMES = (
-    (r"(?i).*(_|^)?scales?(_inv)?$|.*zero_points?$|.*zeros$", "scales of quantised weights"),
-    (r"(?i).*embed.*|wte|wpe|shared|.*_emb", "an embedding"),
-    (r"(?i)lm_head|embed_out", "the output head"),
-    (r"(?i).*norm.*|ln(_.*)?|ln[0-9]*", "a normalisation"),
-    (r"(?i).*router.*|gate|.*expert_gate", "a router"),
-    (r"(?i)bias|.*_bias", "a bias"),
-)
-_WHOLE_NAMES = {"output.weight": "the output head"}
+_ADAPTER_CONFIG = "adapter_config.json"
 _MAX_PROBLEMS = 12
+# Elements that lie between neighbours along the inputs: a pass has a counter for each.
+_MAX_STRIDE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +44,34 @@ def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
     """Decide for every tensor, in the order of the checkpoint.
 
     Raises:
-        SelectionError: with every problem: a pattern that matches nothing, a selected tensor
-            that is no plain float or does not fit the pattern, tied weights stored twice,
-            nothing selected.
+        SelectionError: with every problem: an ``include``, an ``also`` or an ``input_dims`` that
+            matches nothing, a selected tensor that is no plain float or does not fit the pattern,
+            inputs along a dimension that is not known, tied weights stored twice, an adapter that
+            was not asked for, nothing selected. An ``exclude`` that matches nothing is none; see
+            :func:`warnings_of`.
     """
     problems: list[str] = []
-    tensors = checkpoint.tensors
-    included = _matched("include", recipe.include, tensors, problems)
-    excluded = _matched("exclude", recipe.exclude, tensors, problems)
+    names = [entry.name for entry in checkpoint.tensors]
+    included = matched("include", recipe.include or (), names, problems)
+    also = matched("also", recipe.also, names, problems)
+    excluded = matched("exclude", recipe.exclude, names, unmatched := [])
     choices = []
-    for entry in tensors:
+    for entry in checkpoint.tensors:
+        is_asked_for = entry.name in (also if recipe.include is None else included)
         if entry.name in excluded:
             reason = "excluded"
-        elif recipe.include is not None and entry.name not in included:
+        elif recipe.include is not None and not is_asked_for:
             reason = "not included"
-        elif len(entry.shape) < recipe.min_ndim:
-            reason = f"fewer than {recipe.min_ndim} dimensions"
+        elif sum(size > 1 for size in entry.shape) < recipe.min_ndim and entry.numel:
+            reason = _too_few(entry, recipe.min_ndim)
         elif entry.numel == 0:
             reason = "no elements"
         else:
-            reason = _reason(entry, is_asked_for=recipe.include is not None)
+            reason = "" if is_asked_for else reason_to_keep(entry)
         choices.append(Choice(entry, not reason, reason))
     chosen = [choice.entry for choice in choices if choice.is_pruned]
-    bad = [problem for entry in chosen for problem in _entry_problems(entry, recipe)]
+    problems += _adapter_problems(checkpoint, recipe, choices)
+    bad = _entry_problems(checkpoint, chosen, recipe)
     problems += bad[:_MAX_PROBLEMS]
     if len(bad) > _MAX_PROBLEMS:
         problems.append(f"{len(bad) - _MAX_PROBLEMS} more tensors have the same problems.")
@@ -86,93 +82,95 @@ def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
             f"nothing is selected: the {len(choices)} tensors are left out as {'; '.join(reasons)}."
         )
     if problems:
+        problems += unmatched  # no error by itself, but perhaps the cause of one
         raise SelectionError(counted(f"the selection in {checkpoint.folder}", problems), problems)
     return choices
 
 
-def input_groups(entry: TensorEntry) -> tuple[int, int, int]:
-    """How a tensor's elements lie: (outputs, inputs, kernel), row-major.
+def warnings_of(
+    checkpoint: Checkpoint, recipe: FileRecipe, choices: Sequence[Choice]
+) -> tuple[str, ...]:
+    """What is probably not meant in a selection, but no error; sentences.
 
-    A matrix is [out, in], as in ``torch.nn.Linear``. Of three dimensions and more, matrices of
-    stacked experts ("experts" in the name) are [..., out, in]; everything else is a convolution,
-    [out, in, *kernel].
+    Args:
+        checkpoint, recipe: as for :func:`choose`.
+        choices: that it returned.
     """
-    shape = entry.shape
-    if len(shape) == 1:
-        return 1, shape[0], 1
-    if len(shape) == 2 or "experts" in entry.name:
-        return _product(shape[:-1]), shape[-1], 1
-    return shape[0], shape[1], _product(shape[2:])
+    names = [entry.name for entry in checkpoint.tensors]
+    warnings: list[str] = []
+    matched("exclude", recipe.exclude, names, warnings)
+    also = matched("also", recipe.also, names, [])
+    left_out = [
+        f"also: {choice.entry.name} is left alone all the same: {choice.reason}."
+        for choice in choices
+        if choice.entry.name in also and choice.reason not in ("", "excluded")
+    ]
+    return (*warnings, *left_out[:_MAX_PROBLEMS])
 
 
-def _reason(entry: TensorEntry, *, is_asked_for: bool) -> str:
-    if is_asked_for:
-        return ""
-    if entry.dtype in _INTEGERS:
-        return f"{entry.dtype} is no float"
-    if entry.name in _WHOLE_NAMES:
-        return _WHOLE_NAMES[entry.name]
-    rule = min(map(_rule_of, entry.name.split(".")))
-    return _NAMES[rule][1] if rule < len(_NAMES) else ""
+def _too_few(entry: TensorEntry, wanted: int) -> str:
+    ones = " that are larger than 1" if len(entry.shape) >= wanted else ""
+    return f"fewer than {wanted} dimensions{ones}"
 
 
-@functools.lru_cache(maxsize=4096)
-def _rule_of(part: str) -> int:
-    """Which rule a part of a name falls under; names are made of few different parts."""
-    matches = (i for i, (pattern, _) in enumerate(_NAMES) if re.fullmatch(pattern, part))
-    return next(matches, len(_NAMES))
+def _entry_problems(
+    checkpoint: Checkpoint, chosen: Iterable[TensorEntry], recipe: FileRecipe
+) -> list[str]:
+    """Of the selected tensors one by one; tensors of several layers share a sentence."""
+    problems: dict[str, None] = {}
+    try:
+        layouts = Layouts(checkpoint, recipe.input_dims)
+    except SelectionError as error:
+        return [error.headline, *error.problems]
+    for entry in chosen:
+        if entry.dtype not in PRUNED_DTYPES:
+            problem = (
+                f"tensor {entry.name} is {entry.dtype}; expected one of "
+                f"{', '.join(PRUNED_DTYPES)}. Dequantise the checkpoint, or exclude the tensor."
+            )
+            problems[problem] = None
+        elif recipe.goes_along_inputs:
+            try:
+                layout = layouts.of(entry)
+            except UnknownLayout as error:
+                problems[error.headline] = None
+            else:
+                problems |= dict.fromkeys(_layout_problems(entry, layout, recipe))
+    return list(problems)
 
 
-def _entry_problems(entry: TensorEntry, recipe: FileRecipe) -> list[str]:
-    if entry.dtype not in PRUNED_DTYPES:
+def _layout_problems(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> list[str]:
+    if layout.columns > 1 and layout.stride > _MAX_STRIDE:
         return [
-            f"tensor {entry.name} is {entry.dtype}; expected one of {', '.join(PRUNED_DTYPES)}. "
-            "Dequantise the checkpoint, or exclude the tensor."
+            f"tensor {entry.name} {list(entry.shape)} has {layout.stride} elements between "
+            f"neighbouring inputs; expected {_MAX_STRIDE} at most. Exclude it."
         ]
-    if recipe.kept_of is not None:
-        group, inputs = recipe.kept_of[1], input_groups(entry)[1]
-        if inputs % group:
-            return [
-                f"tensor {entry.name} has {inputs} inputs (shape {list(entry.shape)}), which "
-                f"{group} does not divide: {recipe.pattern} does not fit. Exclude it."
-            ]
+    if recipe.kept_of is not None and layout.inputs % recipe.kept_of[1]:
+        return [
+            f"tensor {entry.name} has {layout.inputs} inputs (shape {list(entry.shape)}), which "
+            f"{recipe.kept_of[1]} does not divide: {recipe.pattern} does not fit. Exclude it."
+        ]
     return []
 
 
-def _matched(
-    field: str,
-    patterns: Sequence[str] | None,
-    tensors: Sequence[TensorEntry],
-    problems: list[str],
-) -> set[str]:
-    """Names of tensors that match one of the patterns, by themselves or by their module's name.
-
-    As in the library's ``select``. A pattern that matches nothing is a problem.
-    """
-    found: set[str] = set()
-    for pattern in patterns or ():
-        matches = _matcher(pattern)
-        names = [
-            entry.name
-            for entry in tensors
-            if matches(entry.name) or matches(entry.name.rpartition(".")[0])
+def _adapter_problems(
+    checkpoint: Checkpoint, recipe: FileRecipe, choices: Sequence[Choice]
+) -> list[str]:
+    """Factors of an update are no weights of a layer: to prune them is hardly ever meant."""
+    if recipe.include is not None or recipe.also:
+        return []
+    is_folder = any(other.name == _ADAPTER_CONFIG for other in checkpoint.others) and all(
+        file.name.startswith("adapter_model") for file in checkpoint.files
+    )
+    is_one = any(choice.reason == ADAPTER for choice in choices)
+    if is_folder or (is_one and not any(choice.is_pruned for choice in choices)):
+        found = f" ({_ADAPTER_CONFIG})" if is_folder else " (names such as lora_A)"
+        return [
+            f"the checkpoint is an adapter{found}: its tensors are factors of an update, and "
+            "pruning them is seldom meant. Merge it into its model and prune that, or name the "
+            "tensors to prune with include."
         ]
-        if not names:
-            known = [entry.name for entry in tensors]
-            close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
-            example = (close or known[:1] or ["(none)"])[0]
-            problems.append(
-                f"{field}: {pattern!r} matches none of the {len(known)} tensors; a pattern has to "
-                f"match the whole name of a tensor, such as {example}, or of its module."
-            )
-        found.update(names)
-    return found
-
-
-def _matcher(pattern: str) -> Callable[[str], Any]:
-    if pattern.startswith("re:"):
-        return re.compile(pattern[3:]).fullmatch
-    return lambda name: fnmatchcase(name, pattern)
+    return []
 
 
 def _tied_problems(checkpoint: Checkpoint, chosen: Iterable[TensorEntry]) -> list[str]:
@@ -194,10 +192,3 @@ def _tied_problems(checkpoint: Checkpoint, chosen: Iterable[TensorEntry]) -> lis
             f"stored, and a model loads one of them for both. Exclude {names}."
         ]
     return []
-
-
-def _product(sizes: Iterable[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -36,8 +36,13 @@ class FileRecipe:
         seed: of random scores; 0 by default.
         include: globs, or regular expressions after ``re:``, for whole names of tensors; None:
             matrices that are no embedding, head, norm, router, bias or scale.
-        exclude: patterns of tensors to leave alone.
-        min_ndim: tensors of fewer dimensions are left alone.
+        also: patterns of tensors to prune besides what is pruned without ``include``.
+        exclude: patterns of tensors to leave alone, whatever selects them.
+        min_ndim: tensors of fewer dimensions are left alone; those of size 1 do not count.
+        input_dims: by pattern, the dimensions that an output sums over: the one that N:M goes
+            along, and the last ones, if they are the kernel of a convolution. The first pattern
+            that matches counts. For tensors whose layout nothing else tells. Given as a mapping
+            or as pairs; kept as pairs.
         nan: a NaN in a selected tensor is an "error", or is to be kept ("keep").
         masks: whether to write the masks.
         min_sparsity, max_sparsity: limits of every single tensor, in [0, 1], for the scope
@@ -56,8 +61,10 @@ class FileRecipe:
     score: Score = "magnitude"
     seed: int | None = None
     include: tuple[str, ...] | None = None
+    also: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     min_ndim: int = 2
+    input_dims: Any = ()
     nan: Literal["error", "keep"] = "error"
     masks: bool = True
     min_sparsity: float = 0.0
@@ -71,11 +78,16 @@ class FileRecipe:
         else:
             object.__setattr__(self, "groups", ())
             problems = [*self._amount_problems(), *problems, *self._limit_problems()]
-        for field in ("include", "exclude"):
-            patterns = getattr(self, field)
+        for name in ("include", "also", "exclude"):
+            patterns = getattr(self, name)
             if patterns is not None:
-                problems += _pattern_problems(field, patterns)
-                object.__setattr__(self, field, tuple(patterns))
+                problems += _pattern_problems(name, patterns)
+                object.__setattr__(self, name, tuple(patterns))
+        if self.also and self.include is not None:
+            problems.append(
+                "also adds to what is pruned without include, and include is given; leave one out."
+            )
+        problems += self._dims_problems()
         if not _is_int(self.min_ndim) or self.min_ndim < 1:
             problems.append(f"min_ndim is {self.min_ndim!r}; expected an int >= 1.")
         if not isinstance(self.masks, bool):
@@ -125,6 +137,11 @@ class FileRecipe:
         kept, group = self.pattern.split(":")
         return int(kept), int(group)
 
+    @property
+    def goes_along_inputs(self) -> bool:
+        """Whether it matters along which dimension the inputs of a tensor lie."""
+        return self.pattern is not None or self.scope == "row"
+
     def as_mapping(self) -> dict[str, Any]:
         """The keys of a recipe file, every default filled in; ``parse_recipe`` reads them again."""
         values: dict[str, Any] = {"version": 1}
@@ -145,8 +162,12 @@ class FileRecipe:
         select: dict[str, Any] = {"min_ndim": self.min_ndim}
         if self.include is not None:
             select["include"] = list(self.include)
+        if self.also:
+            select["also"] = list(self.also)
         if self.exclude:
             select["exclude"] = list(self.exclude)
+        if self.input_dims:
+            select["input_dims"] = {name: list(dims) for name, dims in self.input_dims}
         values["select"] = select
         if self.has_limits:
             limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
@@ -234,6 +255,14 @@ class FileRecipe:
             return [f"sparsity is {self.sparsity!r}; expected a number from 0 to 1."]
         return []
 
+    def _dims_problems(self) -> list[str]:
+        try:
+            pairs = input_dims_pairs(self.input_dims)
+        except ValueError as error:
+            return [f"input_dims is {self.input_dims!r}; expected {error}."]
+        object.__setattr__(self, "input_dims", pairs)
+        return _pattern_problems("input_dims", [pattern for pattern, _ in pairs])
+
     def _choice_problems(self) -> list[str]:
         choices = {
             "scope": ("global", "layer", "row"),
@@ -241,10 +270,30 @@ class FileRecipe:
             "nan": ("error", "keep"),
         }
         return [
-            f"{field} is {getattr(self, field)!r}; expected one of {', '.join(map(repr, allowed))}."
-            for field, allowed in choices.items()
-            if getattr(self, field) not in allowed
+            f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, allowed))}."
+            for name, allowed in choices.items()
+            if getattr(self, name) not in allowed
         ]
+
+
+def input_dims_pairs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dimensions by pattern, {"*.c_fc.weight": 0}, as pairs; a dimension alone or a list of them.
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    expected = "dimensions by pattern, such as {'*.c_fc.weight': 0}"
+    try:
+        given = dict(value)  # of pairs too
+    except (TypeError, ValueError):
+        raise ValueError(expected) from None
+    pairs = []
+    for pattern, dims in given.items():
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        if not isinstance(pattern, str) or not dims or not all(map(_is_int, dims)):
+            raise ValueError(expected)
+        pairs.append((pattern, tuple(dims)))
+    return tuple(pairs)
 
 
 def _pattern_problems(field: str, patterns: Sequence[str]) -> list[str]:

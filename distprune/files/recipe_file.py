@@ -60,7 +60,8 @@ def fields_of(recipe: Recipe, name: str) -> dict[str, Any]:
 
 def _fields_of_group(recipe: Recipe, group: RecipeGroup) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "score": group.method, "include": group.include, "exclude": group.exclude
+        "score": group.method, "include": group.include, "also": group.also,
+        "exclude": group.exclude, "input_dims": group.input_dims,
     }  # fmt: skip
     if group.min_ndim is not None:
         fields["min_ndim"] = group.min_ndim

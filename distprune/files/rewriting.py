@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distprune.files.columns import ColumnCuts, is_too_large
 from distprune.files.cutting import Cutting
 from distprune.files.deciding import Decision
 from distprune.files.disk import WRITE, OpenFiles, copy_range, write_from
@@ -106,6 +107,9 @@ class Rewriter:
             return
         recipe = self._plan.recipe_of(span.position)
         groups = groups_of(self._plan.tensors[span.position], recipe)
+        if is_too_large(groups):
+            yield from self._cut_columns(span, groups)
+            return
         if groups.size <= MAX_IN_MEMORY:
             yield from self._ranked_in_memory(span, groups)
             return
@@ -121,6 +125,18 @@ class Rewriter:
                 descent.narrow(histogram)
                 num_ties = descent.rank + 1
             yield from self._cut_at(part, Threshold(descent.prefix, num_ties), own=True)
+
+    def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
+        for start in range(span.first, span.last, groups.block):
+            cuts = ColumnCuts(self._source, span.position, start, groups)
+            yield from cuts.find()
+            for first in range(start, start + groups.block, cuts.step):
+                last = min(first + cuts.step, start + groups.block)
+                bits = self._source.bits(span.position, first, last)
+                keys = self._source.keys(span.position, first, bits, last - first, True)
+                lowest = cuts.lowest(keys)
+                self._check(span, keys, lowest)
+                yield first, bits, lowest
 
     def _keys_of(self, span: Span) -> Iterator[Array]:
         for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last, own=True):

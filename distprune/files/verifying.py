@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distprune.files.columns import ColumnCuts, is_too_large
 from distprune.files.disk import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
 from distprune.files.groups import groups_of
@@ -188,7 +189,20 @@ class _Checking:
         groups = groups_of(tensor, self._plan.recipe_of(position))
         whole = Span(position, 0, tensor.entry.numel)
         num_pruned, num_wrong = 0, 0
-        if groups.size > MAX_IN_MEMORY:
+        if is_too_large(groups):
+            is_ordered = True
+            for first in range(0, whole.last, groups.block):
+                cuts = ColumnCuts(self._source, position, first, groups)
+                for _ in cuts.find():
+                    pass
+                span = Span(position, first, first + groups.block)
+                for keys, keep in self._pieces(span, cuts.step):
+                    different = cuts.lowest(keys) == keep
+                    num_pruned += int(np.count_nonzero(~keep))
+                    is_ordered = is_ordered and not different.any()
+            if not is_ordered:
+                self._complain_of_order(position)
+        elif groups.size > MAX_IN_MEMORY:
             for first in range(0, whole.last, groups.size):
                 span = Span(position, first, first + groups.size)
                 count = self._check_run(span, _Order(self._largest_pruned(span)))

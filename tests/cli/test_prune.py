@@ -70,7 +70,7 @@ def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path, mon
     assert run("prune", source, out, "-s", "0.5", "--plot", out / "a.png").code == 4
     assert run("prune", source, out, "-s", "0.5", "--plot", tmp_path / "a.txt").code == 2
     # Said once, before processes start.
-    done = run("prune", source, out, "-s", "0.5", "--exclude", "nothing", "--nproc", "2")
+    done = run("prune", source, out, "-s", "0.5", "--include", "nothing", "--nproc", "2")
     assert done.code == 2 and done.err.count("matches none") == 1
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -20,7 +20,7 @@ LLAMA = {
     "model.layers.0.mlp.gate.weight": M,
     "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 8),
     "model.layers.0.mlp.experts.gate_up_proj_bias": torch.ones(2, 4),
-    "model.layers.0.position_ids": torch.ones(1, 4, dtype=torch.int64),
+    "model.layers.0.position_ids": torch.ones(2, 4, dtype=torch.int64),
     "model.layers.0.empty.weight": torch.ones(0, 4),
     "model.layers.10.self_attn.q_proj.weight": M,
     "model.layers.2.self_attn.q_proj.weight": M,
@@ -82,7 +82,8 @@ def test_patterns(tmp_path):
     ("recipe", "text"),
     [
         ({"include": ("*.wieght",)}, "'*.wieght' matches none of the 13 tensors"),
-        ({"exclude": ("re:nothing",)}, "'re:nothing' matches none"),
+        ({"also": ("re:nothing",)}, "also: 're:nothing' matches none"),
+        ({"input_dims": {"nothing": 0}}, "input_dims: 'nothing' matches none"),
         ({"include": ("*q_proj.bias",)}, "nothing is selected"),
         ({"include": ("*position_ids",)}, "is I64; expected one of"),
     ],
@@ -144,6 +145,12 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
         ({"sparsity": 0.5, "include": "*"}, ["include is '*'; expected a list"]),
         ({"sparsity": 0.5, "exclude": ("re:(",)}, ["'re:(' is no regular expression"]),
         ({"sparsity": 0.5, "min_ndim": 0}, ["min_ndim is 0"]),
+        ({"sparsity": 0.5, "include": ("a",), "also": ("b",)}, ["also adds to"]),
+        ({"sparsity": 0.5, "input_dims": {"a": "0"}}, ["input_dims is {'a': '0'}; expected dim"]),
+        ({"sparsity": 0.5, "input_dims": {"a": []}}, ["input_dims is {'a': []}; expected dim"]),
+        ({"sparsity": 0.5, "input_dims": {"re:(": 0}}, ["input_dims: 're:(' is no"]),
+        ({"sparsity": 0.5, "input_dims": 3}, ["input_dims is 3; expected dim"]),
+        ({"sparsity": 0.5, "input_dims": ["a=0"]}, ["expected dimensions by pattern"]),
     ],
 )
 def test_recipes_that_are_wrong(fields, texts):

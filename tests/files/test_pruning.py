@@ -135,13 +135,14 @@ def test_convolutions_and_experts_have_their_inputs_where_they_are(tmp_path, sma
         "mlp.experts.up_proj": torch.randn(3, 5, 8, generator=g).half(),
     }
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    pruning.prune(planning.plan(source, FileRecipe(pattern="1:4")), tmp_path / "a")
+    dims = {"mlp.experts.*": 2}
+    pruning.prune(planning.plan(source, FileRecipe(pattern="1:4", input_dims=dims)), tmp_path / "a")
     masks = file_oracle.masks(tensors, ["conv.weight"], pattern="1:4")
     flat = tensors["mlp.experts.up_proj"].flatten(0, 1)
     stacked = file_oracle.masks({"m": flat}, ["m"], pattern="1:4")["m"]
     masks["mlp.experts.up_proj"] = stacked.reshape(3, 5, 8)
     file_oracle.check(source, tmp_path / "a", masks, load)
-    pruning.prune(planning.plan(source, FileRecipe(0.5, "row")), tmp_path / "b")
+    pruning.prune(planning.plan(source, FileRecipe(0.5, "row", input_dims=dims)), tmp_path / "b")
     masks = file_oracle.masks(tensors, ["conv.weight"], sparsity=0.5, scope="row")
     rows = file_oracle.masks({"m": flat}, ["m"], sparsity=0.5, scope="row")["m"]
     masks["mlp.experts.up_proj"] = rows.reshape(3, 5, 8)

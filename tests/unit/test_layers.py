@@ -10,6 +10,8 @@ import pytest
 import distprune
 
 PACKAGE = Path(distprune.__file__).parent
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -71,7 +71,7 @@ seed: 4
         f"line 6, schedule.stop: unknown key. Did you mean 'step'? Expected {schedule_keys} "
         "or 'final_sparsity'.",
         "line 8, select.exlude: unknown key. Did you mean 'exclude'? Expected 'include', "
-        "'exclude', 'names' or 'min_ndim'.",
+        "'also', 'exclude', 'names', 'min_ndim' or 'input_dims'.",
         "line 9, select.include: expected a regular expression after 're:' (missing ), "
         "unterminated subpattern at position 0), found ['re:('] (list).",
         "line 10, limits: min_sparsity 0.9 is above max_sparsity 0.2.",
@@ -193,6 +193,7 @@ def test_defaults_and_values():
     [
         {"sparsity": 0.5, "scope": "row", "method": "random", "seed": 3},
         {"pattern": "2:4", "select": {"include": "a", "exclude": ["re:b.*"], "min_ndim": 3}},
+        {"pattern": "2:4", "select": {"also": "a", "input_dims": {"*.b": 0, "c": [0, 2]}}},
         {"sparsity": 0.5, "nan": "keep", "output": {"masks": False}},
         {"schedule": CUBIC, "limits": {"max_sparsity": 0.9}},
         {"schedule": {"kind": "one_shot", "step": 3, "sparsity": 0.25}},

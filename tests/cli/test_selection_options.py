@@ -1,0 +1,112 @@
+"""``--also`` adds to the default, ``--input-dim`` names a dimension; warnings go to stderr."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from commands import ROOT
+
+from tiny_checkpoints import save
+
+NAMES = {
+    "model.embed_tokens.weight": (8, 4),
+    "model.layers.0.mlp.up_proj.weight": (8, 4),
+    "model.layers.0.mlp.experts.w1": (2, 4, 8),
+    "lm_head.weight": (8, 4),
+}
+
+
+@pytest.fixture
+def source(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    return save(tmp_path / "source", {n: torch.randn(s, generator=g) for n, s in NAMES.items()})
+
+
+def pruned(done):
+    return {t["name"] for t in done.json["tensors"] if t["is_pruned"]}
+
+
+def test_also_adds_to_the_default(run, source, tmp_path):
+    default = pruned(run("plan", source, "-s", "0.5", "--json"))
+    assert default == {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.experts.w1"}
+    more = run("plan", source, "-s", "0.5", "--also", "lm_head", "--json")
+    assert pruned(more) == default | {"lm_head.weight"} and more.err == ""
+    assert more.json["recipe"]["select"]["also"] == ["lm_head"]
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\nsparsity: 0.5\nselect: {also: lm_head}\n")
+    assert pruned(run("plan", source, "-r", path, "--json")) == pruned(more)
+    refused = run("plan", source, "-r", path, "--include", "lm_head")
+    assert refused.code == 2 and "also adds to" in refused.err
+    refused = run("plan", source, "-s", "0.5", "--also", "lm_haed")
+    assert refused.code == 2 and "also: 'lm_haed' matches none" in refused.err
+
+
+def test_an_exclude_that_matches_nothing_is_a_warning(run, source, tmp_path):
+    options = ("-s", "0.5", "--exclude", "lm_haed", "--also", "model.layers.0.mlp.up_proj")
+    done = run("plan", source, *options, "--json")
+    (warning,) = done.json["warnings"]
+    assert warning.startswith("exclude: 'lm_haed' matches none of the 4 tensors")
+    assert done.code == 0 and f"Warning: {warning}" in done.err
+    assert run("plan", source, *options, "--json", "-q").err == ""
+    done = run("prune", source, tmp_path / "a", *options)
+    assert done.code == 0 and "Warning: exclude: 'lm_haed' matches none" in done.err
+    done = run("plan", source, "-s", "0.5", "--exclude", "lm_head", "--also", "lm_head", "--json")
+    assert done.json["warnings"] == [] and "lm_head.weight" not in pruned(done)
+
+
+def test_also_that_adds_nothing_is_a_warning(run, tmp_path):
+    tensors = {"a.weight": torch.ones(4, 4), "a.bias": torch.ones(4), "b.bias": torch.ones(1, 4)}
+    source = save(tmp_path / "source", tensors)
+    found = run("plan", source, "-s", "0.5", "--also", "*.bias", "--json")
+    assert found.json["warnings"] == [
+        "also: a.bias is left alone all the same: fewer than 2 dimensions.",
+        "also: b.bias is left alone all the same: fewer than 2 dimensions that are larger than 1.",
+    ]
+    assert pruned(found) == {"a.weight"}
+    found = run("plan", source, "-s", "0.5", "--also", "*.bias", "--min-ndim", "1", "--json")
+    assert found.json["warnings"] == [] and pruned(found) == set(tensors)
+
+
+def test_input_dim_is_in_recipe_report_and_inspect(run, source, tmp_path):
+    refused = run("prune", source, tmp_path / "a", "--pattern", "2:4")
+    assert refused.code == 2
+    assert "--input-dim 'model.layers.*.mlp.experts.w1=DIM'" in refused.err
+    found = run("inspect", source, "--json").json["tensors"]
+    assert found[2]["name"] == "model.layers.0.mlp.experts.w1" and found[2]["patterns"] == {}
+    pattern = "model.layers.*.mlp.experts.w1"
+    done = run("prune", source, tmp_path / "a", "--pattern", "2:4", "--input-dim", f"{pattern}=1")
+    assert done.code == 0
+    recipe = yaml.safe_load((tmp_path / "a" / "distprune" / "recipe.yaml").read_text())
+    assert recipe["select"]["input_dims"] == {pattern: [1]}
+    assert run("verify", tmp_path / "a", "--against", source).code == 0
+    again = run("prune", source, tmp_path / "b", "-r", tmp_path / "a" / "distprune/recipe.yaml")
+    assert again.code == 0
+    one, two = [(tmp_path / each / "model.safetensors").read_bytes() for each in "ab"]
+    assert one == two
+    # By the recipe of the result, or by what the option says.
+    counts = run("inspect", tmp_path / "a", "--json").json["tensors"][2]["patterns"]["2:4"]
+    assert counts == {"num_groups": 16, "num_kept": 16}
+    other = run("inspect", tmp_path / "a", "--json", "--input-dim", f"{pattern}=2")
+    counts = other.json["tensors"][2]["patterns"]["2:4"]
+    assert counts["num_groups"] == 16 and counts["num_kept"] < 16
+
+
+@pytest.mark.parametrize("option", ["a", "=1", "a=", "a=x", "a=1,", "*.w1=5", "no=1"])
+def test_input_dims_that_are_wrong(run, source, option):
+    for command in (("plan", source, "--pattern", "2:4"), ("inspect", source)):
+        done = run(*command, "--input-dim", option, "--json")
+        assert done.code == 2 and "input" in done.err and "Traceback" not in done.err
+
+
+def test_the_schema_knows_the_keys(run):
+    select = json.loads(run("recipe", "schema").out)["properties"]["select"]["properties"]
+    assert {"also", "input_dims"} <= select.keys()
+
+
+def test_a_recipe_that_excludes_a_head_fits_a_model_whose_head_is_tied(run, tmp_path):
+    tensors = {"model.embed_tokens.weight": torch.ones(8, 4), "layers.0.q.weight": torch.ones(4, 4)}
+    source = save(tmp_path / "source", tensors, config={"tie_word_embeddings": True})
+    recipe = ROOT / "configs" / "recipes" / "magnitude_50.yaml"
+    done = run("prune", source, tmp_path / "out", "-r", recipe)
+    assert done.code == 0 and "Warning: exclude: 'lm_head' matches none" in done.err

@@ -1,0 +1,313 @@
+"""N:M and rows go along the inputs where weights are stored [in, out]; inspect and verify agree."""
+
+import json
+
+import pytest
+import torch
+
+import file_oracle
+import tiny_checkpoints
+from distprune.files import columns, groups, planning, pruning, rewriting, streaming, verifying
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.errors import SelectionError
+from distprune.files.inspecting import inspect
+from distprune.files.layouts import Layouts
+from distprune.files.masks import open_masks, read_keep
+from distprune.files.recipe import FileRecipe
+from distprune.testing import run_ranks
+from small_units import small_units
+from tiny_checkpoints import load, tree_digest
+
+WAYS = [
+    {"pattern": "2:4"},
+    {"pattern": "3:8"},
+    {"sparsity": 0.5, "scope": "row"},
+    {"sparsity": 0.3, "scope": "row"},
+    {"sparsity": 1.0, "scope": "row"},
+    {"sparsity": 0.0, "scope": "row"},
+    {"sparsity": 0.4, "scope": "row", "score": "random", "seed": 3},
+    {"pattern": "1:4", "score": "random", "seed": 3},
+]
+
+
+def ties(*shape, seed=0, dtype=torch.bfloat16):
+    """Few different magnitudes, zeros of both signs among them."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) * 2).round().to(dtype) / 2
+
+
+GPT2 = {
+    "h.0.attn.c_attn.weight": ties(8, 24),
+    "h.0.attn.c_attn.bias": ties(24),
+    "h.0.attn.c_proj.weight": ties(8, 8, seed=1, dtype=torch.float32),
+    "h.0.crossattention.q_attn.weight": ties(16, 9, seed=2, dtype=torch.float16),
+    "h.0.mlp.c_fc.weight": ties(24, 32, seed=3),
+}
+EXPERTS = {
+    "model.layers.0.mlp.experts.gate_up_proj": ties(3, 8, 48),
+    "model.layers.0.mlp.experts.down_proj": ties(3, 24, 8, seed=1),
+    "model.layers.0.self_attn.q_proj.weight": ties(8, 8, seed=2),
+}
+CASES = {
+    "gpt2": (GPT2, {n for n in GPT2 if n.endswith("weight")}, {"model_type": "gpt2"}),
+    "nested": (
+        GPT2,
+        {n for n in GPT2 if n.endswith("weight")},
+        {"model_type": "both", "decoder": {"model_type": "gpt2"}},
+    ),
+    "gpt_oss": (EXPERTS, set(list(EXPERTS)[:2]), {"model_type": "gpt_oss"}),
+    "a family that is not known": (EXPERTS, set(list(EXPERTS)[:2]), {"model_type": "new"}),
+    "straight": (
+        {n: t.transpose(-1, -2).contiguous() for n, t in EXPERTS.items()},
+        set(),
+        {"model_type": "mixtral"},
+    ),
+}  # fmt: skip
+
+
+def straight(tensor):
+    """[..., in, out] as [outputs, in]."""
+    return tensor.transpose(-1, -2).flatten(0, -2)
+
+
+def expected(tensors, turned, way):
+    """Of the oracle, on matrices that are [outputs, in], turned back."""
+    selected = [name for name in tensors if not name.endswith("bias")]
+    scores = file_oracle._scores(tensors, file_oracle.sorted_names(selected), way.get("seed"))
+    flat = {n: straight(s) if n in turned else s.flatten(0, -2) for n, s in scores.items()}
+    ways = {key: value for key, value in way.items() if key not in ("score", "seed")}
+    masks = file_oracle.masks(flat, selected, **ways)
+    for name in selected:
+        shape = tensors[name].shape
+        if name in turned:
+            masks[name] = masks[name].reshape(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        masks[name] = masks[name].reshape(shape)
+    return masks
+
+
+@pytest.fixture(params=["whole", "in stripes", "in pieces"])
+def sizes(request, monkeypatch):
+    """With blocks that fit into memory, and with none that does."""
+    if request.param == "in stripes":
+        monkeypatch.setattr(groups, "_STRIPE", 24)
+    if request.param != "in pieces":
+        yield
+        return
+    for module in (streaming, rewriting, verifying, columns):
+        monkeypatch.setattr(module, "CHUNK", 24)
+        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    with small_units(num_elements=44, copy_bytes=100):
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle_of_the_transpose(tmp_path, case, sizes):
+    tensors, turned, config = CASES[case]
+    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
+    for which, way in enumerate(WAYS):
+        target = tmp_path / f"target{which}"
+        plan = planning.plan(source, FileRecipe(**way, include=("*",), exclude=("*.bias",)))
+        report = pruning.prune(plan, target)
+        masks = expected(tensors, turned, way)
+        file_oracle.check(source, target, masks, load)
+        assert report.num_pruned == plan.num_to_prune
+        assert verifying.verify(target, source).problems == ()
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
+    tensors, turned, config = CASES["gpt_oss"]
+    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
+    for way in (WAYS[0], WAYS[3]):
+        digests = set()
+        for world_size in (1, 2, 3):
+            target = tmp_path / f"target{way.get('pattern', 'row')}on{world_size}"
+            run_ranks(prune_in_pieces, world_size, source, target, way)
+            digests.add(tree_digest(target, ("distprune/run.json",)))
+        file_oracle.check(source, target, expected(tensors, turned, way), load)
+        assert len(digests) == 1
+
+
+@small_units(num_elements=40)
+def prune_in_pieces(source, target, way):
+    for module in (streaming, rewriting, columns):
+        module.CHUNK, module.MAX_IN_MEMORY = 24, 12
+    try:
+        return pruning.prune(pruning.plan_together(source, FileRecipe(**way)), target).num_pruned
+    finally:
+        for module in (streaming, rewriting, columns):
+            module.CHUNK, module.MAX_IN_MEMORY = 1 << 19, 1 << 22
+
+
+def test_inspect_counts_along_the_inputs(tmp_path):
+    tensors, turned, config = CASES["gpt2"]
+    # No zeros of its own, and every 2:4 along the outputs holds by chance only.
+    tensors = {name: tensor.abs() + 1 for name, tensor in tensors.items()}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
+    recipe = FileRecipe(pattern="2:4", include=("*.weight",))
+    pruning.prune(planning.plan(source, recipe), tmp_path / "a")
+    facts = {f.entry.name: f for f in inspect(open_checkpoint(tmp_path / "a"), [(2, 4), (3, 8)])}
+    for name in turned:
+        groups = tensors[name].numel() // 4
+        assert facts[name].num_groups[2, 4] == facts[name].num_kept[2, 4] == groups
+    # The same bytes in a family that stores [out, in] do not hold.
+    (tmp_path / "a" / "config.json").write_text('{"model_type": "gpt_bigcode"}')
+    facts = {f.entry.name: f for f in inspect(open_checkpoint(tmp_path / "a"), [(2, 4)])}
+    found = facts["h.0.mlp.c_fc.weight"]
+    assert found.num_kept[2, 4] < found.num_groups[2, 4]
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[3]])
+def test_verify_finds_a_result_along_the_wrong_dimension(tmp_path, way, sizes):
+    tensors, _, config = CASES["gpt_oss"]
+    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
+    wrong = {**way, "input_dims": {"*.experts.*": 2}}
+    pruning.prune(planning.plan(source, FileRecipe(**wrong)), tmp_path / "a")
+    assert verifying.verify(tmp_path / "a", source).problems == ()
+    report = tmp_path / "a" / "distprune" / "report.json"
+    values = json.loads(report.read_text())
+    assert values["recipe"]["input_dims"] == [["*.experts.*", [2]]]
+    values["recipe"]["input_dims"] = []
+    report.write_text(json.dumps(values))
+    found = verifying.verify(tmp_path / "a", source)
+    assert any("experts" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "config"),
+    [
+        ("layers.0.mlp.experts.up_proj", (2, 8, 8), {"model_type": "new"}),
+        ("layers.0.mlp.experts.up_proj", (2, 8, 8), {}),
+        ("h.0.attn.c_proj.weight", (8, 8), {"model_type": "new"}),
+        ("layers.0.rg_lru.input_gate_weight", (2, 8, 8), {"model_type": "new"}),
+        ("neck.upsample.0.weight", (8, 8, 4), {"model_type": "new"}),
+        ("visual.proj", (8, 16), {}),
+        ("layers.0.dense.kernel", (8, 16), {"model_type": "bert"}),
+    ],
+)
+def test_what_is_not_known_is_refused_and_can_be_said(tmp_path, name, shape, config):
+    tensors = {name: ties(*shape), "layers.1" + name: ties(*shape, seed=1), "b.weight": ties(8, 8)}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors, config={"x": 0, **config})
+    for way in ({"pattern": "2:4"}, {"sparsity": 0.5, "scope": "row"}):
+        with pytest.raises(
+            SelectionError, match=r"which dimension its inputs\s+lie is not"
+        ) as error:
+            planning.plan(source, FileRecipe(**way))
+        assert "--input-dim" in str(error.value) and "input_dims" in str(error.value)
+    for scope in ("global", "layer"):
+        planning.plan(source, FileRecipe(0.5, scope))
+    (facts,) = [f for f in inspect(open_checkpoint(source)) if f.entry.name == name]
+    assert facts.num_groups == {}
+    for dim in (len(shape) - 1, len(shape) - 2, -1, -2):
+        recipe = FileRecipe(pattern="2:4", input_dims={name: dim, "*" + name: dim})
+        turned = (
+            {n for n in tensors if n.endswith(name)} if dim % len(shape) < len(shape) - 1 else ()
+        )
+        target = tmp_path / f"along {dim}"
+        pruning.prune(planning.plan(source, recipe), target)
+        file_oracle.check(source, target, expected(tensors, turned, WAYS[0]), load)
+        assert verifying.verify(target, source).problems == ()
+        given = list(inspect(open_checkpoint(target), input_dims=recipe.input_dims))
+        assert all(f.num_kept[2, 4] == f.num_groups[2, 4] == f.entry.numel // 4 for f in given)
+
+
+def test_a_bias_shows_which_dimension_the_outputs_are(tmp_path):
+    tensors = {
+        "h.0.attn.c_attn.weight": ties(8, 24),
+        "h.0.attn.c_attn.bias": ties(24),
+        "h.0.attn.c_proj.weight": ties(8, 8, seed=1),  # tells nothing itself
+        "b.weight": ties(8, 24, seed=2),
+    }
+    source = tiny_checkpoints.save(tmp_path / "a", tensors, config={"model_type": "new"})
+    layouts = {t.entry.name: t.layout for t in plan_row(source)}
+    assert (layouts["h.0.attn.c_attn.weight"].inputs, layouts["b.weight"].inputs) == (8, 24)
+    assert layouts["h.0.attn.c_attn.weight"].columns == 24
+    assert layouts["h.0.attn.c_proj.weight"].columns == 8
+    straight_bias = tensors | {"h.0.attn.c_attn.bias": ties(8)}
+    source = tiny_checkpoints.save(tmp_path / "b", straight_bias, config={"model_type": "new"})
+    layouts = {t.entry.name: t.layout for t in plan_row(source)}
+    assert {layout.columns for layout in layouts.values()} == {1}
+    # A bias against what the family is known for.
+    source = tiny_checkpoints.save(tmp_path / "c", straight_bias, config={"model_type": "gpt2"})
+    with pytest.raises(SelectionError, match="its bias is as long as the first dimension"):
+        plan_row(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "model_type", "layout"),
+    [
+        ("p.mm_input_projection_weight", (4, 8), "gemma3", (1, 4, 8, 1)),
+        ("b.experts.mlp.w1", (16, 8), "dbrx", (16, 8, 1, 1)),
+        ("l.0.attn_hc.fn", (6, 8), "deepseek_v4", (6, 8, 1, 1)),
+        ("self_attn.in_proj_weight", (24, 8), "new", (24, 8, 1, 1)),
+        ("layers.0.lstm.weight_hh_l0", (16, 4), "new", (16, 4, 1, 1)),
+        ("conv.parametrizations.weight.original1", (8, 4, 3), "new", (8, 4, 1, 3)),
+        ("in_proj.weight", (8, 4, 1), "new", (8, 4, 1, 1)),
+        ("patch.weight", (8, 4, 2, 2), "new", (8, 4, 1, 4)),
+        ("l.0.r_kernel", (4, 2, 3), "funnel", (1, 4, 6, 1)),
+        ("l.0.mamba.x_proj_weight", (2, 6, 4), "zamba", (12, 4, 1, 1)),
+        ("l.0.rel_attn.o", (4, 2, 3), "xlnet", (4, 6, 1, 1)),
+    ],
+)
+def test_layouts_that_are_known(tmp_path, name, shape, model_type, layout):
+    source = tiny_checkpoints.save(
+        tmp_path / "a", {name: ties(*shape)}, config={"model_type": model_type}
+    )
+    checkpoint = open_checkpoint(source)
+    found = Layouts(checkpoint).of(checkpoint.tensors[0])
+    assert (found.outer, found.inputs, found.columns, found.kernel) == layout
+
+
+def plan_row(source):
+    return planning.plan(source, FileRecipe(0.5, "row")).tensors
+
+
+def test_transposed_convolutions(tmp_path, sizes):
+    """[in, out, kernel]: rows sum over inputs and kernel, N:M goes along the inputs."""
+    tensors = {"up.conv.weight": ties(8, 3, 5), "up.conv.bias": ties(3)}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    turned = {"up.conv.weight": tensors["up.conv.weight"].transpose(0, 1).contiguous()}
+    for way in (WAYS[0], WAYS[3]):
+        target = tmp_path / way.get("pattern", "row")
+        pruning.prune(planning.plan(source, FileRecipe(**way)), target)
+        masks = file_oracle.masks(turned, list(turned), **way)
+        masks = {name: mask.transpose(0, 1).contiguous() for name, mask in masks.items()}
+        if "scope" in way:  # ties in the order of what is stored, not of the transpose
+            flat = turned["up.conv.weight"].reshape(3, 40)
+            masks["up.conv.weight"] = (
+                file_oracle.masks({"m": flat}, ["m"], **way)["m"]
+                .reshape(3, 8, 5).transpose(0, 1).contiguous()
+            )  # fmt: skip
+        file_oracle.check(source, target, masks, load)
+        assert verifying.verify(target, source).problems == ()
+    said = FileRecipe(**WAYS[3], input_dims={"up.conv": (0, 2)})
+    assert (
+        planning.plan(source, said).tensors == planning.plan(source, FileRecipe(**WAYS[3])).tensors
+    )
+
+
+@pytest.mark.parametrize("dims", [3, -4, (), (1, 0), (0, 1), (2, 2), (0, 3)])
+def test_dimensions_that_are_none(tmp_path, dims):
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.experts.w": ties(2, 4, 4)})
+    with pytest.raises(SelectionError, match="input_dims"):
+        planning.plan(source, FileRecipe(0.5, "row", input_dims={"*.w": dims}))
+
+
+def test_scalars_and_vectors_have_a_layout(tmp_path):
+    tensors = {"logit_scale": torch.tensor(2.0), "a.weight": ties(8), "b.weight": ties(4, 4)}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    facts = {f.entry.name: f for f in inspect(open_checkpoint(source))}
+    assert facts["logit_scale"].num_groups == {}
+    assert facts["a.weight"].num_groups == {(2, 4): 2}
+
+
+def test_masks_of_interleaved_groups_lie_in_the_order_of_the_tensor(tmp_path, sizes):
+    tensors, _, config = CASES["gpt2"]
+    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
+    pruning.prune(planning.plan(source, FileRecipe(pattern="2:4")), tmp_path / "a")
+    from distprune.files.disk import OpenFiles
+
+    masks, name = open_masks(tmp_path / "a"), "h.0.mlp.c_fc.weight"
+    files = OpenFiles(0)
+    keep = read_keep(masks, files, name, 0, tensors[name].numel()).reshape(tensors[name].shape)
+    files.close()
+    assert (keep.reshape(6, 4, 32).sum(1) == 2).all()
