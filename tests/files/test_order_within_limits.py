@@ -28,7 +28,7 @@ def test_one_mask_of_all_is_accepted(tmp_path, limits, num_values):
         for name, shape in zip("abc", SHAPES, strict=True)
     }
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    recipe = FileRecipe(0.5, min_sparsity=limits[0], max_sparsity=limits[1])
+    recipe = FileRecipe(0.5, min_ndim=1, min_sparsity=limits[0], max_sparsity=limits[1])
     plan = planning.plan(source, recipe)
     values = list(tensors.values())
     expected = reference.prune_bounded(values, plan.num_to_prune, [limits[0]] * 3, [limits[1]] * 3)
