@@ -94,7 +94,7 @@ def plan(source: str | Path, recipe: FileRecipe) -> Plan:
         tensors=tuple(tensors),
         num_elements=offset,
         num_to_prune=num_to_prune,
-        digest=_digest(checkpoint, recipe),
+        digest=digest_of(checkpoint, recipe),
     )
 
 
@@ -111,7 +111,8 @@ def _groups(entry: TensorEntry, recipe: FileRecipe) -> tuple[int, int]:
     return 0, 0
 
 
-def _digest(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
+def digest_of(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
+    """Of all that decides the output: recipe, names, sizes, headers and times of change."""
     facts = {
         "version": _VERSION,
         "recipe": asdict(recipe),

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,6 +136,14 @@ class Team:
                 json.dumps(result) if self.is_leader else ""
             )
         return json.loads(texts[0])
+
+    def gather(self, value: object) -> list[Any]:
+        """The values of all ranks, in their order; each has to be JSON."""
+        if self.size == 1:
+            return [value]
+        with _noticing_lost_ranks():
+            texts, places = self._communicator.distinct_texts(json.dumps(value))
+        return [json.loads(texts[place]) for place in places]
 
     def work(self, steps: Iterator[int], phase: str, num_done: int, total_bytes: int) -> None:
         """Run steps on every rank until all have finished.
