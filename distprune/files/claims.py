@@ -13,7 +13,7 @@ from distprune.files.header import load_json
 from distprune.files.partial import RECIPE_FILE
 from distprune.files.planning import Plan, digest_of
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import REPORT_FILE, RUN_FILE, Report, RunFacts, mtimes_of
+from distprune.files.report import REPORT_FILE, RUN_FILE, Report, mtimes_of
 
 _MAX_PROBLEMS = 30  # of one file
 # What depends on where a ranking was cut.
@@ -97,13 +97,15 @@ def recipe_problems(raw: bytes, *recipes: FileRecipe) -> list[str]:
     return [f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}."]
 
 
-def run_problems(run: RunFacts, num_bytes: int) -> list[str]:
+def run_problems(raw: bytes, stored: Report, num_bytes: int) -> list[str]:
     """What cannot be true in run.json, which differs from run to run.
 
     Args:
-        run: what it holds.
+        raw: its bytes.
+        stored: what :func:`parse_report` read from them.
         num_bytes: that any run of this plan writes.
     """
+    run = stored.run
     numbers = [*run.seconds.values(), *map(float, run.peak_rss_bytes)]
     checks = [
         (run.num_ranks >= 1, f"num_ranks is {run.num_ranks}"),
@@ -115,6 +117,7 @@ def run_problems(run: RunFacts, num_bytes: int) -> list[str]:
             all(math.isfinite(number) and number >= 0 for number in numbers),
             "a time or a size is negative or no number",
         ),
+        (raw == stored.run_json(), "its bytes are not those that prune writes"),
         (run.num_bytes == num_bytes, f"num_bytes is {run.num_bytes}; expected {num_bytes}"),
     ]
     return [f"{RUN_FILE}: {problem}." for is_good, problem in checks if not is_good]

@@ -125,7 +125,7 @@ class _Opened:
         self.texts = [read_text(folder, name) for name in (REPORT_FILE, RUN_FILE)]
         self.report: Report = parse_report(*self.texts, str(folder))
         recipe = recipe_of(self.report, str(folder))
-        if not recipe.masks:
+        if not recipe.masks and not os.path.lexists(folder / MASK_FILE):
             raise CheckpointError(
                 f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
                 "with masks, and compare the two results with `distprune diff`."
@@ -232,7 +232,7 @@ class _Checking:
                 f"{REPORT_FILE} was not compared, as not all weights and masks could be."
             )
         num_bytes = sum(unit.num_bytes for _, unit in self._units())
-        problems += run_problems(opened.report.run, num_bytes)
+        problems += run_problems(opened.texts[1], opened.report, num_bytes)
         if RECIPE_FILE not in opened.contents.bad:
             raw = read_text(opened.folder, RECIPE_FILE)
             problems += recipe_problems(raw, *opened.recipes)
