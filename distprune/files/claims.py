@@ -30,6 +30,11 @@ def recipe_of(report: Report, folder: str, kind: type[FileRecipe] = FileRecipe) 
     Raises:
         CheckpointError: it is none.
     """
+    unknown = set(report.recipe) - {field.name for field in dataclasses.fields(kind)}
+    if unknown:
+        raise CheckpointError(
+            f"the recipe in {folder}/{REPORT_FILE} has an unknown field {_shown(min(unknown))}."
+        )
     try:
         return kind(**report.recipe)
     except SelectionError as error:
@@ -128,14 +133,14 @@ def _differences(stored: Any, expected: Any, where: str) -> Iterator[str]:
         for key in [*expected, *(key for key in stored if key not in expected)]:
             place = f"{where}.{key}" if where else key
             if key not in stored:
-                yield f"{place} is missing; expected {_short(expected[key])}."
+                yield f"{_shown(place)} is missing; expected {_short(expected[key])}."
             elif key not in expected:
-                yield f"{place} is {_short(stored[key])}; expected nothing of that name."
+                yield f"{_shown(place)} is {_short(stored[key])}; expected nothing of that name."
             else:
                 yield from _differences(stored[key], expected[key], place)
     elif isinstance(stored, list) and isinstance(expected, list):
         if len(stored) != len(expected):
-            yield f"{where} has {len(stored)} entries; expected {len(expected)}."
+            yield f"{_shown(where)} has {len(stored)} entries; expected {len(expected)}."
         for number, (one, other) in enumerate(zip(stored, expected, strict=False)):
             yield from _differences(one, other, f"{where}[{_label(other, number)}]")
     elif type(stored) is not type(expected) or stored != expected:
