@@ -236,13 +236,14 @@ class Findings:
                 where = first + int(wrong[0])
                 self._first_wrong[position] = min(where, self._first_wrong.get(position, where))
             keys = self._source.keys(position, first, bits, last - first, own)
-            dropped = keys[~keep]
-            self._add("pruned", position, len(dropped))
-            self._add("nan", position, self._source.count_nan(keys, wanted))
-            self._add("pruned_nan", position, self._source.count_nan(dropped, wanted))
-            if tensor.num_groups == 1 and len(dropped):
-                key = max(int(dropped.max()), self._thresholds.get(position, 0))
-                self._thresholds[position] = key
+            self._add("pruned", position, len(keep) - int(np.count_nonzero(keep)))
+            num_nan = self._source.count_nan(keys, wanted)
+            self._add("nan", position, num_nan)
+            if num_nan:
+                self._add("pruned_nan", position, self._source.count_nan(keys[~keep], wanted))
+            if tensor.num_groups == 1 and not keep.all():
+                largest = int((keys * ~keep).max())
+                self._thresholds[position] = max(largest, self._thresholds.get(position, 0))
             self.num_bytes += bits.nbytes
             yield first, keys, keep, bits.nbytes
         if span.last == entry.numel and span.last % 8:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from distprune.files.scores import Array
 
 
@@ -64,23 +66,25 @@ class Ranking:
         """Show the next elements.
 
         Args:
-            keys: 1-d, unsigned integers.
+            keys: 1-d, unsigned integers whose highest bit is 0.
             keep: bool, like keys.
             first: the place of the first of them in the ranking; the others follow it.
         """
-        drop = ~keep
-        pruned, kept = keys[drop], keys[keep]
-        if len(pruned):
+        num_kept = int(np.count_nonzero(keep))
+        # Arithmetic hides the other elements: twenty times as fast as to pick elements by a mask.
+        if num_kept < len(keys):
+            pruned = keys * ~keep  # kept ones are 0, and so no larger than a pruned one
             top = int(pruned.max())
             if self._top is None or top >= self._top:
-                places = (drop & (keys == keys.dtype.type(top))).nonzero()[0]
+                places = _places(keys, top, ~keep)
                 self._raise_top(top, len(places), first + int(places[-1]))
-        if len(kept):
-            bottom = int(kept.min())
+        if num_kept:
+            one = keys.dtype.type(1)
+            bottom = int(((keys + one) * keep - one).min())  # pruned ones wrap to the largest
             if self._bottom is None or bottom <= self._bottom:
-                places = (keep & (keys == keys.dtype.type(bottom))).nonzero()[0]
+                places = _places(keys, bottom, keep)
                 self._lower_bottom(bottom, len(places), first + int(places[0]))
-        self.num_pruned += len(pruned)
+        self.num_pruned += len(keys) - num_kept
 
     def merge(self, other: Ranking) -> None:
         """Add what another one was shown: other elements of the same ranking."""
@@ -113,3 +117,8 @@ class Ranking:
         top, bottom, self.num_pruned = state[:3], state[3:6], state[6]  # type: ignore[assignment]
         self._top, self._num_top, self._last_top = top  # type: ignore[assignment]
         self._bottom, self._num_bottom, self._first_bottom = bottom  # type: ignore[assignment]
+
+
+def _places(keys: Array, key: int, among: Array) -> Array:
+    """Where elements have a key, of those that are True in ``among``."""
+    return np.flatnonzero((keys == keys.dtype.type(key)) & among)
