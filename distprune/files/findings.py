@@ -58,13 +58,18 @@ class Findings:
         self._thresholds: dict[int, int] = {}
         # By name of a file: how many bytes differ outside of the tensors, and the first of them.
         self._copies: dict[str, tuple[int, int]] = {}
-        # Of all tensors that are ranked together.
-        self._together = Ranking()
+        # By position of a tensor that is ranked with others; the places are those of the ranking.
+        self._rankings: dict[int, Ranking] = {}
 
     @property
     def ranking(self) -> Ranking | None:
-        """Of the tensors that are ranked together; None if each is ranked on its own."""
-        return None if self._plan.tensors[0].num_groups else self._together
+        """Of all tensors that are ranked together; None if each is ranked on its own."""
+        if self._plan.tensors[0].num_groups:
+            return None
+        together = Ranking()
+        for each in self._rankings.values():
+            together.merge(each)
+        return together
 
     @property
     def num_pruned(self) -> int:
@@ -94,7 +99,8 @@ class Findings:
         for span in unit.spans:
             tensor = self._plan.tensors[span.position]
             if tensor.num_groups == 0:
-                yield from self._ranked(span, self._together, tensor.offset)
+                ranking = self._rankings.setdefault(span.position, Ranking())
+                yield from self._ranked(span, ranking, tensor.offset)
                 continue
             groups = groups_of(tensor, self._plan.recipe)
             if groups.size <= MAX_IN_MEMORY:
@@ -116,7 +122,7 @@ class Findings:
             "first_wrong": list(self._first_wrong.items()),
             "thresholds": list(self._thresholds.items()),
             "copies": self._copies,
-            "together": self._together.state(),
+            "rankings": [(p, ranking.state()) for p, ranking in self._rankings.items()],
         }
 
     def merge(self, state: dict[str, Any]) -> None:
@@ -131,7 +137,8 @@ class Findings:
             self._thresholds[position] = max(key, self._thresholds.get(position, 0))
         for name, (count, first) in state["copies"].items():
             self._differs(name, count, first)
-        self._together.merge(Ranking(state["together"]))
+        for position, ranking in state["rankings"]:
+            self._rankings.setdefault(position, Ranking()).merge(Ranking(ranking))
 
     def records(self) -> list[dict[str, Any]]:
         """The counts as a journal of the run would hold them."""
@@ -147,8 +154,9 @@ class Findings:
         ]
         for position in range(len(self._plan.tensors)):
             problems += self._tensor_problems(position)
-        if self.ranking is not None and not self.ranking.is_ordered:
-            (name, index), (other, kept) = map(self._at_place, self.ranking.last_and_first)
+        ranking = self.ranking
+        if ranking is not None and not ranking.is_ordered:
+            (name, index), (other, kept) = map(self._at_place, ranking.last_and_first)
             problems.append(
                 f"{name}: element {index} is pruned, but comes after a kept one in the order of "
                 f"scores, which is element {kept} of {other}."

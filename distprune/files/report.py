@@ -263,6 +263,12 @@ def _parsed(kind: Any, text: str | bytes, what: str, **more: Any) -> Any:
             raise ValueError("it holds no JSON object")
         if values.pop("schema", None) != 1:
             raise ValueError("expected schema 1")
+        if kind is Report and values.get("kind") == "apply":
+            raise CheckpointError(
+                f"{what} tells of `distprune apply`, not of a pruning: its masks come from another "
+                "checkpoint, and no recipe says what they have to be. Verify that checkpoint; "
+                "`distprune diff` compares the weights of this one with its source."
+            )
         if kind is Report and values.pop("status", None) != "complete":
             raise ValueError("expected status 'complete'")
         return from_json(kind, values, "", **more)

@@ -13,8 +13,9 @@ def from_json(kind: Any, value: Any, where: str, **more: Any) -> Any:
     """A value of an annotated type, from JSON.
 
     Args:
-        kind: a dataclass, or what its fields are annotated with: plain values, lists, tuples,
-            dicts with strings as keys, unions of these, other dataclasses, and Any.
+        kind: a dataclass, or what its fields are annotated with: plain values, lists, tuples, dicts
+            with strings as keys, unions of these, other dataclasses, and Any. A field that has a
+            default may be missing.
         value: as ``json.loads`` returns it.
         where: what to call the value in messages.
         more: fields of a dataclass that the JSON does not hold.
@@ -57,14 +58,15 @@ def _union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 def _dataclass(kind: Any, value: Any, where: str, more: dict[str, Any]) -> Any:
     _plain(isinstance(value, dict), value, where, "an object")
     hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in more]
-    missing, unknown = set(names) - set(value), set(value) - set(names)
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in more}
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    missing, unknown = needed - set(value), set(value) - set(fields)
     if missing:
         raise ValueError(f"{where or 'it'} lacks {_short(min(missing))}")
     if unknown:
         raise ValueError(f"{where or 'it'} has an unknown {_short(min(unknown))}")
     found = dict(more)
-    for name in names:
+    for name in fields.keys() & value.keys():
         found[name] = from_json(hints[name], value[name], f"{where}.{name}".removeprefix("."))
     return kind(**found)
 

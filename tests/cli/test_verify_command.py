@@ -118,7 +118,11 @@ def test_what_prune_did_not_write(run, made, tmp_path):
         path.unlink()  # of a program that writes none
     assert run("prune", source, tmp_path / "bare", "-s", "0.5", "--no-masks").code == 0
     (tmp_path / "file").write_text("x")
+    assert run("prune", source, tmp_path / "told", "-s", "0.5").code == 0
+    report = {"schema": 1, "status": "complete", "kind": "apply", "num_pruned": 3}
+    (tmp_path / "told" / "distprune" / "report.json").write_text(json.dumps(report))
     expected = {
+        "told": "tells of `distprune apply`, not of a pruning",
         "applied": "was not made by `distprune prune`: it has masks, but no report",
         "bare": "was pruned without masks",
         "source": "has no report",
