@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -57,7 +58,7 @@ def _union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _dataclass(kind: Any, value: Any, where: str, more: dict[str, Any]) -> Any:
     _plain(isinstance(value, dict), value, where, "an object")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in more}
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     missing, unknown = needed - set(value), set(value) - set(fields)
@@ -69,6 +70,12 @@ def _dataclass(kind: Any, value: Any, where: str, more: dict[str, Any]) -> Any:
     for name in fields.keys() & value.keys():
         found[name] = from_json(hints[name], value[name], f"{where}.{name}".removeprefix("."))
     return kind(**found)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Of a dataclass; to find them takes longer than to read one of the 100,000 tensors."""
+    return get_type_hints(kind)
 
 
 def _sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -> Any:
