@@ -8,9 +8,12 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import exits
+from distprune.cli import exits, ranks
 from distprune.cli.console import Terminal, count, percent, size
-from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli.options import AsJson, Quiet, Timeout, Verbose
+from distprune.cli.progress import Meter
+from distprune.cli.pruning import Nproc
+from distprune.files.errors import Interrupted
 
 Pruned = Annotated[
     Path, typer.Argument(metavar="DST", help="What prune wrote, with masks.", show_default=False)
@@ -22,26 +25,42 @@ Against = Annotated[
 
 
 def verify(
+    context: typer.Context,
     pruned: Pruned,
     against: Against,
+    nproc: Nproc = None,
+    timeout: Timeout = 600.0,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
 ) -> None:
     """Check a pruned checkpoint against its source, byte by byte.
 
-    Every byte that was not pruned is that of the source, exactly as many elements are pruned as the
-    recipe says, and none of them comes after a kept one in the order of scores. Ends with 3, and
-    a list of what is wrong, if not.
+    DST has the files that prune writes, and no others. Every byte that was not pruned is that of
+    the source, exactly as many elements are pruned as the recipe says, and none of them comes after
+    a kept one in the order of scores. Every number of the report is derived again. Ends with
+    3, and a list of what is wrong, if not.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
+
+      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4 --json
     """
+    if nproc is not None:
+        if ranks.is_rank():
+            raise typer.BadParameter("torchrun has started the processes already; leave it out.")
+        raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
     from distprune.files.verifying import verify as check
 
-    terminal = Terminal(as_json, -1 if quiet else verbose)
-    found = check(pruned, against)
+    terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=ranks.is_leader())
+    stop = ranks.Stop()
+    try:
+        with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
+            found = check(pruned, against, progress=meter, stop=stop)
+    except Interrupted as error:
+        error.exit_code = stop.code or exits.TERMINATED
+        raise
     if as_json:
         terminal.json({"is_good": found.is_good, **asdict(found)})
     elif found.is_good:

@@ -141,7 +141,7 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
         groups=tuple(groups),
         num_elements=sum(group.num_elements for group in groups),
         num_to_prune=sum(group.num_to_prune for group in groups),
-        digest=_digest(checkpoint, recipe),
+        digest=digest_of(checkpoint, recipe),
         warnings=warnings,
     )
 
@@ -180,7 +180,8 @@ def _groups(entry: TensorEntry, layout: Layout | None, recipe: FileRecipe) -> tu
     return 0, 0
 
 
-def _digest(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
+def digest_of(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
+    """Of all that decides the output: recipe, names, sizes, headers and times of change."""
     facts = {
         "version": _VERSION,
         "recipe": asdict(recipe),

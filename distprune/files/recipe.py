@@ -80,7 +80,9 @@ class FileRecipe:
             problems = [*self._amount_problems(), *problems, *self._limit_problems()]
         for name in ("include", "also", "exclude"):
             patterns = getattr(self, name)
-            if patterns is not None:
+            if patterns is None and name != "include":
+                problems.append(f"{name} is None; expected a list of patterns.")
+            elif patterns is not None:
                 problems += _pattern_problems(name, patterns)
                 object.__setattr__(self, name, tuple(patterns))
         if self.also and self.include is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,12 +13,16 @@ from typing import Any
 from distprune.files.checkpoint import SIDECAR
 from distprune.files.deciding import Decision
 from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.header import load_json
 from distprune.files.planning import Plan
+from distprune.files.scores import KeyFormat
 from distprune.files.streaming import Source
+from distprune.files.typed import from_json
 from distprune.files.warning import Outcome, warnings_about
 
 REPORT_FILE = f"{SIDECAR}/report.json"  # the same for every number of ranks
 RUN_FILE = f"{SIDECAR}/run.json"
+_MAX_BYTES = 200_000_000  # of either file; the report of 100,000 tensors has some 40 MB
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class Report:
         tensors: the pruned ones, group by group, in the order of ranking.
         kept: (name, reason) of the other tensors.
         source: by name of a weight file, its size and the crc32 of its header.
+        mtimes_ns: by name of any file of the source, when it was changed last: the digest can be
+            derived again after the source was copied.
         copied: other files that were copied.
         skipped: (name, reason) of files that were not.
         run: how it came about; not in report.json.
@@ -134,6 +142,7 @@ class Report:
     tensors: tuple[TensorReport, ...]
     kept: tuple[tuple[str, str], ...]
     source: dict[str, dict[str, int]]
+    mtimes_ns: dict[str, int]
     copied: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...]
     run: RunFacts
@@ -166,6 +175,25 @@ def make_report(
     Raises:
         OutputError: they do not add up to what was planned.
     """
+    report = describe(plan, source, decision, records, run)
+    for group, planned in zip(report.groups, plan.groups, strict=True):
+        if group.num_pruned != planned.num_to_prune:
+            raise OutputError(
+                f"the records of what was done say that {group.num_pruned} elements were pruned; "
+                f"the plan says {planned.num_to_prune}. They were changed during the run, and "
+                "nothing is published. Run the same command with --discard, and then again without."
+            )
+    return report
+
+
+def describe(
+    plan: Plan,
+    source: Source,
+    decision: Decision | None,
+    records: Sequence[dict[str, Any]],
+    run: RunFacts,
+) -> Report:
+    """:func:`make_report` without a check that as many elements went as the plan says."""
     pruned, num_nan, zero = (_gathered(records, what) for what in ("pruned", "nan", "zero"))
     tensors = []
     thresholds = _thresholds(plan, source, decision, records)
@@ -208,6 +236,7 @@ def make_report(
             file.name: {"size": file.size, "header_crc32": file.header_crc}
             for file in plan.checkpoint.files
         },
+        mtimes_ns=mtimes_of(plan),
         copied=tuple(other.name for other in plan.checkpoint.others),
         skipped=plan.checkpoint.skipped,
         run=run,
@@ -231,18 +260,12 @@ def _group_report(
 ) -> GroupReport:
     group = plan.groups[index]
     num_pruned = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
-    if num_pruned != group.num_to_prune:
-        raise OutputError(
-            f"the records of what was done say that {num_pruned} elements were pruned; the plan "
-            f"says {group.num_to_prune}. They were changed during the run, and nothing is "
-            "published. Run the same command with --discard, and then again without."
-        )
     cut = None if decision is None else decision.cuts[index]
     return GroupReport(
         index=index,
         num_elements=group.num_elements,
         num_pruned=num_pruned,
-        threshold=None if cut is None else source.format(group=index).magnitude_of(cut.threshold),
+        threshold=_magnitude(source.format(group=index), cut.threshold if cut else None),
         threshold_bits=None if cut is None else hex(cut.threshold),
         num_ties=None if cut is None else cut.num_ties,
         num_ties_pruned=None if cut is None else cut.num_ties_pruned,
@@ -256,11 +279,11 @@ def _thresholds(
     found: dict[int, tuple[float | None, str | None]] = {}
     for record in records:
         for text, key in record.get("threshold", {}).items():
-            found[int(text)] = source.format(int(text)).magnitude_of(key), None
+            found[int(text)] = _magnitude(source.format(int(text)), key), None
     for cut in decision.tensors if decision is not None else ():
         if cut.held_at is not None:
             largest = source.format(group=plan.tensors[cut.position].group)
-            magnitude = largest.magnitude_of(cut.threshold) if cut.num_ties else None
+            magnitude = _magnitude(largest, cut.threshold if cut.num_ties else None)
             found[cut.position] = magnitude, cut.held_at
     return found
 
@@ -269,50 +292,85 @@ def _has_limits(plan: Plan, position: int) -> bool:
     return plan.groups[plan.tensors[position].group].has_limits
 
 
+def mtimes_of(plan: Plan) -> dict[str, int]:
+    """Times of change of all files of a source, by name, in nanoseconds."""
+    files = (*plan.checkpoint.files, *plan.checkpoint.others)
+    return {file.name: file.mtime_ns for file in files}
+
+
 def read_report(folder: str | Path) -> Report:
     """The report of a pruned checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it was changed.
+        CheckpointError: there is none, or it was changed into something else.
     """
-    try:
-        texts = [Path(folder, name).read_text() for name in (REPORT_FILE, RUN_FILE)]
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} has no report ({REPORT_FILE}: {error.strerror}); expected a folder that "
-            "distprune pruned."
-        ) from error
-    return parse_report(*texts)
+    return parse_report(*(read_text(folder, name) for name in (REPORT_FILE, RUN_FILE)), str(folder))
 
 
-def parse_report(result: str, run: str) -> Report:
-    """A report from the texts of its two files.
+def read_text(folder: str | Path, name: str) -> bytes:
+    """A file that :func:`prune` wrote beside the masks.
+
+    Args:
+        folder: a pruned checkpoint.
+        name: such as REPORT_FILE.
 
     Raises:
-        CheckpointError: they hold something else.
+        CheckpointError: it is missing, cannot be read, or is too large for one.
     """
     try:
-        values, facts = json.loads(result), json.loads(run)
-        for table in (values, facts):
-            if table.pop("schema") != 1:
-                raise ValueError("expected schema 1")
-        del values["status"]
-        values["tensors"] = tuple(
-            TensorReport(**tensor | {f: _tuple(tensor.get(f)) for f in ("shape", "limits")})
-            for tensor in values["tensors"]
-        )
-        values["groups"] = tuple(GroupReport(**group) for group in values.get("groups", ()))
-        for field in ("kept", "skipped"):
-            values[field] = tuple((name, reason) for name, reason in values[field])
-        for field in ("copied", "warnings"):
-            values[field] = tuple(values.get(field, ()))
-        return Report(**values, run=RunFacts(**facts))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"this is no report of distprune: {error}.") from error
+        path = Path(folder, name)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise CheckpointError(f"{folder}/{name} is no regular file.")
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} has no report ({name}: {error.strerror}); expected a folder that distprune "
+            "pruned."
+        ) from error
+    if len(raw) > _MAX_BYTES:
+        raise CheckpointError(f"{folder}/{name} has more than {_MAX_BYTES} bytes.")
+    return raw
 
 
-def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def parse_report(result: str | bytes, run: str | bytes, folder: str = "") -> Report:
+    """A report from the texts of its two files.
+
+    Args:
+        folder: for messages.
+
+    Raises:
+        CheckpointError: they hold something else; names the value.
+    """
+    facts = _parsed(RunFacts, run, f"{folder}/{RUN_FILE}".lstrip("/"))
+    return _parsed(Report, result, f"{folder}/{REPORT_FILE}".lstrip("/"), run=facts)
+
+
+def _parsed(kind: Any, text: str | bytes, what: str, **more: Any) -> Any:
+    raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    values = load_json(raw, what)
+    try:
+        if not isinstance(values, dict):
+            raise ValueError("it holds no JSON object")
+        if values.pop("schema", None) != 1:
+            raise ValueError("expected schema 1")
+        if kind is Report and values.get("kind") == "apply":
+            raise CheckpointError(
+                f"{what} tells of `distprune apply`, not of a pruning: its masks come from another "
+                "checkpoint, and no recipe says what they have to be. Verify that checkpoint; "
+                "`distprune diff` compares the weights of this one with its source."
+            )
+        if kind is Report and values.pop("status", None) != "complete":
+            raise ValueError("expected status 'complete'")
+        return from_json(kind, values, "", **more)
+    except ValueError as error:
+        raise CheckpointError(f"{what} is no report of distprune: {error}.") from error
+
+
+def _magnitude(form: KeyFormat, key: int | None) -> float | None:
+    """What JSON can hold of the magnitude of a key."""
+    magnitude = None if key is None else form.magnitude_of(key)
+    return None if magnitude is None or math.isinf(magnitude) else magnitude
 
 
 def _gathered(records: Sequence[dict[str, Any]], what: str) -> dict[int, int]:

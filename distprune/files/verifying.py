@@ -1,33 +1,50 @@
 """``verify``: compare a pruned checkpoint with its source, byte by byte.
 
-Nothing is taken from the run that made it but the masks, the recipe and the threshold, and these
-are checked: what the recipe selects, how much it prunes and in which order is derived anew.
+Of what the run that made it has left, only the recipe is believed, and the masks are taken for
+a claim. Everything else is derived again: which tensors the recipe selects, how many elements go,
+whether they were cut in the order of scores and where, and each number of the report.
+
+ plan --units--> all ranks read source, result and masks --findings--> report --> compared
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from distprune.files.columns import ColumnCuts, is_too_large
-from distprune.files.disk import OpenFiles, read_into
-from distprune.files.errors import CheckpointError
-from distprune.files.groups import groups_of
-from distprune.files.header import read_header
-from distprune.files.masks import MaskFile, open_masks, read_keep
-from distprune.files.order import GroupOrder
+from distprune.collectives import Communicator, world
+from distprune.files.claims import (
+    CUT_FIELDS,
+    recipe_of,
+    recipe_problems,
+    report_problems,
+    run_problems,
+    with_digest,
+)
+from distprune.files.contents import Contents, expected_sizes, look_through
+from distprune.files.deciding import Decision
+from distprune.files.disk import OpenFiles
+from distprune.files.errors import CheckpointError, Interrupted, SelectionError
+from distprune.files.findings import Findings
+from distprune.files.masks import MASK_FILE, MaskLayout, mask_layout
+from distprune.files.partial import RECIPE_FILE
+from distprune.files.placing import check_unchanged
 from distprune.files.planning import Plan, plan
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import Report, read_report
-from distprune.files.scores import Array
-from distprune.files.streaming import CHUNK, MAX_IN_MEMORY, Source
-from distprune.files.units import CopyUnit, Span, copy_units
-
-_PIECE = 8 << 20
+from distprune.files.report import (
+    REPORT_FILE,
+    RUN_FILE,
+    Report,
+    describe,
+    parse_report,
+    read_text,
+)
+from distprune.files.searching import Cut, TensorCut
+from distprune.files.streaming import Source
+from distprune.files.team import Progress, Team
+from distprune.files.units import PruneUnit, Unit, copy_units, prune_units, share_out
 
 
 @dataclass(frozen=True)
@@ -51,236 +68,206 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(destination: str | Path, source: str | Path) -> VerifyReport:
+def verify(
+    destination: str | Path,
+    source: str | Path,
+    *,
+    communicator: Communicator | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> VerifyReport:
     """Check a pruned checkpoint against its source.
 
-    Every byte outside of the pruned elements is that of the source, and every pruned element +0;
-    the masks prune exactly as many elements as the recipe says, in all or in each group; and no
-    pruned element comes after a kept one in the order, ties included. Files that only the
-    destination has are not looked at.
+    The destination has the files that :func:`prune` writes, in full and no others. Every byte
+    outside of the pruned elements is that of the source, and every pruned element +0; the masks
+    prune exactly as many elements as the recipe says, in all or in each group; and no pruned
+    element comes after a kept one in the order, ties included. Every value of ``report.json`` is
+    derived again from the source, the masks and the weights, and ``recipe.yaml`` is the text of
+    the recipe in it. ``run.json`` differs from run to run; it has to be possible.
 
     Args:
-        destination: a folder that :func:`prune` wrote, with masks.
-        source: the checkpoint that it was made from.
+        destination: a folder that :func:`prune` wrote, with masks; on every rank.
+        source: the checkpoint that it was made from, or a copy of it.
+        communicator: of the ranks that share the work; by default of the default process group,
+            or this process alone if there is none.
+        progress: called about twice a second, with what all ranks have done.
+        stop: asked after every few megabytes; True on any rank stops all of them.
+
+    Returns:
+        What was found, the same on every rank, whatever their number.
 
     Raises:
-        CheckpointError: a folder cannot be read, has no masks, or another source.
-        SelectionError: the recipe does not fit the source.
+        CheckpointError: a folder cannot be read, has no masks or no report, or another source.
+        Interrupted: ``stop`` said so; nothing was changed.
+        RanksError: the ranks were called with different folders, or one was lost.
+        On every rank, but for a lost one.
 
-    Cost: one read of both (layers of more than 4 million elements twice), in one process; memory
-    as for pruning.
+    Cost: one read of source, result and masks; memory as for pruning. Communication: an
+    all-reduce of 32 bytes twice a second, and some hundred bytes per tensor at the end.
     """
-    report = read_report(destination)
-    recipe = FileRecipe(**report.recipe)
-    masks = open_masks(destination)
-    checking = _Checking(Path(destination), plan(source, recipe, follow_links=True), report, masks)
-    return checking.run()
+    team = Team(communicator or world(), progress, stop)
+    opened: _Opened = team.attempt(_Opened, Path(destination), source)
+    target = ascii(os.path.abspath(destination))
+    team.compare([("destination", target), ("plan", opened.plan.digest)])
+    try:
+        return _Checking(team, opened).run()
+    except Interrupted as error:
+        raise Interrupted("stopped as asked; nothing was changed.") from error
+
+
+class _Opened:
+    """Both folders, known by headers and small files alone."""
+
+    def __init__(self, folder: Path, source: str | Path) -> None:
+        self.folder = folder
+        _check_folder(folder)
+        self.texts = [read_text(folder, name) for name in (REPORT_FILE, RUN_FILE)]
+        self.report: Report = parse_report(*self.texts, str(folder))
+        recipe = recipe_of(self.report, str(folder))
+        if not recipe.masks and not os.path.lexists(folder / MASK_FILE):
+            raise CheckpointError(
+                f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
+                "with masks, and compare the two results with `distprune diff`."
+            )
+        self.recipe: FileRecipe = recipe
+        try:
+            self.plan: Plan = plan(source, recipe, follow_links=True)
+        except SelectionError as error:
+            raise CheckpointError(
+                f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error.headline}",
+                error.problems,
+            ) from error
+        files = self.plan.checkpoint.files
+        entries = [tensor.entry for tensor in self.plan.tensors]
+        self.layout: MaskLayout = mask_layout(entries, files)
+        self.contents: Contents = look_through(folder, expected_sizes(self.plan, self.layout))
+        self.has_right_masks = self._has_right_masks()
+        stored = self.report.source
+        if not self.has_right_masks and any(
+            stored.get(file.name) != {"size": file.size, "header_crc32": file.header_crc}
+            for file in files
+        ):
+            raise CheckpointError(
+                f"{folder} was not made from {source}: the sizes or headers of the weight files "
+                "were others."
+            )
+
+    def _has_right_masks(self) -> bool:
+        """Whether the masks are where they are looked for."""
+        if MASK_FILE in self.contents.bad:
+            return False
+        with open(self.folder / MASK_FILE, "rb") as file:
+            return file.read(len(self.layout.header)) == self.layout.header
 
 
 class _Checking:
-    """One comparison."""
+    """One comparison, on all ranks."""
 
-    def __init__(self, folder: Path, plan: Plan, report: Report, masks: MaskFile) -> None:
-        self._folder = folder
-        self._plan = plan
-        self._report = report
-        self._masks = masks
-        self._source = Source(plan)
-        self._files = OpenFiles(os.O_RDONLY)
-        self._problems: list[str] = []
-        self._num_bytes = 0
+    def __init__(self, team: Team, opened: _Opened) -> None:
+        self._team = team
+        self._opened = opened
+        self._plan = opened.plan
+        self._source = Source(opened.plan)
+        self._outputs = OpenFiles(os.O_RDONLY)
 
     def run(self) -> VerifyReport:
         try:
-            self._check_headers()
-            for unit in copy_units(self._plan):
-                self._check_copy(unit)
-            num_pruned = self._check_tensors()
+            found = self._read()
+            problems = self._team.from_leader(self._problems, found)
+            return VerifyReport(
+                tuple(problems), found.num_bytes, self._plan.num_elements, found.num_pruned
+            )
         finally:
             self._source.close()
-            self._files.close()
-        return VerifyReport(
-            tuple(self._problems), self._num_bytes, self._plan.num_elements, num_pruned
+            self._outputs.close()
+
+    def _read(self) -> Findings:
+        """All that the bytes tell, of all ranks."""
+        units = [each for each in self._units() if self._is_readable(each[1])]
+        mine = set(share_out(units, self._team.size)[self._team.index])
+        total = sum(unit.num_bytes for _, unit in units)
+        findings = Findings(
+            self._plan, self._source, self._opened.folder, self._opened.layout, self._outputs
         )
+        steps = self._steps([unit for number, unit in units if number in mine], findings)
+        self._team.work(steps, "verify", 0, total)
+        for index, state in enumerate(self._team.gather(findings.state())):
+            if index != self._team.index:
+                findings.merge(state)
+        self._team.attempt(check_unchanged, self._plan.checkpoint)
+        return findings
 
-    def _check_headers(self) -> None:
-        """That source and destination belong together; the rest would make no sense otherwise."""
-        crcs = {file.name: file.header_crc for file in self._plan.checkpoint.files}
-        if self._masks.header_crcs != crcs:
-            raise CheckpointError(
-                f"{self._folder} was not made from {self._plan.checkpoint.folder}: the headers of "
-                "its weight files were others."
-            )
-        for file in self._plan.checkpoint.files:
-            found = read_header(self._folder / file.name, file.name)
-            if (found.header_crc, found.size) != (file.header_crc, file.size):
-                raise CheckpointError(f"{self._folder / file.name} has another header or size.")
-        selected = {tensor.entry.name: tensor.entry.shape for tensor in self._plan.tensors}
-        if self._masks.shapes != selected:
-            raise CheckpointError(
-                f"the masks in {self._folder} are not those of the tensors that its recipe selects."
-            )
+    def _units(self) -> list[tuple[int, Unit]]:
+        return list(enumerate([*prune_units(self._plan), *copy_units(self._plan)]))
 
-    def _check_copy(self, unit: CopyUnit) -> None:
-        path = str(self._folder / unit.name)
-        for start in range(unit.start, unit.stop, _PIECE):
-            size = min(_PIECE, unit.stop - start)
-            pair = [np.empty(size, dtype=np.uint8) for _ in range(2)]
-            read_into(self._source.files, unit.path, start, memoryview(pair[0]))
-            try:
-                read_into(self._files, path, start, memoryview(pair[1]))
-            except CheckpointError as error:
-                self._problems.append(error.headline)
-                return
-            self._num_bytes += size
-            different = np.flatnonzero(pair[0] != pair[1])
-            if len(different):
-                self._problems.append(
-                    f"{unit.name}: byte {start + int(different[0])} differs from the source, and "
-                    "belongs to no pruned tensor."
-                )
-                return
+    def _is_readable(self, unit: Unit) -> bool:
+        bad = self._opened.contents.bad
+        if isinstance(unit, PruneUnit):
+            entries = [self._plan.tensors[span.position].entry for span in unit.spans]
+            return self._opened.has_right_masks and not any(e.file in bad for e in entries)
+        return unit.name not in bad
 
-    def _check_tensors(self) -> int:
-        """Values, counts and order of the selected tensors; how many elements are pruned."""
-        orders = {
-            number: GroupOrder(self._plan, number)
-            for number, group in enumerate(self._plan.groups)
-            if group.recipe.is_together
-        }
-        total = 0
-        for position, tensor in enumerate(self._plan.tensors):
-            if tensor.num_groups == 0:
-                num_pruned = self._check_together(position, orders[tensor.group])
+    def _steps(self, units: list[Unit], findings: Findings) -> Iterator[int]:
+        for unit in units:
+            if isinstance(unit, PruneUnit):
+                yield from findings.compare_pruned(unit)
             else:
-                num_pruned = self._check_groups(position)
-            total += num_pruned
-        for order in orders.values():
-            self._problems += order.problems()
-        if total != self._plan.num_to_prune:
-            self._problems.append(
-                f"{total} elements are pruned in all; the recipe asks for "
-                f"{self._plan.num_to_prune}."
+                yield from findings.compare_copied(unit)
+
+    def _problems(self, found: Findings) -> list[str]:
+        """Everything that is wrong, in an order that does not depend on the ranks."""
+        opened = self._opened
+        problems = list(opened.contents.problems)
+        if MASK_FILE not in opened.contents.bad and not opened.has_right_masks:
+            problems.append(
+                f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
             )
-        return total
-
-    def _check_together(self, position: int, order: GroupOrder) -> int:
-        """A tensor that is ranked with others; they are judged when all have been seen."""
-        num_pruned, first = 0, 0
-        whole = Span(position, 0, self._plan.tensors[position].entry.numel)
-        for keys, keep in self._pieces(whole, CHUNK):
-            order.add(position, first, keys, keep)
-            num_pruned += int(np.count_nonzero(~keep))
-            first += len(keys)
-        return num_pruned
-
-    def _check_run(self, span: Span, order: _Order) -> int:
-        """Elements that are one group too large to hold."""
-        num_pruned, is_ordered = 0, True
-        for keys, keep in self._pieces(span, CHUNK):
-            num_pruned += int(np.count_nonzero(~keep))
-            is_ordered = is_ordered and order.holds(keys, keep)
-        if not is_ordered:
-            self._complain_of_order(span.position)
-        return num_pruned
-
-    def _check_groups(self, position: int) -> int:
-        tensor = self._plan.tensors[position]
-        groups = groups_of(tensor, self._plan.recipe_of(position))
-        whole = Span(position, 0, tensor.entry.numel)
-        num_pruned, num_wrong = 0, 0
-        if is_too_large(groups):
-            is_ordered = True
-            for first in range(0, whole.last, groups.block):
-                cuts = ColumnCuts(self._source, position, first, groups)
-                for _ in cuts.find():
-                    pass
-                span = Span(position, first, first + groups.block)
-                for keys, keep in self._pieces(span, cuts.step):
-                    different = cuts.lowest(keys) == keep
-                    num_pruned += int(np.count_nonzero(~keep))
-                    is_ordered = is_ordered and not different.any()
-            if not is_ordered:
-                self._complain_of_order(position)
-        elif groups.size > MAX_IN_MEMORY:
-            for first in range(0, whole.last, groups.size):
-                span = Span(position, first, first + groups.size)
-                count = self._check_run(span, _Order(self._largest_pruned(span)))
-                num_wrong += count != groups.num_pruned
-                num_pruned += count
+        problems += found.problems()
+        if all(self._is_readable(unit) for unit in prune_units(self._plan)):
+            problems += found.count_problems()
+            problems += self._report_problems(found)
         else:
-            is_ordered = True
-            step = max(CHUNK // groups.block, 1) * groups.block
-            for keys, keep in self._pieces(whole, step):
-                different = groups.lowest(keys) == keep
-                num_pruned += int(np.count_nonzero(~keep))
-                is_ordered = is_ordered and not different.any()
-            if not is_ordered:
-                self._complain_of_order(position)
-        wanted = tensor.num_groups * groups.num_pruned
-        if num_wrong or num_pruned != wanted:
-            self._problems.append(
-                f"{tensor.entry.name}: {num_pruned} elements are pruned; the recipe asks for "
-                f"{groups.num_pruned} in each of {tensor.num_groups} groups."
+            problems.append(
+                f"{REPORT_FILE} was not compared, as not all weights and masks could be."
             )
-        return num_pruned
+        num_bytes = sum(unit.num_bytes for _, unit in self._units())
+        problems += run_problems(opened.texts[1], opened.report, num_bytes)
+        if RECIPE_FILE not in opened.contents.bad:
+            raw = read_text(opened.folder, RECIPE_FILE)
+            problems += recipe_problems(raw, opened.recipe)
+        return problems
 
-    def _largest_pruned(self, span: Span) -> int:
-        largest, first = 0, span.first
-        name = self._plan.tensors[span.position].entry.name
-        chunks = self._source.chunks_of_keys(span.position, span.first, span.last, own=True)
-        for keys, _ in chunks:
-            keep = read_keep(self._masks, self._files, name, first, first + len(keys))
-            largest = max(largest, int(keys[~keep].max(initial=0)))
-            first += len(keys)
-        return largest
+    def _report_problems(self, found: Findings) -> list[str]:
+        orders = found.orders()
+        cuts: list[Cut | None] = []
+        tensors: list[TensorCut] = []
+        for number in range(len(self._plan.groups)):
+            # What was cut is that which the source and the masks tell, not what a run noted.
+            cut, of_tensors = orders[number].cuts() if number in orders else (None, [])
+            cuts.append(cut)
+            tensors += of_tensors
+        num_nan = {
+            self._plan.tensors[position].entry.name: count
+            for position, count in found.num_nan.items()
+            if self._plan.tensors[position].group in orders
+        }
+        decision = Decision(tuple(cuts), (), tuple(tensors), num_nan) if orders else None
+        opened = self._opened
+        derived = describe(self._plan, self._source, decision, found.records(), opened.report.run)
+        derived = with_digest(derived, opened.report, self._plan)
+        are_cut = all(order.is_ordered for order in orders.values())
+        return report_problems(opened.texts[0], derived, () if are_cut else CUT_FIELDS)
 
-    def _pieces(self, span: Span, step: int) -> Iterator[tuple[Array, Array]]:
-        """Keys and masks of elements, in order; compares the values on the way."""
-        tensor = self._plan.tensors[span.position]
-        entry, own = tensor.entry, tensor.num_groups > 0
-        path, size = str(self._folder / entry.file), self._source.itemsize(span.position)
-        num_wrong, first_wrong = 0, 0
-        for first in range(span.first, span.last, step):
-            last = min(first + step, span.last)
-            bits = self._source.bits(span.position, first, last)
-            found = np.empty_like(bits)
-            read_into(self._files, path, entry.start + first * size, memoryview(found).cast("B"))
-            keep = read_keep(self._masks, self._files, entry.name, first, last)
-            wrong = np.flatnonzero(found != bits * keep)
-            if len(wrong) and not num_wrong:
-                first_wrong = first + int(wrong[0])
-            num_wrong += len(wrong)
-            self._num_bytes += bits.nbytes
-            yield self._source.keys(span.position, first, bits, last - first, own), keep
-        if num_wrong:
-            self._problems.append(
-                f"{entry.name}: {num_wrong} elements are neither kept as they were nor pruned as "
-                f"the mask says; the first is number {first_wrong}."
-            )
 
-    def _complain_of_order(self, position: int) -> None:
-        name = self._plan.tensors[position].entry.name
-        self._problems.append(
-            f"{name}: an element is pruned that comes after a kept one in the order of scores."
+def _check_folder(folder: Path) -> None:
+    """Say what is missing, if this is no folder that prune wrote."""
+    if not os.path.isdir(folder):
+        found = "is a file" if os.path.exists(folder) else "does not exist"
+        raise CheckpointError(f"{folder} {found}; expected a folder that distprune pruned.")
+    has_masks, has_report = (os.path.exists(folder / n) for n in (MASK_FILE, REPORT_FILE))
+    if has_masks and not has_report:
+        raise CheckpointError(
+            f"{folder} was not made by `distprune prune`: it has masks, but no report "
+            f"({REPORT_FILE} is missing). Masks that come from elsewhere have no order to be "
+            "compared with; use `distprune diff` to compare the weights."
         )
-
-
-class _Order:
-    """Checks that elements, shown in their order, are cut at a threshold."""
-
-    def __init__(self, threshold: int) -> None:
-        self._threshold = threshold
-        self._has_kept_tie = False
-
-    def holds(self, keys: Array, keep: Array) -> bool:
-        """False if one of these goes or stays against the order."""
-        threshold = keys.dtype.type(self._threshold)
-        if np.any(keep & (keys < threshold)) or np.any(~keep & (keys > threshold)):
-            return False
-        kept_ties = keep[keys == threshold]
-        is_cut_once = not np.any(kept_ties[:-1] & ~kept_ties[1:])
-        if self._has_kept_tie and not kept_ties.all():
-            return False
-        self._has_kept_tie |= bool(kept_ties.any())
-        return is_cut_once

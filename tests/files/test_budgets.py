@@ -11,7 +11,7 @@ import torch
 import file_oracle
 import tiny_checkpoints
 from crashes import Steps, kill_self, run_forked
-from distprune.files import order, planning, pruning, rewriting, streaming, verifying
+from distprune.files import findings, order, planning, pruning, rewriting, streaming, verifying
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import read_report
@@ -115,7 +115,7 @@ def _matches(name, pattern):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, parts of tensors, spans and chunks, as large tensors have them."""
-    for module in (streaming, rewriting, verifying):
+    for module in (streaming, rewriting, findings):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=44, copy_bytes=100):
@@ -189,7 +189,7 @@ def test_groups_equal_the_oracle(tmp_path, kind, which, small_pieces):
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_limits_equal_the_oracle(tmp_path, kind, ties, monkeypatch):
-    for module in (streaming, rewriting, verifying):
+    for module in (streaming, rewriting, findings):
         monkeypatch.setattr(module, "CHUNK", 24)
     tensors = llama(kind, ties=ties, seed=1)
     source = save(tmp_path / "source", tensors)

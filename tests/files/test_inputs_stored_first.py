@@ -7,7 +7,16 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import columns, groups, planning, pruning, rewriting, streaming, verifying
+from distprune.files import (
+    columns,
+    findings,
+    groups,
+    planning,
+    pruning,
+    rewriting,
+    streaming,
+    verifying,
+)
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
@@ -93,7 +102,7 @@ def sizes(request, monkeypatch):
     if request.param != "in pieces":
         yield
         return
-    for module in (streaming, rewriting, verifying, columns):
+    for module in (streaming, rewriting, findings, columns):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=44, copy_bytes=100):

@@ -7,7 +7,7 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import planning, pruning, rewriting, streaming, verifying
+from distprune.files import findings, planning, pruning, rewriting, streaming, verifying
 from distprune.files.errors import FilesError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import read_report
@@ -71,7 +71,7 @@ def expected(tensors, way, names=SELECTED):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, spans and chunks, as large tensors have them."""
-    for module in (streaming, rewriting, verifying):
+    for module in (streaming, rewriting, findings):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=44, copy_bytes=100):  # no multiple of 8

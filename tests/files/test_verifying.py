@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.files import planning, pruning, rewriting, streaming, verifying
+from distprune.files import findings, planning, pruning, rewriting, streaming, verifying
 from distprune.files.errors import CheckpointError
 from distprune.files.header import read_header
 from distprune.files.masks import MASK_FILE, open_masks
@@ -26,7 +26,7 @@ RECIPES = {
 @pytest.fixture(params=RECIPES)
 def pruned(request, tmp_path, monkeypatch):
     """(source, destination) with many ties, in small pieces; whole layers in two reads."""
-    for module in (streaming, rewriting, verifying):
+    for module in (streaming, rewriting, findings):
         monkeypatch.setattr(module, "CHUNK", 100)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 200)
     g = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ def test_finds_a_changed_copy_and_a_missing_one(pruned):
     (pruned[1] / "tokenizer.json").unlink()
     problems = verifying.verify(*pruned[::-1]).problems
     assert len(problems) == 2
-    assert "config.json: byte 3" in problems[0] and "tokenizer.json" in problems[1]
+    assert problems[0] == "tokenizer.json is missing." and "config.json: byte 3" in problems[1]
 
 
 def set_mask(source, folder, index, keep):

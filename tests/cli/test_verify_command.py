@@ -1,0 +1,158 @@
+"""``distprune verify``: processes, progress, JSON, and folders that prune did not write."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from commands import start
+
+from distprune.cli import progress
+from tiny_checkpoints import save, tree_digest
+
+
+@pytest.fixture
+def made(run, tmp_path):
+    """(source, result)."""
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.weight": torch.randn(9, 16).bfloat16() for i in range(5)}
+    source = save(tmp_path / "source", tensors)
+    assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
+    return source, tmp_path / "out"
+
+
+def damage(folder):
+    """Two problems."""
+    text = (folder / "distprune" / "report.json").read_text()
+    count = json.loads(text)["tensors"][1]["num_pruned"]
+    text = text.replace(f'"num_pruned": {count},', f'"num_pruned": {count + 1},', 1)
+    (folder / "distprune" / "report.json").write_text(text)
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write("more")
+
+
+def test_a_result_is_good_or_all_that_is_wrong_is_listed(run, made):
+    source, out = made
+    before = tree_digest(out)
+    done = run("verify", out, "--against", source)
+    assert done.code == 0 and done.err == ""
+    assert "360 of 720 elements pruned (50.00 %)" in done.out
+    recipe = out / "distprune" / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "\n")
+    assert run("verify", out, "--against", source).code == 3
+    recipe.write_text(recipe.read_text()[:-1])
+    assert tree_digest(out) == before
+    damage(out)
+    done = run("verify", out, "--against", source)
+    assert done.code == 3 and len(done.out.splitlines()) == 2
+    assert "tokenizer.json has " in done.out and "num_pruned is" in done.out
+    found = run("verify", out, "--against", source, "--json")
+    assert found.code == 3 and found.json["problems"] == done.out.splitlines()
+    assert found.json["is_good"] is False and found.json["num_pruned"] == 360
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_says_the_same(run, made):
+    source, out = made
+    for is_good in (True, False):
+        if not is_good:
+            damage(out)
+        expected = run("verify", out, "--against", source)
+        assert (expected.code == 0) == is_good
+        command = ("verify", out, "--against", source)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        started = [
+            start("-m", "distprune", *command, "--nproc", "2"),
+            start("-m", "distprune", *command, "--nproc=3", "--json"),
+            start(*torchrun, "-m", "distprune", *command),
+        ]
+        for process, code in zip(started, (expected.code, expected.code, not is_good), strict=True):
+            text, err = process.communicate(timeout=200)
+            assert process.returncode == code, err
+            if process is started[1]:
+                assert json.loads(text)["is_good"] is is_good
+            else:
+                assert text == expected.out
+            # torchrun itself ends with one where a worker ends with an exit code.
+            assert "Traceback" not in err or process is started[2]
+
+
+def test_progress_is_shown_unless_quiet(run, made, monkeypatch):
+    source, out = made
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    done = run("verify", out, "--against", source)
+    assert done.err.startswith("verify: ") and " of " in done.err
+    assert run("verify", out, "--against", source, "-q").err == ""
+
+
+def test_a_signal_ends_it_with_its_code(run, made, monkeypatch):
+    source, out = made
+    before = tree_digest(out)
+    num_calls = []
+
+    def interrupt(*_):
+        num_calls.append(1)
+        if len(num_calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("distprune.files.findings.Findings._add", interrupt)
+    done = run("verify", out, "--against", source, "--json")
+    assert done.code == 130 and "nothing was changed" in done.err
+    assert done.json["exit_code"] == 130 and tree_digest(out) == before
+
+
+def test_options_that_make_no_sense(run, made, monkeypatch):
+    source, out = made
+    assert run("verify", out, "--against", source, "--nproc", "0").code == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("verify", out, "--against", source, "--nproc", "2")
+    assert done.code == 2 and "leave it out" in done.err
+
+
+def test_what_prune_did_not_write(run, made, tmp_path):
+    source, out = made
+    assert run("apply", out, source, tmp_path / "applied").code == 0
+    for path in (tmp_path / "applied" / "distprune").glob("*.json"):
+        path.unlink()  # of a program that writes none
+    assert run("prune", source, tmp_path / "bare", "-s", "0.5", "--no-masks").code == 0
+    (tmp_path / "file").write_text("x")
+    assert run("prune", source, tmp_path / "told", "-s", "0.5").code == 0
+    report = {"schema": 1, "status": "complete", "kind": "apply", "num_pruned": 3}
+    (tmp_path / "told" / "distprune" / "report.json").write_text(json.dumps(report))
+    expected = {
+        "told": "tells of `distprune apply`, not of a pruning",
+        "applied": "was not made by `distprune prune`: it has masks, but no report",
+        "bare": "was pruned without masks",
+        "source": "has no report",
+        "file": "is a file; expected a folder",
+        "nowhere": "does not exist; expected a folder",
+    }
+    for name, text in expected.items():
+        done = run("verify", tmp_path / name, "--against", source)
+        assert done.code == 3 and text in done.err and done.out == "", name
+        assert "Traceback" not in done.err
+        found = run("verify", tmp_path / name, "--against", source, "--json")
+        assert found.json["exit_code"] == 3 and text in found.json["error"]
+
+
+@pytest.mark.parametrize("name", ["report.json", "run.json", "recipe.yaml", "masks.safetensors"])
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[" * 10**5, b"NaN", b'{"schema": 1e999}'])
+def test_a_tampered_file_is_no_traceback(run, made, name, text):
+    source, out = made
+    (out / "distprune" / name).write_bytes(text)
+    done = run("verify", out, "--against", source)
+    assert done.code == 3 and name in done.out + done.err
+    assert "Traceback" not in done.err and "defect" not in done.err
+    assert len((done.out + done.err).splitlines()) <= 4
+
+
+def test_another_source_is_refused_by_name(run, made, tmp_path):
+    _, out = made
+    other = save(tmp_path / "other", {"layers.0.weight": torch.ones(4, 4)})
+    done = run("verify", out, "--against", other)
+    assert done.code == 3 and f"was not made from {other}" in done.err
+    empty = save(tmp_path / "norms", {"norm.weight": torch.ones(4)})
+    done = run("verify", out, "--against", empty)
+    assert done.code == 3 and "does not fit" in done.err

@@ -1,0 +1,98 @@
+"""An element that is pruned after a kept one of the same score, however far apart they lie."""
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_checkpoints
+from distprune.files import findings, planning, pruning, rewriting, streaming, verifying
+from distprune.files.header import read_header
+from distprune.files.masks import MASK_FILE, open_masks
+from distprune.files.ordering import Ranking
+from distprune.files.recipe import FileRecipe
+from small_units import small_units
+
+
+def expected(keys, keep):
+    """By sorting everything: whether it is in order, the largest pruned key, and its ties."""
+    order = np.lexsort([np.arange(len(keys)), keys])
+    is_ordered = bool((np.diff(keep[order].astype(int)) >= 0).all())
+    if keep.all():
+        return is_ordered, None, 0, 0
+    top = keys[~keep].max()
+    return is_ordered, int(top), int((keys == top).sum()), int(((keys == top) & ~keep).sum())
+
+
+def found(ranking):
+    num_kept = ranking.num_bottom if ranking.bottom == ranking.top else 0
+    return ranking.is_ordered, ranking.top, ranking.num_top + num_kept, ranking.num_top
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_any_pieces_in_any_order_tell_what_sorting_tells(dtype):
+    generator = np.random.default_rng(0)
+    num_ordered = 0
+    for _ in range(2000):
+        numel = int(generator.integers(1, 13))
+        keys = generator.integers(0, 4, numel).astype(dtype)
+        keep = generator.random(numel) < generator.choice([0, 0.2, 0.5, 0.9, 1])
+        if generator.random() < 0.6:  # one that was cut in order, or nearly
+            keep = np.ones(numel, bool)
+            order = np.lexsort([np.arange(numel), keys])
+            keep[order[: generator.integers(0, numel + 1)]] = False
+            if generator.random() < 0.5:
+                one, two = generator.integers(0, numel, 2)
+                keep[[one, two]] = keep[[two, one]]
+        whole = Ranking()
+        whole.add(keys, keep, 100)
+        cuts = np.sort(generator.integers(0, numel + 1, 3))
+        pieces = list(zip([0, *cuts], [*cuts, numel], strict=True))
+        generator.shuffle(pieces)
+        in_pieces, merged = Ranking(), Ranking()
+        for first, last in pieces:
+            in_pieces.add(keys[first:last], keep[first:last], 100 + first)
+            other = Ranking()
+            other.add(keys[first:last], keep[first:last], 100 + first)
+            merged.merge(Ranking(other.state()))
+        wanted = expected(keys, keep)
+        num_ordered += wanted[0]
+        for ranking in (whole, in_pieces, merged):
+            assert found(ranking) == wanted if wanted[0] else not ranking.is_ordered
+            assert ranking.num_pruned == int((~keep).sum())
+    assert 500 < num_ordered < 1900
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("apart", [1, 24, 25, 90, 200])
+def test_verify_finds_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
+    """All elements are equal: the last pruned one stays, and a later one goes in its place."""
+    for module in (streaming, rewriting, findings):
+        monkeypatch.setattr(module, "CHUNK", 24)
+        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    with small_units(num_elements=64):
+        tensors = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
+        source = tiny_checkpoints.save(tmp_path / "source", tensors)
+        folder = tmp_path / "target"
+        pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), folder)
+        assert verifying.verify(folder, source).is_good
+        last = {"global": 199, "layer": 99}[scope]
+        for index, keep in ((last, True), (last + apart, False)):
+            put(source, folder, index, keep=keep)
+        (problem,) = verifying.verify(folder, source).problems
+    assert "comes after a kept one in the order of scores" in problem
+
+
+def put(source, folder, index, *, keep):
+    """Change an element of a.weight and its mask."""
+    masks = (folder / MASK_FILE).read_bytes()
+    raw = bytearray(masks)
+    byte = open_masks(folder).starts["a.weight"] + index // 8
+    assert bool(raw[byte] >> index % 8 & 1) != keep
+    raw[byte] ^= 1 << index % 8
+    (folder / MASK_FILE).write_bytes(raw)
+    path = folder / "model.safetensors"
+    entry = next(t for t in read_header(path).tensors if t.name == "a.weight")
+    raw = bytearray(path.read_bytes())
+    where = slice(entry.start + 2 * index, entry.start + 2 * index + 2)
+    raw[where] = (source / "model.safetensors").read_bytes()[where] if keep else b"\0\0"
+    path.write_bytes(raw)
