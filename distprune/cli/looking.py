@@ -15,12 +15,23 @@ from distprune.cli.options import AsJson, Plot, Quiet, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter, Reading
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.errors import SelectionError
+from distprune.files.errors import CheckpointError, SelectionError
+from distprune.files.kinds import place_of
 
 Patterns = Annotated[
     list[str],
     typer.Option(
         "--pattern", help="N:M patterns to look for; repeatable.", metavar="N:M", show_default="2:4"
+    ),
+]
+Csv = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of the "
+        "table.",
+        metavar="FILE|-",
+        show_default=False,
     ),
 ]
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
@@ -33,6 +44,7 @@ def inspect(
     histogram: Annotated[
         bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
     ] = False,
+    csv: Csv = None,
     plot: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -40,45 +52,44 @@ def inspect(
 ) -> None:
     """Show how sparse each tensor is, and in which share of its groups an N:M pattern holds.
 
-    Reads all weights once. Names that differ in numbers only share a line; -v lists every
-    tensor.
+    Reads all weights once. Names that differ in numbers only share a line; -v and --csv list every
+    tensor. The last line adds up all floats.
 
     [bold]Examples[/bold]
 
       distprune inspect Llama-3.2-1B-2of4 --pattern 2:4 --pattern 4:8
 
       distprune inspect Llama-3.2-1B --histogram
+
+      distprune inspect Llama-3.2-1B-50 --csv sparsity.csv --plot sparsity.png
     """
-    from distprune.cli import plotting
+    from distprune.cli import csv_files, plotting
     from distprune.files.inspecting import inspect as look
 
     patterns = [_n_of_m(each) for each in pattern]
     if plot is not None:
         plotting.check(plot)
+    if csv is not None:
+        if as_json and str(csv) == "-":
+            raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
+        csv_files.check(csv)
     checkpoint = open_checkpoint(source)
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         facts = list(look(checkpoint, patterns, on_bytes=Reading(meter, checkpoint.num_bytes)))
     if plot is not None:
-        sparsities = {each.entry.name: each.num_zero / max(each.entry.numel, 1) for each in facts}
+        known = [each for each in facts if each.num_zero is not None]
+        sparsities = {each.entry.name: each.num_zero / max(each.entry.numel, 1) for each in known}
         plotting.draw(plot, sparsities, facts)
+    if csv is not None:
+        csv_files.write(csv, facts, _pruned_counts(terminal, source))
     if as_json:
         terminal.json({"source": str(source), "tensors": [_tensor_values(each) for each in facts]})
-        return
-    texts = {each: "{}:{}".format(*each) for each in patterns}
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for each in facts:
-        entry = each.entry
-        name = entry.name if verbose else re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        groups.setdefault((name, entry.dtype, shape), []).append(each)
-    rows = [(*key, *_sums(members, patterns)) for key, members in groups.items()]
-    rows.append(("all", "", "", *_sums(facts, patterns)))
-    numbers = ("number", "elements", "zeros", "sparsity", *texts.values(), "NaN", "inf")
-    terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
-    if histogram:
-        terminal.text()
-        _show_histogram(terminal, facts)
+    elif str(csv) != "-":
+        _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
+        if histogram:
+            terminal.text()
+            _show_histogram(terminal, facts)
 
 
 def diff(
@@ -139,9 +150,45 @@ def _n_of_m(text: str) -> tuple[int, int]:
         raise SelectionError(f"--pattern {text}: expected {error}.") from error
 
 
+def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
+    """Of a pruned checkpoint, from its report; None if it has none that can be read."""
+    from distprune.files.report import REPORT_FILE, read_report
+
+    if not (folder / REPORT_FILE).exists():
+        return None
+    try:
+        return {each.name: each.num_pruned for each in read_report(folder).tensors}
+    except CheckpointError as error:
+        terminal.note(f"The column of pruned elements stays empty: {error}")
+        return None
+
+
+def _show_table(
+    terminal: Terminal, facts: list[Any], patterns: list[tuple[int, int]], *, one_by_one: bool
+) -> None:
+    from distprune.files.special_values import is_float
+
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for each in facts:
+        entry = each.entry
+        name = entry.name if one_by_one else re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        groups.setdefault((name, entry.dtype, shape), []).append(each)
+    rows = [(*key, *_sums(members, patterns)) for key, members in groups.items()]
+    floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
+    what = "all" if len(floats) == len(facts) else "all floats"
+    rows.append((what, "", "", *_sums(floats, patterns)))
+    texts = ["{}:{}".format(*each) for each in patterns]
+    numbers = ("number", "elements", "zeros", "sparsity", *texts, "NaN", "inf")
+    terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
+
+
 def _sums(facts: list[Any], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
     numel = sum(each.entry.numel for each in facts)
-    num_zero = sum(each.num_zero for each in facts)
+    zeros = ("-", "-")  # of a dtype whose numbers nobody here can read
+    if all(each.num_zero is not None for each in facts):
+        num_zero = sum(each.num_zero for each in facts)
+        zeros = (count(num_zero), percent(num_zero, numel))
     kept = [
         percent(
             sum(each.num_kept.get(pattern, 0) for each in facts),
@@ -150,14 +197,15 @@ def _sums(facts: list[Any], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
         for pattern in patterns
     ]
     others = [sum(each.num_nan for each in facts), sum(each.num_inf for each in facts)]
-    shown = [count(len(facts)), count(numel), count(num_zero), percent(num_zero, numel)]
-    return (*shown, *kept, *map(count, others))
+    return (count(len(facts)), count(numel), *zeros, *kept, *map(count, others))
 
 
 def _tensor_values(facts: Any) -> dict[str, Any]:
     entry = facts.entry
     return {
         "name": entry.name,
+        "file": entry.file,
+        "kind": place_of(entry.name).kind,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "num_elements": entry.numel,

@@ -13,6 +13,7 @@ from distprune.files.checkpoint import Checkpoint
 from distprune.files.header import TensorEntry
 from distprune.files.policy import input_groups
 from distprune.files.scanning import FORMATS, FloatFormat, Scanner
+from distprune.files.special_values import count_special, is_countable
 
 
 @dataclass
@@ -21,17 +22,18 @@ class TensorFacts:
 
     Attributes:
         entry: the tensor.
-        num_zero: +0 and -0.
+        num_zero: +0 and -0; None of a dtype whose numbers are not known here (6 bits, or an
+            unknown one).
         num_nan, num_inf: as they say.
         num_groups: of every pattern (n, m), how many groups of m neighbours along the input
             dimension there are; without an entry where m does not divide the inputs.
         num_kept: ... and how many of these have at most n numbers that are not zero.
         exponents: how many numbers lie in [2**e, 2**(e+1)), by e; subnormals are one
-            below the smallest.
+            below the smallest. Of plain floats of 16 bits and more only, as are the groups.
     """
 
     entry: TensorEntry
-    num_zero: int = 0
+    num_zero: int | None = 0
     num_nan: int = 0
     num_inf: int = 0
     num_groups: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -45,13 +47,13 @@ def inspect(
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     only: Container[str] | None = None,
 ) -> Iterator[TensorFacts]:
-    """Look at every tensor of floats, one after the other.
+    """Look at every tensor, one after the other.
 
     Args:
         checkpoint: from ``open_checkpoint``.
         patterns: N:M patterns to look for.
         on_bytes: is told how many bytes have been read.
-        only: names of tensors to look at; by default all of floats.
+        only: names of tensors to look at; by default all.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
@@ -60,8 +62,12 @@ def inspect(
     """
     with closing(Scanner(checkpoint)) as scanner:
         for entry in checkpoint.tensors:
-            if entry.dtype in FORMATS and (only is None or entry.name in only):
+            if only is not None and entry.name not in only:
+                continue
+            if entry.dtype in FORMATS:
                 yield _inspect(scanner, entry, patterns, on_bytes)
+            else:
+                yield _inspect_others(scanner, entry, on_bytes)
 
 
 def _inspect(
@@ -71,7 +77,7 @@ def _inspect(
     on_bytes: Callable[[int], None],
 ) -> TensorFacts:
     form, facts = FORMATS[entry.dtype], TensorFacts(entry)
-    _, inputs, kernel = input_groups(entry)
+    inputs, kernel = _inputs(entry)
     fitting = [(n, m) for n, m in patterns if entry.numel and inputs % m == 0]
     for n, m in fitting:
         facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
@@ -87,13 +93,37 @@ def _inspect(
     return facts
 
 
+def _inspect_others(
+    scanner: Scanner, entry: TensorEntry, on_bytes: Callable[[int], None]
+) -> TensorFacts:
+    """Zeros of what is no plain float."""
+    if not is_countable(entry.dtype):
+        on_bytes(entry.nbytes)
+        return TensorFacts(entry, num_zero=None)
+    found = []
+    for chunk in scanner.chunks(entry):
+        found.append(count_special(entry.dtype, chunk))
+        on_bytes(chunk.nbytes)
+    return TensorFacts(
+        entry,
+        num_zero=sum(each.num_zero for each in found),
+        num_nan=sum(each.num_nan for each in found),
+        num_inf=sum(each.num_inf for each in found),
+    )
+
+
+def _inputs(entry: TensorEntry) -> tuple[int, int]:
+    """How many inputs a tensor has, and elements of the kernel for each; a scalar has none."""
+    return input_groups(entry)[1:] if entry.shape else (1, 1)
+
+
 def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> None:
     last = (1 << form.num_exponent_bits) - 1
     biased = (magnitudes >> form.bits(form.num_fraction_bits)).astype(np.int64)
     counts = np.bincount(biased, minlength=last + 1)
     num_zero = magnitudes.size - int(np.count_nonzero(magnitudes))
     num_inf = int(np.count_nonzero(magnitudes == form.bits(last << form.num_fraction_bits)))
-    facts.num_zero += num_zero
+    facts.num_zero = (facts.num_zero or 0) + num_zero
     facts.num_inf += num_inf
     facts.num_nan += int(counts[last]) - num_inf
     counts[0] -= num_zero

@@ -11,7 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["files", "files.errors", "natural_order", "memory", "exclusive"],
+    ["files", "files.errors", "files.kinds", "natural_order", "memory", "exclusive"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["live_graphs"],
     ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
@@ -44,6 +44,7 @@ LEVELS = [
     ["files.groups", "files.streaming", "files.masks"],
     ["files.units"],
     ["files.scanning"],
+    ["files.special_values"],
     ["files.inspecting", "files.comparing"],
     ["files.deciding"],
     ["files.report", "files.rewriting"],
@@ -82,7 +83,7 @@ LEVELS = [
     ["selftest.comparing"],
     ["selftest.checks"],
     ["selftest.running"],
-    ["cli.exits", "cli.console", "cli.options", "cli.schema", "cli.plotting"],
+    ["cli.exits", "cli.console", "cli.options", "cli.schema", "cli.plotting", "cli.csv_files"],
     ["cli.ranks", "cli.progress"],
     ["cli.environment", "cli.recipes"],
     ["cli.choosing"],
