@@ -92,7 +92,8 @@ class CommandRecipe(FileRecipe):
             select["include"] = list(self.include)
         if self.exclude:
             select["exclude"] = list(self.exclude)
-        return values | {"select": select, "nan": self.nan, "output": {"masks": self.masks}}
+        output = {"masks": self.masks, "card": self.card}
+        return values | {"select": select, "nan": self.nan, "output": output}
 
     def to_yaml(self) -> str:
         """The recipe with all defaults, as a YAML file: each value is JSON, which YAML contains."""
@@ -142,7 +143,7 @@ def _fields(name: str, recipe: Recipe) -> dict[str, Any]:
         )
     fields: dict[str, Any] = {
         "score": group.method, "seed": recipe.seed, "include": group.include,
-        "exclude": group.exclude, "nan": recipe.nan, "masks": recipe.masks,
+        "exclude": group.exclude, "nan": recipe.nan, "masks": recipe.masks, "card": recipe.card,
     }  # fmt: skip
     if group.min_ndim is not None:
         fields["min_ndim"] = group.min_ndim

@@ -94,7 +94,7 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool) -> None:
 def summary(plan: Plan) -> str:
     """One sentence."""
     files = counted(len(plan.checkpoint.files), "weight file")
-    others = counted(len(plan.checkpoint.others), "other file")
+    others = counted(len(plan.copied), "other file")
     return (
         f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
         f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
@@ -126,7 +126,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
             for choice in plan.choices
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        "copied": [file.name for file in plan.checkpoint.others],
+        "copied": [file.name for file in plan.copied],
         "not_copied": dict(plan.checkpoint.skipped),
     }
 

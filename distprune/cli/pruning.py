@@ -43,6 +43,14 @@ Masks = Annotated[
         show_default=False,
     ),
 ]
+Card = Annotated[
+    bool | None,
+    typer.Option(
+        "--card/--no-card",
+        help="Whether README.md tells of the pruning (yes), or is that of SRC.",
+        show_default=False,
+    ),
+]
 
 
 def prune(
@@ -60,6 +68,7 @@ def prune(
     min_ndim: choosing.MinNdim = None,
     nan: choosing.Nan = None,
     masks: Masks = None,
+    card: Card = None,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
     plot: Plot = None,
@@ -70,8 +79,9 @@ def prune(
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
     Files, headers and index stay as they are, and so does every byte but those of the pruned
-    elements, which become zero. DST/distprune holds the masks, the recipe and the report. After an
-    interruption, whatever it was, the same command goes on where the last one stopped.
+    elements, which become zero. DST/distprune holds the masks, the recipe and the report, and
+    README.md says what was done, above the text of the source's. After an interruption, whatever
+    it was, the same command goes on where the last one stopped.
 
     [bold]Examples[/bold]
 
@@ -84,6 +94,7 @@ def prune(
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
         "include": include, "exclude": exclude, "min_ndim": min_ndim, "nan": nan, "masks": masks,
+        "card": card,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
     if nproc is not None:

@@ -33,7 +33,8 @@ from distprune.files.disk import (
 )
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.masks import MASK_FILE, MaskLayout
-from distprune.files.planning import Plan
+from distprune.files.model_card import card_of
+from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.report import REPORT_FILE, RUN_FILE, Report
 
 RECIPE_FILE = f"{SIDECAR}/recipe.yaml"
@@ -153,13 +154,16 @@ class Partial:
         return [found[unit] for unit in sorted(found)]
 
     def complete(self, report: Report) -> None:
-        """Write the report: from here on only :meth:`publish` is left.
+        """Write the card and the report: from here on only :meth:`publish` is left.
 
         Raises:
             CheckpointError: the source has changed since the plan was made.
             OutputError: it cannot be written.
         """
         check_unchanged(self._plan)
+        card = card_of(self._plan, report)
+        if card is not None:
+            write_atomically(self.folder / CARD_FILE, card)
         write_atomically(self.folder / RECIPE_FILE, self._plan.recipe.to_yaml().encode())
         write_atomically(self.folder / RUN_FILE, report.run_json())
         with writing(self.folder):
@@ -188,7 +192,7 @@ class Partial:
 
     def _allocate(self) -> None:
         checkpoint = self._plan.checkpoint
-        sizes = {file.name: file.size for file in (*checkpoint.files, *checkpoint.others)}
+        sizes = {file.name: file.size for file in (*checkpoint.files, *self._plan.copied)}
         if self._layout is not None:
             sizes[MASK_FILE] = self._layout.size
         missing = sum(_missing(self.folder / name, size) for name, size in sizes.items())

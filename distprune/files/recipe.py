@@ -34,6 +34,8 @@ class FileRecipe:
         min_ndim: tensors of fewer dimensions are left alone.
         nan: a NaN in a selected tensor is an "error", or is to be kept ("keep").
         masks: whether to write the masks.
+        card: whether README.md of the result tells of the pruning, above the text of the source's;
+            false copies that of the source.
 
     Raises:
         SelectionError: with every field that is wrong.
@@ -49,6 +51,7 @@ class FileRecipe:
     min_ndim: int = 2
     nan: Literal["error", "keep"] = "error"
     masks: bool = True
+    card: bool = True
 
     def __post_init__(self) -> None:
         problems = [*self._amount_problems(), *self._choice_problems()]
@@ -59,8 +62,11 @@ class FileRecipe:
                 object.__setattr__(self, field, tuple(patterns))
         if not _is_int(self.min_ndim) or self.min_ndim < 1:
             problems.append(f"min_ndim is {self.min_ndim!r}; expected an int >= 1.")
-        if not isinstance(self.masks, bool):
-            problems.append(f"masks is {self.masks!r}; expected true or false.")
+        problems += [
+            f"{field} is {getattr(self, field)!r}; expected true or false."
+            for field in ("masks", "card")
+            if not isinstance(getattr(self, field), bool)
+        ]
         if self.score != "random" and self.seed is not None:
             problems.append("seed has no effect without score 'random'; leave it out.")
         elif self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):

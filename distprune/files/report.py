@@ -162,7 +162,7 @@ def make_report(
             file.name: {"size": file.size, "header_crc32": file.header_crc}
             for file in plan.checkpoint.files
         },
-        copied=tuple(other.name for other in plan.checkpoint.others),
+        copied=tuple(other.name for other in plan.copied),
         skipped=plan.checkpoint.skipped,
         run=run,
     )

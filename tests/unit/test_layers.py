@@ -11,7 +11,8 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
-    ["files", "files.errors", "files.kinds", "natural_order", "memory", "exclusive"],
+    ["version", "natural_order", "memory", "exclusive"],
+    ["files", "files.errors", "files.front_matter", "files.kinds"],
     ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
     ["live_graphs"],
     ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
@@ -48,6 +49,7 @@ LEVELS = [
     ["files.inspecting", "files.comparing"],
     ["files.deciding"],
     ["files.report", "files.rewriting"],
+    ["files.model_card"],
     ["files.partial"],
     ["files.pruning", "files.verifying"],
     ["files.applying"],

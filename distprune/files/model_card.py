@@ -1,0 +1,232 @@
+"""The model card of a result: what was done, above the card of the source.
+
+[Note: card] The README.md of a pruned checkpoint is not that of its source, or it would tell of a
+model that is not there. It is a function of the source's card, the plan and the counts alone, with
+no date and no path in it, so that every run writes the same bytes and ``verify`` can derive them.
+Only two words in it have no other source: the name of the checkpoint that was pruned, which may
+come from where it lay, and the version of distprune.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from distprune.files import front_matter
+from distprune.files.checkpoint import Checkpoint
+from distprune.files.errors import CheckpointError
+from distprune.files.kinds import place_of
+from distprune.files.planning import CARD_FILE, Plan
+from distprune.files.recipe import FileRecipe
+from distprune.files.report import Report, TensorReport
+from distprune.version import __version__
+
+_TAGS = ("pruned", "sparse")
+# They tell of the source, and the hub would show them as facts about the result.
+_NOT_OF_THE_RESULT = ("model-index", "new_version")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+# First parts of relative paths, which look like names of the hub.
+_FOLDERS = ("cache", "checkpoint", "checkpoints", "ckpt", "data", "model", "models", "out",
+            "output", "outputs", "results", "runs", "saved", "tmp", "workspace")  # fmt: skip
+_MAX_KINDS = 60
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a card says that neither the weights nor the recipe tell.
+
+    Attributes:
+        base_model: the source's name on the Hugging Face hub; None if it is not known.
+        version: of the distprune that wrote the card.
+    """
+
+    base_model: str | None
+    version: str = __version__
+
+
+def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | None:
+    """The README.md of a result; the same bytes for every number of ranks.
+
+    Args:
+        plan: that was carried out.
+        report: with the counts.
+        names: what to call the source and distprune; by default what is known of them here.
+
+    Returns:
+        The card; None if the recipe wants none, or ``README.md`` is no file that can be one.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+
+    Cost: one read of the source's card.
+    """
+    if not plan.has_card:
+        return None
+    if names is None:
+        names = Names(name_of_source(plan.checkpoint))
+    source = _card_of_source(plan)
+    block, below = front_matter.split(source)
+    parts = None if block is None else front_matter.parse(block)
+    if parts is None:  # kept as text, whatever it is
+        below = source
+    head = front_matter.join(_metadata(parts or [], names.base_model))
+    text = head + "\n" + "\n".join(_section(plan, report, names)) + "\n"
+    if below.strip():
+        text += (
+            "\n---\n\n*The card of the source follows as it was. What it says of the quality of "
+            "the model was measured before the pruning.*\n\n"
+        )
+    return text.encode("utf-8") + below.lstrip(b"\r\n")
+
+
+def is_card(card: bytes, plan: Plan, report: Report) -> bool:
+    """Whether a file is the card of a result, whatever it calls the source and distprune.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+    """
+    version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
+    told = version[1].decode() if version else __version__
+    parts = front_matter.parse(front_matter.split(card)[0] or "")
+    name = front_matter.value_of(parts or [], "base_model")
+    known = [name_of_source(plan.checkpoint), None]
+    if name is not None and _ID.fullmatch(name):
+        known.append(name)
+    return any(card == card_of(plan, report, Names(each, told)) for each in known)
+
+
+def name_of_source(checkpoint: Checkpoint) -> str | None:
+    """The name of a checkpoint on the hub, if its place in a cache or its config tells it."""
+    for folder in (Path(checkpoint.folder).absolute(), Path(checkpoint.folder).resolve()):
+        for cached, inner in zip(folder.parts, folder.parts[1:], strict=False):
+            name = cached.removeprefix("models--").replace("--", "/", 1)
+            if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
+                return name
+    name = checkpoint.config.get("_name_or_path")
+    if isinstance(name, str) and "/" in name and _ID.fullmatch(name):
+        return None if name.split("/")[0].lower() in _FOLDERS else name
+    return None
+
+
+def _card_of_source(plan: Plan) -> bytes:
+    for other in plan.checkpoint.others:
+        if other.name == CARD_FILE:
+            try:
+                return Path(other.path).read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{other.path} cannot be read: {error.strerror}.") from error
+    return b""
+
+
+def _metadata(
+    parts: Sequence[front_matter.Part], base_model: str | None
+) -> list[front_matter.Part]:
+    kept = front_matter.without(parts, _NOT_OF_THE_RESULT)
+    if base_model is not None:  # else the source's own base stays, which is one of this, too
+        kept = front_matter.without(kept, ("base_model", "base_model_relation"))
+        kept.append(("base_model", [f"base_model: {front_matter.as_value(base_model)}"]))
+    return front_matter.with_tags(kept, _TAGS)
+
+
+def _section(plan: Plan, report: Report, names: Names) -> list[str]:
+    base, share = names.base_model, _percent(report.num_pruned, report.num_elements)
+    source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
+    return [
+        f"# Pruned copy of {base or 'a checkpoint'}",
+        "",
+        f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
+        f"{report.num_elements:,} selected weights ({share}). It was pruned by "
+        f"distprune {names.version}, and not trained afterwards; its quality was not measured.",
+        "",
+        "## What was done",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in _facts(plan, report)),
+        "",
+        *_table(report.tensors),
+        "",
+        "The recipe, which is in `distprune/recipe.yaml` with every default:",
+        "",
+        "```yaml",
+        *_recipe(plan.recipe),
+        "```",
+        "",
+        "## To use it, to make it, to check it",
+        "",
+        "It loads like its source. Zeros make neither the files smaller nor the multiplication of "
+        "dense matrices faster: what gains from them is a program or a device that knows sparse "
+        "weights, or a compressed format that is made from this one.",
+        "",
+        "```bash",
+        "distprune prune SRC DST -r distprune/recipe.yaml  # makes it again, to the byte",
+        "distprune verify DST --against SRC                # compares it with its source",
+        "```",
+        "",
+        f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. Every "
+        "byte of the weights that was not pruned, and every other file but this one, is that of "
+        "the source. `distprune/report.json` has the counts of every tensor"
+        + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
+    ]
+
+
+def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
+    recipe = plan.recipe
+    scopes = {"global": "all selected tensors together", "layer": "each tensor on its own",
+              "row": "each output row on its own"}  # fmt: skip
+    order = f"{recipe.pattern} along the inputs" if recipe.pattern else scopes.get(recipe.scope)
+    facts = [
+        ("pruned", f"exactly {report.num_pruned:,} of {report.num_elements:,} weights, "
+         f"{_percent(report.num_pruned, report.num_elements)}"),
+        ("tensors", f"{len(report.tensors):,} pruned, {len(report.kept):,} left as they were"),
+        ("ranked by", f"{recipe.score}, {order}"),
+    ]  # fmt: skip
+    if report.threshold is not None:
+        ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} weights that have it"
+        facts.append(("largest magnitude that was pruned", f"{report.threshold:.6g} ({ties})"))
+    return facts
+
+
+def _table(tensors: Sequence[TensorReport]) -> list[str]:
+    """Sparsity by kind of weight: a line for each."""
+    sums: dict[str, list[int]] = {}
+    for tensor in tensors:
+        row = sums.setdefault(place_of(tensor.name).kind, [0, 0, 0])
+        for i, value in enumerate((1, tensor.num_elements, tensor.num_pruned)):
+            row[i] += value
+    lines = ["| kind of weight | tensors | elements | pruned | |", "|---|---:|---:|---:|---:|"]
+    for kind, (number, elements, pruned) in list(sums.items())[:_MAX_KINDS]:
+        share = _percent(pruned, elements)
+        lines.append(f"| {_code(kind)} | {number:,} | {elements:,} | {pruned:,} | {share} |")
+    if len(sums) > _MAX_KINDS:
+        lines.append(f"| and {len(sums) - _MAX_KINDS:,} more | | | | |")
+    return lines
+
+
+def _recipe(recipe: FileRecipe) -> list[str]:
+    """What the recipe says, without what is by default; values are JSON, which YAML contains."""
+    usual = {field.name: field.default for field in fields(FileRecipe)}
+    values: dict[str, Any] = asdict(recipe)
+    return [
+        f"{key}: {json.dumps(value)}"
+        for key, value in values.items()
+        if value != usual.get(key) or (key in ("scope", "score") and not recipe.pattern)
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    """Two digits after the point; never 100.00 or 0.00 where it is not exactly that."""
+    share = 100 * part / whole if whole else 0.0
+    if 0 < part < whole:
+        share = min(max(share, 0.01), 99.99)
+    return f"{share:.2f} %"
+
+
+def _code(name: str) -> str:
+    """A name of a tensor as code in a table: nothing in it is markup."""
+    text = ascii(name)[1:-1].replace("`", "'").replace("|", "\\|")
+    return f"`{text if len(text) <= 100 else text[:97] + '...'}`"
