@@ -7,18 +7,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distprune.cli import exits
-from distprune.cli.console import Terminal, count, percent
+from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import AsJson, Plot, Quiet, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter, Reading
 from distprune.files.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.kinds import place_of
+
+if TYPE_CHECKING:
+    from distprune.cli.plotting import Picture
 
 Patterns = Annotated[
     list[str],
@@ -80,9 +83,7 @@ def inspect(
     with Meter(terminal) as meter:
         facts = list(look(checkpoint, patterns, on_bytes=Reading(meter, checkpoint.num_bytes)))
     if plot is not None:
-        known = [each for each in facts if each.num_zero is not None]
-        sparsities = {each.entry.name: each.num_zero / max(each.entry.numel, 1) for each in known}
-        plotting.draw(plot, sparsities, facts)
+        plotting.draw(plot, _picture(source, facts))
     if csv is not None:
         csv_files.write(csv, facts, _pruned_counts(terminal, source))
     if as_json:
@@ -191,6 +192,27 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     except CheckpointError as error:
         terminal.note(f"The column of pruned elements stays empty: {error}")
         return None
+
+
+def _picture(source: Path, facts: list[Any]) -> Picture:
+    """Matrices of floats; vectors would be columns without zeros."""
+    from distprune.cli.plotting import Picture
+    from distprune.files.model_card import cached_name
+    from distprune.files.special_values import is_float
+
+    floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
+    shown = [f for f in floats if sum(size > 1 for size in f.entry.shape) > 1] or floats
+    exponents: Counter[int] = Counter()
+    for each in shown:
+        exponents.update(each.exponents)
+    num_left = len(facts) - len(shown)
+    return Picture(
+        title=cached_name(source) or source.absolute().name,
+        zeros="zero",
+        tensors=[(each.entry.name, each.entry.numel, each.num_zero) for each in shown],
+        exponents=exponents,
+        notes=[f"Not shown: {counted(num_left, 'other tensor')}."] if num_left else [],
+    )
 
 
 def _show_table(

@@ -13,12 +13,15 @@ import typer
 from distprune.cli import choosing, exits, planning, ranks
 from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import AsJson, Plot, Quiet, Timeout, Verbose
-from distprune.cli.progress import Meter
-from distprune.files.errors import Interrupted
+from distprune.cli.progress import Meter, Reading
+from distprune.files.errors import FilesError, Interrupted
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.report import Report
+
+# How much a picture reads at most, for its histogram of magnitudes.
+_PLOT_BYTES = 1 << 30
 
 Destination = Annotated[
     Path,
@@ -115,7 +118,7 @@ def prune(
     if terminal.is_leader:
         _show(terminal, report, destination)
         if plot is not None:
-            _draw(terminal, plan, report, plot)
+            _draw(terminal, plan, report, destination, plot)
 
 
 def _prune(
@@ -187,12 +190,38 @@ def _show(terminal: Terminal, report: Report, destination: Path) -> None:
     )
 
 
-def _draw(terminal: Terminal, plan: Plan, report: Report, path: Path) -> None:
+def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, path: Path) -> None:
+    """The magnitudes are read again, a sample of them at most: their sums were not kept."""
     from distprune.cli import plotting
-    from distprune.files.inspecting import inspect
+    from distprune.files.inspecting import sample_exponents
+    from distprune.files.model_card import cached_name
 
-    pruned = {tensor.entry.name for tensor in plan.tensors}
-    sparsities = {tensor.name: tensor.sparsity for tensor in report.tensors}
-    facts = list(inspect(plan.checkpoint, (), only=pruned))
-    plotting.draw(path, sparsities, facts, report.threshold)
-    terminal.note(f"{os.fspath(path)}: sparsity by tensor, and magnitudes before pruning.")
+    names = {tensor.entry.name for tensor in plan.tensors}
+    num_bytes = sum(tensor.entry.nbytes for tensor in plan.tensors)
+    folder = plan.checkpoint.folder
+    try:
+        with Meter(terminal) as meter:
+            reading = Reading(meter, min(num_bytes, _PLOT_BYTES), "draw")
+            exponents, share = sample_exponents(plan.checkpoint, names, _PLOT_BYTES, reading)
+        recipe = plan.recipe
+        of_tensors = [t.threshold for t in report.tensors if t.threshold is not None]
+        picture = plotting.Picture(
+            title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
+            f"{destination.absolute().name}",
+            zeros="pruned",
+            tensors=[(t.name, t.num_elements, t.num_pruned) for t in report.tensors],
+            exponents=exponents,
+            sampled=share,
+            # Scores that are random say nothing about magnitudes.
+            thresholds=()
+            if recipe.score != "magnitude"
+            else of_tensors
+            if report.threshold is None
+            else (report.threshold,),
+            notes=[f"Ranked by {recipe.score}, {recipe.pattern or recipe.scope}."],
+        )
+        plotting.draw(path, picture)
+    except FilesError as error:
+        error.args = (f"{destination} is finished, but there is no picture of it: {error}",)
+        raise
+    terminal.note(f"{os.fspath(path)}: sparsity by layer and kind, and magnitudes before pruning.")

@@ -70,6 +70,40 @@ def inspect(
                 yield _inspect_others(scanner, entry, on_bytes)
 
 
+def sample_exponents(
+    checkpoint: Checkpoint,
+    names: Container[str],
+    max_bytes: int,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[Counter[int], float]:
+    """How large the numbers of some tensors are, from an even sample where there are many.
+
+    Args:
+        checkpoint: from ``open_checkpoint``.
+        names: of tensors; those that are no plain floats are passed over.
+        max_bytes: roughly how much is read at most.
+        on_bytes: is told how many bytes have been read.
+
+    Returns:
+        Counts as in :attr:`TensorFacts.exponents`, and the share of the bytes that was read: 1.0
+        if the counts are those of all elements.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+    """
+    entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in FORMATS]
+    exponents: Counter[int] = Counter()
+    num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
+    with closing(Scanner(checkpoint)) as scanner:
+        for entry, chunk in scanner.sample(entries, max_bytes):
+            form, facts = FORMATS[entry.dtype], TensorFacts(entry)
+            _count(facts, form, form.magnitudes(chunk))
+            exponents.update(facts.exponents)
+            num_read += chunk.nbytes
+            on_bytes(chunk.nbytes)
+    return exponents, num_read / num_bytes if num_bytes else 1.0
+
+
 def _inspect(
     scanner: Scanner,
     entry: TensorEntry,

@@ -42,13 +42,13 @@ def place_of(name: str) -> Place:
     first = next((i for i, part in enumerate(parts) if _is_number(part)), None)
     if first is None:
         return Place("", (), ".".join(parts))
-    layer, rest = [int(parts[first])], []
-    for part in parts[first + 1 :]:
-        before = rest[-1] if rest else ""
-        if _is_number(part) and before.endswith(("blocks", "layers")) and len(layer) == 1:
-            layer.append(int(part))
-            rest.pop()
-        elif not (_is_number(part) and before.endswith("experts")):
+    layer, inner = [int(parts[first])], parts[first + 1 :]
+    if len(inner) > 2 and inner[0].endswith(("blocks", "layers")) and _is_number(inner[1]):
+        layer.append(int(inner[1]))
+        inner = inner[2:]
+    rest: list[str] = []
+    for part in inner:
+        if not (_is_number(part) and rest and rest[-1].endswith("experts")):
             rest.append("expert" if _EXPERT.fullmatch(part) else part)
     return Place(".".join(parts[:first]), tuple(layer), ".".join(rest) or "weight")
 

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +100,20 @@ def is_card(card: bytes, plan: Plan, report: Report) -> bool:
     return any(card == card_of(plan, report, Names(each, told)) for each in known)
 
 
-def name_of_source(checkpoint: Checkpoint) -> str | None:
-    """The name of a checkpoint on the hub, if its place in a cache or its config tells it."""
-    for folder in (Path(checkpoint.folder).absolute(), Path(checkpoint.folder).resolve()):
-        for cached, inner in zip(folder.parts, folder.parts[1:], strict=False):
+def cached_name(folder: str | Path) -> str | None:
+    """The name on the hub of a folder in the cache of the hub; None of any other folder."""
+    for place in (Path(folder).absolute(), Path(folder).resolve()):
+        for cached, inner in pairwise(place.parts):
             name = cached.removeprefix("models--").replace("--", "/", 1)
             if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
                 return name
+    return None
+
+
+def name_of_source(checkpoint: Checkpoint) -> str | None:
+    """The name of a checkpoint on the hub, if its place in a cache or its config tells it."""
+    if name := cached_name(checkpoint.folder):
+        return name
     name = checkpoint.config.get("_name_or_path")
     if isinstance(name, str) and "/" in name and _ID.fullmatch(name):
         return None if name.split("/")[0].lower() in _FOLDERS else name

@@ -22,6 +22,9 @@ PLACES = {
         "encoder.block", (0,), "layer.1.DenseReluDense.wi",
     ),
     "swin.encoder.layers.2.blocks.5.mlp.fc1.weight": ("swin.encoder.layers", (2, 5), "mlp.fc1"),
+    "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q.weight": (
+        "down_blocks", (0,), "attentions.1.transformer_blocks.0.attn1.to_q",
+    ),
     "model.embed_tokens.weight": ("", (), "model.embed_tokens"),
     "lm_head.weight": ("", (), "lm_head"),
     "weight": ("", (), "weight"),
