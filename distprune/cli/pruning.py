@@ -204,6 +204,8 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
             reading = Reading(meter, min(num_bytes, _PLOT_BYTES), "draw")
             exponents, share = sample_exponents(plan.checkpoint, names, _PLOT_BYTES, reading)
         recipe = plan.recipe
+        # Without one sparsity there are several, of parts of the checkpoint.
+        how = recipe.pattern or (recipe.scope if recipe.sparsity is not None else "part by part")
         of_tensors = [t.threshold for t in report.tensors if t.threshold is not None]
         picture = plotting.Picture(
             title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
@@ -218,7 +220,7 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
             else of_tensors
             if report.threshold is None
             else (report.threshold,),
-            notes=[f"Ranked by {recipe.score}, {recipe.pattern or recipe.scope}."],
+            notes=[f"Ranked by {recipe.score}, {how}."],
         )
         plotting.draw(path, picture)
     except FilesError as error:

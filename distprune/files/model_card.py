@@ -10,7 +10,9 @@ come from where it lay, and the version of distprune.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -21,7 +23,7 @@ from distprune.files import front_matter
 from distprune.files.checkpoint import Checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.kinds import place_of
-from distprune.files.planning import CARD_FILE, Plan
+from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import Report, TensorReport
 from distprune.version import __version__
@@ -34,6 +36,8 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII
 _FOLDERS = ("cache", "checkpoint", "checkpoints", "ckpt", "data", "model", "models", "out",
             "output", "outputs", "results", "runs", "saved", "tmp", "workspace")  # fmt: skip
 _MAX_KINDS = 60
+# No card is longer: the source's has a limit, and what is above it, with the recipe, is short.
+_MAX_BYTES = MAX_CARD_BYTES + (8 << 20)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,35 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
             "the model was measured before the pruning.*\n\n"
         )
     return text.encode("utf-8") + below.lstrip(b"\r\n")
+
+
+def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
+    """What is wrong with the README.md of a result; "" if nothing is, or there is to be no card.
+
+    Args:
+        folder: of the result.
+        plan: derived from the source.
+        report: with the counts, which are taken to be right.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+    """
+    if not plan.has_card:
+        return ""
+    path = Path(folder, CARD_FILE)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return f"{CARD_FILE} is no regular file."
+        with open(path, "rb") as file:
+            card = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        return f"{CARD_FILE} cannot be read: {error.strerror}."
+    if len(card) <= _MAX_BYTES and is_card(card, plan, report):
+        return ""
+    return (
+        f"{CARD_FILE} is not the model card that distprune writes for this pruning. Write what you "
+        "have to add into another file, or prune with --no-card."
+    )
 
 
 def is_card(card: bytes, plan: Plan, report: Report) -> bool:
@@ -186,12 +219,17 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
     recipe = plan.recipe
     scopes = {"global": "all selected tensors together", "layer": "each tensor on its own",
               "row": "each output row on its own"}  # fmt: skip
-    order = f"{recipe.pattern} along the inputs" if recipe.pattern else scopes.get(recipe.scope)
+    if recipe.pattern:
+        order = f"{recipe.score}, {recipe.pattern} along the inputs"
+    elif recipe.sparsity is None:  # several budgets
+        order = "as the recipe below says"
+    else:
+        order = f"{recipe.score}, {scopes[recipe.scope]}"
     facts = [
         ("pruned", f"exactly {report.num_pruned:,} of {report.num_elements:,} weights, "
          f"{_percent(report.num_pruned, report.num_elements)}"),
         ("tensors", f"{len(report.tensors):,} pruned, {len(report.kept):,} left as they were"),
-        ("ranked by", f"{recipe.score}, {order}"),
+        ("ranked by", order),
     ]  # fmt: skip
     if report.threshold is not None:
         ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} weights that have it"

@@ -22,7 +22,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.natural_order import natural_key
 
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
-_MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
+MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
 # Of what a plan leads to: raised when the same plan would write other bytes.
 _VERSION = 1
 
@@ -72,7 +72,7 @@ class Plan:
         """Whether README.md of the result is a model card that tells of the pruning."""
         return self.recipe.card and not any(
             other.name.startswith(CARD_FILE + "/")
-            or (other.name == CARD_FILE and other.size > _MAX_CARD_BYTES)
+            or (other.name == CARD_FILE and other.size > MAX_CARD_BYTES)
             for other in self.checkpoint.others
         )
 

@@ -18,8 +18,8 @@ from distprune.files.errors import CheckpointError
 from distprune.files.groups import groups_of
 from distprune.files.header import read_header
 from distprune.files.masks import MaskFile, open_masks, read_keep
-from distprune.files.model_card import is_card
-from distprune.files.planning import CARD_FILE, Plan, plan
+from distprune.files.model_card import card_problem
+from distprune.files.planning import Plan, plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import Report, read_report
 from distprune.files.scores import Array
@@ -143,19 +143,9 @@ class _Checking:
 
     def _check_card(self) -> None:
         """README.md, which is none of the source's bytes, is what the recipe and the counts say."""
-        if not self._plan.has_card:
-            return
-        path = self._folder / CARD_FILE
-        try:
-            card = path.read_bytes()
-        except OSError as error:
-            self._problems.append(f"{CARD_FILE} cannot be read: {error.strerror}.")
-            return
-        if not is_card(card, self._plan, self._report):
-            self._problems.append(
-                f"{CARD_FILE} is not the model card that distprune writes for this pruning. Write "
-                "what you have to add into another file, or prune with --no-card."
-            )
+        problem = card_problem(self._folder, self._plan, self._report)
+        if problem:
+            self._problems.append(problem)
 
     def _check_tensors(self) -> int:
         """Values, counts and order of the selected tensors; how many elements are pruned."""

@@ -1,6 +1,7 @@
 """README.md of a result tells what was done, and nothing that is not so; verify derives it."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -156,7 +157,7 @@ def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
     (source / "README.md" / "a.txt").write_text("a")
     pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "out")
     assert (tmp_path / "out" / "README.md" / "a.txt").read_text() == "a"
-    monkeypatch.setattr(planning, "_MAX_CARD_BYTES", len(CARD) - 1)
+    monkeypatch.setattr(planning, "MAX_CARD_BYTES", len(CARD) - 1)
     large = source_of(tmp_path / "large")
     assert prune(large, tmp_path / "copy") == CARD.encode()
 
@@ -172,6 +173,7 @@ def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
         lambda card: card.replace(b"base_model: meta/Base", b"base_model: [a, b]"),
         lambda card: card.replace(b"distprune 0", b"distprune \x1b[0"),
         lambda card: b"",
+        lambda card: card + bytes(10 << 20),
         lambda card: CARD.encode(),
     ],
 )
@@ -185,6 +187,10 @@ def test_verify_finds_a_card_that_was_changed(tmp_path, change):
     (tmp_path / "out" / "README.md").unlink()
     (problem,) = verifying.verify(tmp_path / "out", source).problems
     assert "README.md cannot be read" in problem
+    os.mkfifo(tmp_path / "out" / "README.md")
+    assert verifying.verify(tmp_path / "out", source).problems == (
+        "README.md is no regular file.",
+    )  # fmt: skip
 
 
 def test_another_version_of_distprune_wrote_it(tmp_path, monkeypatch):
