@@ -56,7 +56,8 @@ def write(path: Path, facts: Iterable[TensorFacts], num_pruned: Mapping[str, int
     for each in facts:
         writer.writerow(_row(each, num_pruned))
     if str(path) == "-":
-        sys.stdout.write(text.getvalue())
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.getvalue().encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
         return
     try:

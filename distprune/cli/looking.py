@@ -185,7 +185,7 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     """Of a pruned checkpoint, from its report; None if it has none that can be read."""
     from distprune.files.report import REPORT_FILE, read_report
 
-    if not (folder / REPORT_FILE).exists():
+    if not (folder / REPORT_FILE).is_file():
         return None
     try:
         return {each.name: each.num_pruned for each in read_report(folder).tensors}

@@ -4,7 +4,9 @@ import csv
 import io
 import json
 
+import pytest
 import torch
+from commands import start
 
 from distprune.cli.csv_files import COLUMNS
 from tiny_checkpoints import save
@@ -51,6 +53,15 @@ def test_names_cannot_break_out_of_their_cell(run, tmp_path):
     assert not any(cell.startswith(("=", "+", "-", "@")) for row in rows for cell in row.values())
     undone = [n.encode("latin-1", "backslashreplace").decode("unicode_escape") for n in names]
     assert undone == HOSTILE
+
+
+@pytest.mark.slow
+def test_a_terminal_without_unicode_shows_escapes(tmp_path):
+    source = save(tmp_path / "source", {"日.weight": torch.ones(1)})
+    process = start("-m", "distprune", "inspect", source, "--csv", "-", PYTHONIOENCODING="ascii")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and err == ""
+    assert out.splitlines()[1].startswith("\\u65e5.weight,model.safetensors,F32,1,1,0,0.0")
 
 
 def test_a_pruned_checkpoint_tells_what_was_pruned(run, tmp_path):
