@@ -14,10 +14,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from distprune.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from distprune.public import *
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BasePruningMethod",

@@ -38,7 +38,7 @@ The command line prunes checkpoints with the same recipes: at once, so with ``sp
       also: ["lm_head"]        # is pruned besides the default, which include would replace
       min_ndim: 2              # tensors of fewer dimensions larger than 1 are left alone
       input_dims: {"*.w1": 0}  # where the inputs of tensors lie, for rows and patterns
-    output: {masks: true}      # whether the masks are written
+    output: {masks: true, card: true}  # whether to write the masks, and a model card
 
 Nothing in this file needs torch until a pruner is made.
 """
@@ -160,6 +160,7 @@ class Recipe:
         pattern: (n, m): n of every m in a row are kept; None without one.
         nan: "error", or "keep": what a NaN among the weights is.
         masks: whether masks are written.
+        card: whether a model card is written.
         version: of the format.
     """
 
@@ -169,6 +170,7 @@ class Recipe:
     pattern: tuple[int, int] | None = None
     nan: str = "error"
     masks: bool = True
+    card: bool = True
     version: int = 1
 
     def as_mapping(self) -> dict[str, Any]:
@@ -178,8 +180,8 @@ class Recipe:
             head["seed"] = self.seed
         if self.nan != "error":
             head["nan"] = self.nan
-        if not self.masks:
-            head["output"] = {"masks": False}
+        if not (self.masks and self.card):
+            head["output"] = {"masks": self.masks, "card": self.card}
         if self.pattern is not None:
             (only,) = self.groups
             head["pattern"] = "{}:{}".format(*self.pattern)
@@ -230,6 +232,8 @@ class Recipe:
             found.append(f"nan {self.nan!r}")
         if not self.masks:
             found.append("output.masks")
+        if not self.card:
+            found.append("output.card")
         if any(each.min_ndim is not None for each in self.groups):
             found.append("select.min_ndim")
         if any(each.also for each in self.groups):
@@ -267,7 +271,8 @@ def _parse(value: Any, problems: Problems, where: str) -> Recipe:
     seed = top.take("seed", whole_number(0), None)
     pattern = top.take("pattern", n_of_m, None)
     nan = top.take("nan", one_of("error", "keep"), "error")
-    masks = top.table("output", ("masks",)).take("masks", flag, True)
+    output = top.table("output", ("masks", "card"))
+    masks, card = output.take("masks", flag, True), output.take("card", flag, True)
     shared = _read_group(top, {"method": "magnitude", "schedule": None})
     if "pattern" in top:
         for key in ("sparsity", "schedule", "scope", "groups", "limits"):
@@ -293,7 +298,7 @@ def _parse(value: Any, problems: Problems, where: str) -> Recipe:
     if problems:
         raise RecipeError(where, problems.texts())
     groups = tuple(RecipeGroup(**fields) for fields in found)
-    return Recipe(groups, seed, scope, pattern, nan, masks, version)
+    return Recipe(groups, seed, scope, pattern, nan, masks, card, version)
 
 
 def _read_group(table: Table, defaults: Mapping[str, Any]) -> dict[str, Any]:

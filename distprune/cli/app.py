@@ -41,7 +41,8 @@ _EPILOG = """
 [bold]Exit codes[/bold]
 
   0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint,
-4 disk or destination, 5 ranks that differ or are lost, 130 and 143 interrupted (SIGINT, SIGTERM).
+4 disk or destination, 5 ranks that differ or are lost, 6 checkpoints that differ
+(diff --exit-code), 130 and 143 interrupted (SIGINT, SIGTERM).
 """
 
 

@@ -15,7 +15,7 @@ _PANEL = "What to prune (each option takes the place of what the recipe says)"
 
 
 _LIMITS = ("min_sparsity", "max_sparsity")
-_FOR_ALL_GROUPS = ("seed", "nan", "masks")
+_FOR_ALL_GROUPS = ("seed", "nan", "masks", "card")
 
 
 def _option(*names: str, help: str, **more: Any) -> Any:

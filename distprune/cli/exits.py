@@ -9,5 +9,6 @@ USAGE = 2  # the command, or the recipe
 INPUT = 3  # the checkpoint
 OUTPUT = 4  # the disk, or what is on it already
 DISTRIBUTED = 5  # ranks that differ, or are lost
+DIFFERENT = 6  # `diff --exit-code`: not the 1 of git, which would look like a defect
 INTERRUPTED = 130  # SIGINT
 TERMINATED = 143  # SIGTERM

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli.console import Terminal, count, percent
+from distprune.cli import exits
+from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import AsJson, Plot, Quiet, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter, Reading
 from distprune.files.checkpoint import open_checkpoint
-from distprune.files.errors import SelectionError
+from distprune.files.errors import CheckpointError, SelectionError
+from distprune.files.kinds import place_of
+
+if TYPE_CHECKING:
+    from distprune.cli.plotting import Picture
 
 Patterns = Annotated[
     list[str],
@@ -34,6 +39,16 @@ InputDim = Annotated[
         show_default=False,
     ),
 ]
+Csv = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        help="Write a row of numbers for each tensor to a file, or to stdout (-) instead of the "
+        "table.",
+        metavar="FILE|-",
+        show_default=False,
+    ),
+]
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
 
@@ -45,6 +60,7 @@ def inspect(
     histogram: Annotated[
         bool, typer.Option("--histogram", help="Show how large the numbers are, by powers of two.")
     ] = False,
+    csv: Csv = None,
     plot: Plot = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -52,16 +68,18 @@ def inspect(
 ) -> None:
     """Show how sparse each tensor is, and in which share of its groups an N:M pattern holds.
 
-    Reads all weights once. Names that differ in numbers only share a line; -v lists every
-    tensor.
+    Reads all weights once. Names that differ in numbers only share a line; -v and --csv list every
+    tensor. The last line adds up all floats.
 
     [bold]Examples[/bold]
 
       distprune inspect Llama-3.2-1B-2of4 --pattern 2:4 --pattern 4:8
 
       distprune inspect Llama-3.2-1B --histogram
+
+      distprune inspect Llama-3.2-1B-50 --csv sparsity.csv --plot sparsity.png
     """
-    from distprune.cli import plotting
+    from distprune.cli import csv_files, plotting
     from distprune.files.inspecting import inspect as look
 
     patterns = [_n_of_m(each) for each in pattern]
@@ -69,59 +87,79 @@ def inspect(
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
     input_dims = _input_dims(source, input_dim)
+    if csv is not None:
+        if as_json and str(csv) == "-":
+            raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
+        csv_files.check(csv)
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, checkpoint.num_bytes)
         facts = list(look(checkpoint, patterns, on_bytes=reading, input_dims=input_dims))
     if plot is not None:
-        sparsities = {each.entry.name: each.num_zero / max(each.entry.numel, 1) for each in facts}
-        plotting.draw(plot, sparsities, facts)
+        plotting.draw(plot, _picture(source, facts))
+    if csv is not None:
+        csv_files.write(csv, facts, _pruned_counts(terminal, source))
     if as_json:
         terminal.json({"source": str(source), "tensors": [_tensor_values(each) for each in facts]})
-        return
-    texts = {each: "{}:{}".format(*each) for each in patterns}
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for each in facts:
-        entry = each.entry
-        name = entry.name if verbose else re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        groups.setdefault((name, entry.dtype, shape), []).append(each)
-    rows = [(*key, *_sums(members, patterns)) for key, members in groups.items()]
-    rows.append(("all", "", "", *_sums(facts, patterns)))
-    numbers = ("number", "elements", "zeros", "sparsity", *texts.values(), "NaN", "inf")
-    terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
-    if histogram:
-        terminal.text()
-        _show_histogram(terminal, facts)
+    elif str(csv) != "-":
+        _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
+        if histogram:
+            terminal.text()
+            _show_histogram(terminal, facts)
 
 
 def diff(
     first: First,
     second: Second,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code",
+            help=f"Exit with {exits.DIFFERENT} if there is a difference, else with 0.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor: values, and which elements are zero.
 
-    Tensors that are equal bit for bit are listed with -v only.
+    Names, shapes, dtypes and the metadata of the headers are compared too; the tensors may lie in
+    other files, and files without weights are not looked at. Tensors that are equal bit for bit
+    are listed with -v only.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
+
+      distprune diff --exit-code A B && echo equal
     """
-    from distprune.files.comparing import compare
+    from distprune.files.comparing import compare, compare_metadata
 
     a, b = (open_checkpoint(each, follow_links=True) for each in (first, second))
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, a.num_bytes + b.num_bytes)
         found = list(compare(a, b, reading))
+    metadata = compare_metadata(a, b)
+    are_equal = all(each.is_equal for each in found) and not metadata
     if as_json:
-        are_equal = all(each.is_equal for each in found)
         values = [{**asdict(each), "is_equal": each.is_equal} for each in found]
-        terminal.json({"are_equal": are_equal, "tensors": values})
-        return
+        texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
+        terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
+    else:
+        _show_differences(terminal, found, metadata, with_equal=verbose > 0)
+    if exit_code and not are_equal:
+        raise typer.Exit(exits.DIFFERENT)
+
+
+def _show_differences(
+    terminal: Terminal,
+    found: list[Any],
+    metadata: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    *,
+    with_equal: bool,
+) -> None:
     rows = [
         (each.name, each.problem, "", "", "", "")
         if each.problem
@@ -134,12 +172,15 @@ def diff(
             count(each.num_zero_in_second),
         )
         for each in found
-        if verbose or not each.is_equal
+        if with_equal or not each.is_equal
     ]
     numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
     if rows:
         terminal.table(("tensor", "values", *numbers), rows, right=numbers)
         terminal.text()
+    for key, values in metadata.items():
+        one, two = (", ".join(map(ascii, each)) or "none" for each in values)
+        terminal.text(f"Metadata differ: {ascii(key)[1:-1]}: {one} in A, {two} in B.")
     num_equal = sum(each.is_equal for each in found)
     terminal.text(f"{num_equal} of {len(found)} tensors are equal bit for bit.")
 
@@ -169,9 +210,66 @@ def _n_of_m(text: str) -> tuple[int, int]:
         raise SelectionError(f"--pattern {text}: expected {error}.") from error
 
 
+def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
+    """Of a pruned checkpoint, from its report; None if it has none that can be read."""
+    from distprune.files.report import REPORT_FILE, read_report
+
+    if not (folder / REPORT_FILE).is_file():
+        return None
+    try:
+        return {each.name: each.num_pruned for each in read_report(folder).tensors}
+    except CheckpointError as error:
+        terminal.note(f"The column of pruned elements stays empty: {error}")
+        return None
+
+
+def _picture(source: Path, facts: list[Any]) -> Picture:
+    """Matrices of floats; vectors would be columns without zeros."""
+    from distprune.cli.plotting import Picture
+    from distprune.files.model_card import cached_name
+    from distprune.files.special_values import is_float
+
+    floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
+    shown = [f for f in floats if sum(size > 1 for size in f.entry.shape) > 1] or floats
+    exponents: Counter[int] = Counter()
+    for each in shown:
+        exponents.update(each.exponents)
+    num_left = len(facts) - len(shown)
+    return Picture(
+        title=cached_name(source) or source.absolute().name,
+        zeros="zero",
+        tensors=[(each.entry.name, each.entry.numel, each.num_zero) for each in shown],
+        exponents=exponents,
+        notes=[f"Not shown: {counted(num_left, 'other tensor')}."] if num_left else [],
+    )
+
+
+def _show_table(
+    terminal: Terminal, facts: list[Any], patterns: list[tuple[int, int]], *, one_by_one: bool
+) -> None:
+    from distprune.files.special_values import is_float
+
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for each in facts:
+        entry = each.entry
+        name = entry.name if one_by_one else re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.name)
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        groups.setdefault((name, entry.dtype, shape), []).append(each)
+    rows = [(*key, *_sums(members, patterns)) for key, members in groups.items()]
+    floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
+    what = "all" if len(floats) == len(facts) else "all floats"
+    rows.append((what, "", "", *_sums(floats, patterns)))
+    texts = ["{}:{}".format(*each) for each in patterns]
+    numbers = ("number", "elements", "zeros", "sparsity", *texts, "NaN", "inf")
+    terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
+
+
 def _sums(facts: list[Any], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
     numel = sum(each.entry.numel for each in facts)
-    num_zero = sum(each.num_zero for each in facts)
+    zeros = ("-", "-")  # of a dtype whose numbers nobody here can read
+    if all(each.num_zero is not None for each in facts):
+        num_zero = sum(each.num_zero for each in facts)
+        zeros = (count(num_zero), percent(num_zero, numel))
     kept = [
         percent(
             sum(each.num_kept.get(pattern, 0) for each in facts),
@@ -180,14 +278,15 @@ def _sums(facts: list[Any], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
         for pattern in patterns
     ]
     others = [sum(each.num_nan for each in facts), sum(each.num_inf for each in facts)]
-    shown = [count(len(facts)), count(numel), count(num_zero), percent(num_zero, numel)]
-    return (*shown, *kept, *map(count, others))
+    return (count(len(facts)), count(numel), *zeros, *kept, *map(count, others))
 
 
 def _tensor_values(facts: Any) -> dict[str, Any]:
     entry = facts.entry
     return {
         "name": entry.name,
+        "file": entry.file,
+        "kind": place_of(entry.name).kind,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "num_elements": entry.numel,

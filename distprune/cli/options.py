@@ -16,8 +16,8 @@ Plot = Annotated[
     Path | None,
     typer.Option(
         "--plot",
-        help="Draw sparsity by tensor and a histogram of magnitudes (needs matplotlib).",
-        metavar="FILE.png",
+        help="Draw sparsity by layer and kind, and a histogram of magnitudes (needs matplotlib).",
+        metavar="FILE.png|svg|pdf",
         show_default=False,
     ),
 ]

@@ -136,7 +136,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
 def summary(plan: Plan) -> str:
     """One sentence."""
     files = counted(len(plan.checkpoint.files), "weight file")
-    others = counted(len(plan.checkpoint.others), "other file")
+    others = counted(len(plan.copied), "other file")
     is_one = len(plan.groups) == 1
     how = _ranking(plan.groups[0].recipe) if is_one else f"in {len(plan.groups)} groups"
     return (
@@ -181,6 +181,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
         **sources.as_values(plan.checkpoint),
+        "copied": [file.name for file in plan.copied],
     }
 
 

@@ -22,13 +22,16 @@ from distprune.cli.options import (
     Timeout,
     Verbose,
 )
-from distprune.cli.progress import Meter
-from distprune.files.errors import Interrupted
+from distprune.cli.progress import Meter, Reading
+from distprune.files.errors import FilesError, Interrupted
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.recipe import FileRecipe
     from distprune.files.report import GroupReport, Report
+
+# How much a picture reads at most, for its histogram of magnitudes.
+_PLOT_BYTES = 1 << 30
 
 Destination = Annotated[
     Path,
@@ -41,6 +44,14 @@ Masks = Annotated[
     typer.Option(
         "--masks/--no-masks",
         help="Whether to write the masks (yes).",
+        show_default=False,
+    ),
+]
+Card = Annotated[
+    bool | None,
+    typer.Option(
+        "--card/--no-card",
+        help="Whether README.md tells of the pruning (yes), or is that of SRC.",
         show_default=False,
     ),
 ]
@@ -66,6 +77,7 @@ def prune(
     nan: choosing.Nan = None,
     masks: Masks = None,
     follow_links: sources.FollowLinks = False,
+    card: Card = None,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
     take_over: TakeOver = False,
@@ -78,9 +90,10 @@ def prune(
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
     Files, headers and index stay as they are, and so does every byte but those of the pruned
-    elements, which become zero. DST/distprune holds the masks, the recipe and the report. After an
-    interruption, whatever it was, the same command goes on where the last one stopped; with
-    --discard it removes what that one left. Where it has finished before, it changes nothing.
+    elements, which become zero. DST/distprune holds the masks, the recipe and the report, and
+    README.md says what was done, above the text of the source's. After an interruption, whatever
+    it was, the same command goes on where the last one stopped; with --discard it removes what
+    that one left. Where it has finished before, it changes nothing.
 
     [bold]Examples[/bold]
 
@@ -93,7 +106,7 @@ def prune(
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
         "include": include, "also": also, "exclude": exclude, "min_ndim": min_ndim,
-        "input_dims": input_dim, "nan": nan, "masks": masks,
+        "input_dims": input_dim, "nan": nan, "masks": masks, "card": card,
         "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
@@ -122,7 +135,7 @@ def prune(
             terminal.note(f"Warning: {warning}")
         _show(terminal, report, plan, destination)
         if plot is not None:
-            _draw(terminal, plan, report, plot)
+            _draw(terminal, plan, report, destination, plot)
 
 
 def _prune(
@@ -235,12 +248,42 @@ def _about_group(report: Report, group: GroupReport) -> str:
     return " ".join(texts)
 
 
-def _draw(terminal: Terminal, plan: Plan, report: Report, path: Path) -> None:
+def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, path: Path) -> None:
+    """The magnitudes are read again, a sample of them at most: their sums were not kept."""
     from distprune.cli import plotting
-    from distprune.files.inspecting import inspect
+    from distprune.files.inspecting import sample_exponents
+    from distprune.files.model_card import cached_name
 
-    pruned = {tensor.entry.name for tensor in plan.tensors}
-    sparsities = {tensor.name: tensor.sparsity for tensor in report.tensors}
-    facts = list(inspect(plan.checkpoint, (), only=pruned))
-    plotting.draw(path, sparsities, facts, report.threshold)
-    terminal.note(f"{os.fspath(path)}: sparsity by tensor, and magnitudes before pruning.")
+    names = {tensor.entry.name for tensor in plan.tensors}
+    num_bytes = sum(tensor.entry.nbytes for tensor in plan.tensors)
+    folder = plan.checkpoint.folder
+    try:
+        with Meter(terminal) as meter:
+            reading = Reading(meter, min(num_bytes, _PLOT_BYTES), "draw")
+            exponents, share = sample_exponents(plan.checkpoint, names, _PLOT_BYTES, reading)
+        recipe = plan.recipe
+        # Without one sparsity there are several, of parts of the checkpoint.
+        how = recipe.pattern or (recipe.scope if recipe.sparsity is not None else "part by part")
+        picture = plotting.Picture(
+            title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
+            f"{destination.absolute().name}",
+            zeros="pruned",
+            tensors=[(t.name, t.num_elements, t.num_pruned) for t in report.tensors],
+            exponents=exponents,
+            sampled=share,
+            thresholds=_thresholds(plan, report),
+            notes=[f"Ranked by {recipe.score}, {how}."],
+        )
+        plotting.draw(path, picture)
+    except FilesError as error:
+        error.args = (f"{destination} is finished, but there is no picture of it: {error}",)
+        raise
+    terminal.note(f"{os.fspath(path)}: sparsity by layer and kind, and magnitudes before pruning.")
+
+
+def _thresholds(plan: Plan, report: Report) -> list[float]:
+    """Where magnitudes were cut; random scores say nothing about magnitudes."""
+    of_groups = [each.threshold for each in report.groups if each.threshold is not None]
+    of_tensors = [each.threshold for each in report.tensors if each.threshold is not None]
+    is_by_magnitude = all(group.recipe.score == "magnitude" for group in plan.groups)
+    return (of_groups or of_tensors) if is_by_magnitude else []

@@ -103,8 +103,12 @@ def recipe_schema() -> dict[str, Any]:
                     "description": "What a NaN among the weights of a checkpoint is.",
                 },
                 "output": _table(
-                    {"masks": {"type": "boolean", "default": True}},
-                    description="What is written beside a pruned checkpoint.",
+                    {
+                        "masks": {"type": "boolean", "default": True},
+                        "card": {"type": "boolean", "default": True},
+                    },
+                    description="What is written beside a pruned checkpoint: masks, and README.md "
+                    "with what was done.",
                 ),
                 **_GROUP,
                 "groups": {

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distprune.collectives import Communicator, world
-from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.destination import resolve_destination
 from distprune.files.disk import WRITE, OpenFiles, copy_range, read_into, write_from
 from distprune.files.errors import CheckpointError, counted
@@ -161,6 +161,7 @@ class Application:
             tensors=entries,
             make_units=lambda: [*self.mask_units(), *copy_units(self)],  # type: ignore[arg-type]
             layout=mask_layout(entries, self.checkpoint.files),
+            copied=self.checkpoint.others,
         )
         work = _Applying(self, task)
         try:
@@ -174,6 +175,11 @@ class Application:
             num_zeroed=report["num_zeroed"],
             num_tensors=len(report["tensors"]),
         )
+
+    @property
+    def copied(self) -> tuple[OtherFile, ...]:
+        """The files without weights that are copied."""
+        return self.checkpoint.others
 
     def mask_units(self) -> list[MaskUnit]:
         """All masked elements, cut into units of about equal size."""

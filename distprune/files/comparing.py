@@ -99,5 +99,30 @@ def _compare(
     return TensorDifference(entry.name, entry.numel, differing, both, first, second)
 
 
+def compare_metadata(
+    first: Checkpoint, second: Checkpoint
+) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What the ``__metadata__`` of the headers says, where it differs.
+
+    Returns:
+        By key, the values that it has in the files of the first and of the second; a checkpoint of
+        many files usually says the same in each of them, which counts once.
+    """
+    ours, theirs = _metadata(first), _metadata(second)
+    return {
+        key: (ours.get(key, ()), theirs.get(key, ()))
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    }
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    values: dict[str, set[str]] = {}
+    for file in checkpoint.files:
+        for key, value in file.metadata.items():
+            values.setdefault(key, set()).add(value)
+    return {key: tuple(sorted(found)) for key, found in values.items()}
+
+
 def _described(entry: TensorEntry) -> str:
     return f"{entry.dtype} {list(entry.shape)}"

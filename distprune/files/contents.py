@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distprune.files.masks import MASK_FILE, MaskLayout
 from distprune.files.partial import RECIPE_FILE
-from distprune.files.planning import Plan
+from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.report import REPORT_FILE, RUN_FILE
 
 
@@ -30,8 +30,10 @@ class Contents:
 
 def expected_sizes(plan: Plan, layout: MaskLayout) -> dict[str, int | None]:
     """Names of all files of a result, and their sizes; None where the size may vary."""
-    files = (*plan.checkpoint.files, *plan.checkpoint.others)
+    files = (*plan.checkpoint.files, *plan.copied)
     sizes: dict[str, int | None] = {file.name: file.size for file in files}
+    if plan.has_card:
+        sizes[CARD_FILE] = None
     return sizes | {MASK_FILE: layout.size, REPORT_FILE: None, RUN_FILE: None, RECIPE_FILE: None}
 
 

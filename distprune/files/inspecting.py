@@ -13,6 +13,7 @@ from distprune.files.checkpoint import Checkpoint
 from distprune.files.header import TensorEntry
 from distprune.files.layouts import Layout, Layouts, UnknownLayout
 from distprune.files.scanning import FORMATS, FloatFormat, Scanner
+from distprune.files.special_values import count_special, is_countable
 
 
 @dataclass
@@ -21,18 +22,19 @@ class TensorFacts:
 
     Attributes:
         entry: the tensor.
-        num_zero: +0 and -0.
+        num_zero: +0 and -0; None of a dtype whose numbers are not known here (6 bits, or an
+            unknown one).
         num_nan, num_inf: as they say.
         num_groups: of every pattern (n, m), how many groups of m neighbours along the input
             dimension there are; without an entry where m does not divide the inputs, or where
             they lie along a dimension that is not known.
         num_kept: ... and how many of these have at most n numbers that are not zero.
         exponents: how many numbers lie in [2**e, 2**(e+1)), by e; subnormals are one
-            below the smallest.
+            below the smallest. Of plain floats of 16 bits and more only, as are the groups.
     """
 
     entry: TensorEntry
-    num_zero: int = 0
+    num_zero: int | None = 0
     num_nan: int = 0
     num_inf: int = 0
     num_groups: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -47,13 +49,13 @@ def inspect(
     only: Container[str] | None = None,
     input_dims: Iterable[tuple[str, Sequence[int]]] = (),
 ) -> Iterator[TensorFacts]:
-    """Look at every tensor of floats, one after the other.
+    """Look at every tensor, one after the other.
 
     Args:
         checkpoint: from ``open_checkpoint``.
         patterns: N:M patterns to look for.
         on_bytes: is told how many bytes have been read.
-        only: names of tensors to look at; by default all of floats.
+        only: names of tensors to look at; by default all.
         input_dims: as in a recipe, for tensors whose inputs nothing else tells.
 
     Raises:
@@ -66,9 +68,12 @@ def inspect(
     layouts = Layouts(checkpoint, input_dims)
     with closing(Scanner(checkpoint)) as scanner:
         for entry in checkpoint.tensors:
-            if entry.dtype in FORMATS and (only is None or entry.name in only):
-                layout = _layout(layouts, entry)
-                yield _inspect(scanner, entry, layout, patterns, on_bytes)
+            if only is not None and entry.name not in only:
+                continue
+            if entry.dtype in FORMATS:
+                yield _inspect(scanner, entry, _layout(layouts, entry), patterns, on_bytes)
+            else:
+                yield _inspect_others(scanner, entry, on_bytes)
 
 
 def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
@@ -78,6 +83,40 @@ def _layout(layouts: Layouts, entry: TensorEntry) -> Layout | None:
         if layouts.is_given(entry):
             raise
         return None
+
+
+def sample_exponents(
+    checkpoint: Checkpoint,
+    names: Container[str],
+    max_bytes: int,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> tuple[Counter[int], float]:
+    """How large the numbers of some tensors are, from an even sample where there are many.
+
+    Args:
+        checkpoint: from ``open_checkpoint``.
+        names: of tensors; those that are no plain floats are passed over.
+        max_bytes: roughly how much is read at most.
+        on_bytes: is told how many bytes have been read.
+
+    Returns:
+        Counts as in :attr:`TensorFacts.exponents`, and the share of the bytes that was read: 1.0
+        if the counts are those of all elements.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+    """
+    entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in FORMATS]
+    exponents: Counter[int] = Counter()
+    num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
+    with closing(Scanner(checkpoint)) as scanner:
+        for entry, chunk in scanner.sample(entries, max_bytes):
+            form, facts = FORMATS[entry.dtype], TensorFacts(entry)
+            _count(facts, form, form.magnitudes(chunk))
+            exponents.update(facts.exponents)
+            num_read += chunk.nbytes
+            on_bytes(chunk.nbytes)
+    return exponents, num_read / num_bytes if num_bytes else 1.0
 
 
 def _inspect(
@@ -107,13 +146,32 @@ def _inspect(
     return facts
 
 
+def _inspect_others(
+    scanner: Scanner, entry: TensorEntry, on_bytes: Callable[[int], None]
+) -> TensorFacts:
+    """Zeros of what is no plain float."""
+    if not is_countable(entry.dtype):
+        on_bytes(entry.nbytes)
+        return TensorFacts(entry, num_zero=None)
+    found = []
+    for chunk in scanner.chunks(entry):
+        found.append(count_special(entry.dtype, chunk))
+        on_bytes(chunk.nbytes)
+    return TensorFacts(
+        entry,
+        num_zero=sum(each.num_zero for each in found),
+        num_nan=sum(each.num_nan for each in found),
+        num_inf=sum(each.num_inf for each in found),
+    )
+
+
 def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> None:
     last = (1 << form.num_exponent_bits) - 1
     biased = (magnitudes >> form.bits(form.num_fraction_bits)).astype(np.int64)
     counts = np.bincount(biased, minlength=last + 1)
     num_zero = magnitudes.size - int(np.count_nonzero(magnitudes))
     num_inf = int(np.count_nonzero(magnitudes == form.bits(last << form.num_fraction_bits)))
-    facts.num_zero += num_zero
+    facts.num_zero = (facts.num_zero or 0) + num_zero
     facts.num_inf += num_inf
     facts.num_nan += int(counts[last]) - num_inf
     counts[0] -= num_zero

@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,21 @@ class Partial:
             )
         return [found[unit] for unit in range(len(self._task.units))]
 
-    def complete(self, recipe: bytes, run: bytes, report: bytes) -> None:
+    def complete(
+        self, recipe: bytes, run: bytes, report: bytes, others: Mapping[str, bytes] | None = None
+    ) -> None:
         """Write what belongs beside the masks: from here on only :meth:`publish` is left.
+
+        Args:
+            others: files that are known only now, by name; see ``Task.written_last``.
 
         Raises:
             CheckpointError: the source has changed since it was looked at.
             OutputError: it cannot be written.
         """
         check_unchanged(self._task.checkpoint)
+        for name, data in (others or {}).items():
+            write_atomically(self.folder / name, data)
         write_atomically(self.folder / RECIPE_FILE, recipe)
         write_atomically(self.folder / RUN_FILE, run)
         with writing(self.folder):
@@ -254,8 +262,9 @@ class Partial:
             is_complete: every file has to be there as well, and in its size.
         """
         sizes = self._task.sizes
-        files = {*sizes, RECIPE_FILE, REPORT_FILE, RUN_FILE}
-        small = {RECIPE_FILE + NEW, REPORT_FILE + NEW, RUN_FILE + NEW}
+        last = {RECIPE_FILE, REPORT_FILE, RUN_FILE, *self._task.written_last}
+        files = {*sizes, *last}
+        small = {name + NEW for name in last}
         work = {f"{_WORK}/{_PREPARED}", f"{_WORK}/{_PREPARED}{NEW}"}
         folders = {str(up) for name in (*files, *work) for up in Path(name).parents}
         folders |= {name for name, _ in self._task.checkpoint.folders}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distprune.amount import resolve_count
-from distprune.files.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.grouping import choose_groups, limits_of
 from distprune.files.header import TensorEntry
@@ -25,6 +25,8 @@ from distprune.files.policy import Choice
 from distprune.files.recipe import FileRecipe
 from distprune.natural_order import natural_key
 
+CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
+MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
 # Of what a plan leads to: raised when the same plan would write other bytes.
 _VERSION = 3
 
@@ -104,6 +106,23 @@ class Plan:
     def recipe_of(self, position: int) -> FileRecipe:
         """Of the group that a tensor is in."""
         return self.groups[self.tensors[position].group].recipe
+
+    @property
+    def has_card(self) -> bool:
+        """Whether README.md of the result is a model card that tells of the pruning."""
+        return self.recipe.card and not any(
+            other.name.startswith(CARD_FILE + "/")
+            or (other.name == CARD_FILE and other.size > MAX_CARD_BYTES)
+            for other in self.checkpoint.others
+        )
+
+    @property
+    def copied(self) -> tuple[OtherFile, ...]:
+        """The files without weights that are copied: all, but for README.md if there is a card."""
+        others = self.checkpoint.others
+        if not self.has_card:
+            return others
+        return tuple(other for other in others if other.name != CARD_FILE)
 
 
 def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) -> Plan:

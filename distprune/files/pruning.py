@@ -17,8 +17,9 @@ from distprune.files.deciding import Decision, bytes_to_count, decide
 from distprune.files.destination import resolve_destination
 from distprune.files.disk import OpenFiles
 from distprune.files.masks import mask_layout
+from distprune.files.model_card import card_of
 from distprune.files.partial import Partial
-from distprune.files.planning import Plan, plan
+from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import Report, RunFacts, make_report, parse_report
 from distprune.files.resuming import carry_out, versions
@@ -109,6 +110,8 @@ def prune(
         tensors=[tensor.entry for tensor in plan.tensors],
         make_units=lambda: [*prune_units(plan), *copy_units(plan)],
         layout=layout,
+        copied=plan.copied,
+        written_last=[CARD_FILE] if plan.has_card else [],
     )
     work = _Pruning(team, plan, task)
     try:
@@ -155,7 +158,9 @@ class _Pruning:
     def complete(self, partial: Partial, run: RunFacts) -> None:
         report = make_report(self._plan, self._source, self._decision, partial.records(), run)
         recipe = self._plan.recipe.to_yaml().encode()
-        partial.complete(recipe, report.run_json(), report.result_json())
+        card = card_of(self._plan, report)
+        others = {} if card is None else {CARD_FILE: card}
+        partial.complete(recipe, report.run_json(), report.result_json(), others)
 
     def close(self) -> None:
         self._source.close()

@@ -18,7 +18,7 @@ Score = Literal["magnitude", "random"]
 # Each group has at least one unit of work, and so one histogram; see files/units.py.
 MAX_GROUPS = 128
 # Of the recipe as a whole; everything else is said in each group.
-_SHARED = ("seed", "nan", "masks", "groups")
+_SHARED = ("seed", "nan", "masks", "card", "groups")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class FileRecipe:
             "global"; floors are rounded up to a count, and ceilings down. The total stays exact.
         groups: instead of a sparsity and a selection, budgets for parts of the checkpoint: recipes
             that are ranked each on its own. A tensor is in one group, or in none and is left
-            alone. ``seed``, ``nan`` and ``masks`` are those of this recipe.
+            alone. ``seed``, ``nan``, ``masks`` and ``card`` are those of this recipe.
+        card: whether README.md of the result tells of the pruning, above the text of the source's;
+            false copies that of the source.
 
     Raises:
         SelectionError: with every field that is wrong.
@@ -70,6 +72,7 @@ class FileRecipe:
     min_sparsity: float = 0.0
     max_sparsity: float = 1.0
     groups: tuple[FileRecipe, ...] = ()
+    card: bool = True
 
     def __post_init__(self) -> None:
         problems = self._choice_problems()
@@ -92,8 +95,11 @@ class FileRecipe:
         problems += self._dims_problems()
         if not _is_int(self.min_ndim) or self.min_ndim < 1:
             problems.append(f"min_ndim is {self.min_ndim!r}; expected an int >= 1.")
-        if not isinstance(self.masks, bool):
-            problems.append(f"masks is {self.masks!r}; expected true or false.")
+        problems += [
+            f"{field} is {getattr(self, field)!r}; expected true or false."
+            for field in ("masks", "card")
+            if not isinstance(getattr(self, field), bool)
+        ]
         is_random = any(each.score == "random" for each in self.parts)
         if not is_random and self.seed is not None:
             problems.append("seed has no effect without score 'random'; leave it out.")
@@ -107,7 +113,7 @@ class FileRecipe:
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, float(getattr(self, field)))
         if self.groups:
-            shared = {"nan": self.nan, "masks": self.masks}
+            shared = {"nan": self.nan, "masks": self.masks, "card": self.card}
             object.__setattr__(
                 self,
                 "groups",
@@ -153,7 +159,7 @@ class FileRecipe:
             values["groups"] = [each._part_as_mapping() for each in self.groups]
         else:
             values |= self._part_as_mapping()
-        return values | {"nan": self.nan, "output": {"masks": self.masks}}
+        return values | {"nan": self.nan, "output": {"masks": self.masks, "card": self.card}}
 
     def _part_as_mapping(self) -> dict[str, Any]:
         values: dict[str, Any] = {"score": self.score}
@@ -206,8 +212,8 @@ class FileRecipe:
                 continue
             own = asdict(each)
             allowed = {
-                "groups": ((),), "masks": (True, self.masks), "nan": ("error", self.nan),
-                "seed": (None, 0, self.seed),
+                "groups": ((),), "masks": (True, self.masks), "card": (True, self.card),
+                "nan": ("error", self.nan), "seed": (None, 0, self.seed),
             }  # fmt: skip
             problems += [
                 f"groups[{number}]: {field} is {own[field]!r}; expected it beside the groups, for "

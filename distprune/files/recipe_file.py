@@ -55,7 +55,13 @@ def fields_of(recipe: Recipe, name: str) -> dict[str, Any]:
         )
     groups = [_fields_of_group(recipe, group) for group in recipe.groups]
     budgets = groups[0] if len(groups) == 1 else {"groups": groups}
-    return {**budgets, "seed": recipe.seed, "nan": recipe.nan, "masks": recipe.masks}
+    return {
+        **budgets,
+        "seed": recipe.seed,
+        "nan": recipe.nan,
+        "masks": recipe.masks,
+        "card": recipe.card,
+    }
 
 
 def _fields_of_group(recipe: Recipe, group: RecipeGroup) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def describe(
             for file in plan.checkpoint.files
         },
         mtimes_ns=mtimes_of(plan),
-        copied=tuple(other.name for other in plan.checkpoint.others),
+        copied=tuple(other.name for other in plan.copied),
         skipped=plan.checkpoint.skipped,
         run=run,
         groups=tuple(groups),

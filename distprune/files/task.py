@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distprune.files.checkpoint import Checkpoint
+from distprune.files.checkpoint import Checkpoint, OtherFile
 from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, MaskLayout
 from distprune.files.permissions import mask_mode
@@ -27,6 +27,8 @@ class Task:
         make_units: cuts all the work into units; they depend on the digest alone, and together
             they fill every byte of the files, but for the header of the masks.
         layout: of the mask file; None: there is none.
+        copied: files without weights that are copied.
+        written_last: names of small files that are written when all units are done.
     """
 
     checkpoint: Checkpoint
@@ -34,6 +36,8 @@ class Task:
     tensors: Sequence[TensorEntry]
     make_units: Callable[[], Sequence[Unit]]
     layout: MaskLayout | None
+    copied: Sequence[OtherFile]
+    written_last: Sequence[str] = ()
 
     @cached_property
     def units(self) -> Sequence[Unit]:
@@ -43,7 +47,7 @@ class Task:
     @property
     def sizes(self) -> dict[str, int]:
         """By name of a file, its size."""
-        files = (*self.checkpoint.files, *self.checkpoint.others)
+        files = (*self.checkpoint.files, *self.copied)
         sizes = {file.name: file.size for file in files}
         if self.layout is not None:
             sizes[MASK_FILE] = self.layout.size
@@ -52,7 +56,7 @@ class Task:
     @property
     def modes(self) -> dict[str, int]:
         """By name of a file, its permissions, before the umask."""
-        files = (*self.checkpoint.files, *self.checkpoint.others)
+        files = (*self.checkpoint.files, *self.copied)
         modes = {file.name: file.mode for file in files}
         if self.layout is not None:
             modes[MASK_FILE] = mask_mode(self.checkpoint.files)

@@ -140,7 +140,7 @@ def copy_units(plan: Plan) -> list[CopyUnit]:
                 units += _copies(file.name, file.path, start, entry.start)
                 start = entry.stop
         units += _copies(file.name, file.path, start, file.size)
-    for other in plan.checkpoint.others:
+    for other in plan.copied:
         units += _copies(other.name, other.path, 0, other.size)
     return units
 

@@ -29,9 +29,10 @@ from distprune.files.disk import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.findings import Findings
 from distprune.files.masks import MASK_FILE, MaskLayout, mask_layout
+from distprune.files.model_card import card_problem
 from distprune.files.partial import RECIPE_FILE
 from distprune.files.placing import check_unchanged
-from distprune.files.planning import Plan, plan
+from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.report import (
     REPORT_FILE,
@@ -225,7 +226,12 @@ class _Checking:
         problems += found.problems()
         if all(self._is_readable(unit) for unit in prune_units(self._plan)):
             problems += found.count_problems()
-            problems += self._report_problems(found)
+            of_report = self._report_problems(found)
+            problems += of_report
+            # The card tells of the numbers of the report.
+            if not of_report and CARD_FILE not in opened.contents.bad:
+                problem = card_problem(opened.folder, self._plan, opened.report)
+                problems += [problem] if problem else []
         else:
             problems.append(
                 f"{REPORT_FILE} was not compared, as not all weights and masks could be."

@@ -48,7 +48,8 @@ def test_inspect_counts_what_torch_counts(run, tmp_path):
     source = save(tmp_path / "source", made)
     found = run("inspect", source, "--json", "--pattern", "2:4", "--pattern", "1:8").json
     found = {each["name"]: each for each in found["tensors"]}
-    assert set(found) == set(made) - {"ids"}
+    assert set(found) == set(made)
+    assert found.pop("ids")["num_zero"] == 1
     for name, facts in found.items():
         tensor = made[name]
         assert facts["num_elements"] == tensor.numel() and facts["shape"] == list(tensor.shape)

@@ -1,0 +1,101 @@
+"""``inspect`` looks at every tensor there can be: scalars, empty ones, and every dtype."""
+
+import json
+
+import pytest
+import torch
+
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.header import DTYPE_BITS
+from distprune.files.inspecting import inspect
+from tiny_checkpoints import encode, save
+
+TORCH = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
+    "I16": torch.int16, "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+
+
+def folder_of(path, **tensors):
+    """A checkpoint of (dtype, shape, bytes)."""
+    header, data = {}, b""
+    for name, (dtype, shape, raw) in tensors.items():
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += raw
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "tiny"}))
+    (path / "model.safetensors").write_bytes(encode(header, data))
+    return path
+
+
+def look(folder):
+    return {facts.entry.name: facts for facts in inspect(open_checkpoint(folder), [(2, 4)])}
+
+
+def test_a_scalar_has_no_groups(tmp_path):
+    scalars = {"logit_scale": torch.tensor(2.5), "zero": torch.tensor(-0.0).bfloat16()}
+    found = look(save(tmp_path / "source", {**scalars, "a.weight": torch.eye(4)}))
+    assert [found[name].num_zero for name in ("logit_scale", "zero", "a.weight")] == [0, 1, 12]
+    assert found["logit_scale"].num_groups == found["zero"].num_groups == {}
+    assert found["a.weight"].num_groups == found["a.weight"].num_kept == {(2, 4): 4}
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 4, 3, 3)])
+def test_a_tensor_without_elements(tmp_path, shape):
+    found = look(save(tmp_path / "source", {"e": torch.ones(shape), "a": torch.ones(4)}))
+    assert (found["e"].num_zero, found["e"].num_groups) == (0, {})
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_zeros_nan_and_infinities_are_those_of_torch(tmp_path, dtype):
+    """Every byte that there is, in a random order, and zeros of both signs."""
+    width = DTYPE_BITS[dtype] // 8
+    g = torch.Generator().manual_seed(0)
+    raw = torch.cat([torch.randperm(256, generator=g) for _ in range(8 * width)]).to(torch.uint8)
+    raw = torch.cat([raw, torch.zeros(3 * width, dtype=torch.uint8)])
+    raw[-1] = 0x80
+    if dtype == "BOOL":
+        raw %= 2
+    tensor = raw.view(TORCH[dtype])
+    values = tensor.to(torch.complex128 if dtype == "C64" else torch.float64)
+    if dtype in ("I64", "U64"):
+        values = tensor.view(torch.int64)
+    found = look(folder_of(tmp_path / "source", a=(dtype, [len(tensor)], raw.numpy().tobytes())))
+    facts = found["a"]
+    assert facts.num_zero == int((values == 0).sum())
+    assert (facts.num_nan, facts.num_inf) == (int(values.isnan().sum()), int(values.isinf().sum()))
+    assert facts.num_zero > 0 or dtype == "F8_E8M0"
+
+
+def test_numbers_of_four_bits_are_two_in_a_byte(tmp_path):
+    raw = bytes([0x00, 0x08, 0x80, 0x88, 0x12, 0x70, 0x0F, 0xFF])
+    facts = look(folder_of(tmp_path / "source", a=("F4", [4, 4], raw)))["a"]
+    assert (facts.entry.numel, facts.num_zero, facts.num_nan) == (16, 10, 0)
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2", "X7"])
+def test_zeros_that_nobody_can_count_are_not_told(run, tmp_path, dtype):
+    source = folder_of(
+        tmp_path / "source", a=(dtype, [4], bytes(3)), b=("F32", [2], bytes(8))
+    )  # fmt: skip
+    assert look(source)["a"].num_zero is None
+    rows = {line.split()[0]: line.split() for line in run("inspect", source).out.splitlines()}
+    assert rows["a"][4:7] == ["4", "-", "-"]
+    assert rows["all"][1:] == ["floats", "1", "2", "2", "100.00", "%", "-", "0", "0"]
+    tensors = {each["name"]: each for each in run("inspect", source, "--json").json["tensors"]}
+    assert tensors["a"]["num_zero"] is None and tensors["b"]["num_zero"] == 2
+
+
+def test_integers_are_shown_but_do_not_count_among_floats(run, tmp_path):
+    made = {"ids": torch.arange(4), "logit_scale": torch.tensor(1.0), "a.weight": torch.eye(4)}
+    done = run("inspect", save(tmp_path / "source", made))
+    assert done.code == 0, done.err
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["ids", "I64", "4", "1", "4", "1", "25.00", "%", "-", "0", "0"] in rows
+    assert ["logit_scale", "F32", "scalar", "1", "1", "0", "0.00", "%", "-", "0", "0"] in rows
+    assert rows[-1] == ["all", "floats", "2", "17", "12", "70.59", "%", "100.00", "%", "0", "0"]

@@ -1,0 +1,229 @@
+"""README.md of a result tells what was done, and nothing that is not so; verify derives it."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import yaml
+
+import distprune
+from distprune.files import front_matter, model_card, planning, pruning, verifying
+from distprune.files.recipe import FileRecipe
+from tiny_checkpoints import save, tree_digest
+
+CARD = """---
+license: llama3.2
+language: [en, de]
+tags:
+- llama
+base_model: meta/Base
+base_model_relation: finetune
+model-index:
+- name: x
+  results: []
+---
+# Llama
+
+The original *text*, with | and `code`.
+"""
+MADE = {
+    "model.embed_tokens.weight": torch.ones(4, 8),
+    **{
+        f"model.layers.{i}.mlp.{kind}.weight": torch.arange(1.0, 33).reshape(4, 8) + i / 4
+        for i in range(2)
+        for kind in ("up_proj", "down_proj")
+    },
+}
+
+
+def source_of(path, card=CARD, tensors=MADE, **config):
+    source = save(path, tensors, config={"model_type": "tiny", **config})
+    if card is not None:
+        (source / "README.md").write_bytes(card if isinstance(card, bytes) else card.encode())
+    return source
+
+
+def prune(source, target, recipe=FileRecipe(0.5)):  # noqa: B008
+    pruning.prune(planning.plan(source, recipe), target)
+    found = (target / "README.md").read_bytes()
+    assert verifying.verify(target, source).problems == ()
+    return found
+
+
+def metadata(card):
+    block, below = front_matter.split(card)
+    return yaml.safe_load(block), below.decode()
+
+
+def test_a_card_says_what_was_done(tmp_path):
+    found = prune(source_of(tmp_path / "source"), tmp_path / "out")
+    values, text = metadata(found)
+    assert values == {
+        "license": "llama3.2", "language": ["en", "de"], "tags": ["llama", "pruned", "sparse"],
+        "base_model": "meta/Base", "base_model_relation": "finetune",
+    }  # fmt: skip
+    assert "exactly 64 of 128 weights, 50.00 %" in text
+    assert "| `mlp.up_proj` | 2 | 64 | 32 | 50.00 % |" in text
+    assert "4 pruned, 1 left as they were" in text
+    assert "| largest magnitude that was pruned | 16.25 (2 of the 2 weights that have it) |" in text
+    assert "magnitude, all selected tensors together" in text and "\nsparsity: 0.5\n" in text
+    assert f"pruned by distprune {distprune.__version__}, and not trained" in text
+    assert "nor the multiplication of dense matrices faster" in text and "distprune verify" in text
+    assert found.endswith(CARD.partition("---\n# ")[2].encode())
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "wanted"),
+    [
+        ("models--org--Name-1.5/snapshots/0123abc", {"_name_or_path": "other/x"}, "org/Name-1.5"),
+        ("models--gpt2/snapshots/0123abc", {}, "gpt2"),
+        ("models--1/snapshots/0123abc", {}, "1"),
+        ("source", {"_name_or_path": "meta-llama/Llama-3.2-1B"}, "meta-llama/Llama-3.2-1B"),
+        ("source", {"_name_or_path": "/home/me/llama"}, None),
+        ("source", {"_name_or_path": "./org/x"}, None),
+        ("source", {"_name_or_path": "checkpoints/x"}, None),
+        ("source", {"_name_or_path": "x"}, None),
+        ("source", {"_name_or_path": "a/b\n- c"}, None),
+        ("source", {"_name_or_path": 7}, None),
+        ("source", {}, None),
+    ],
+)
+def test_the_base_model_is_the_source(tmp_path, place, config, wanted):
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    source = source_of(tmp_path / place, **config)
+    found = prune(source, tmp_path / "out")
+    values, text = metadata(found)
+    assert values["base_model"] == (wanted or "meta/Base")
+    assert ("base_model_relation" in values) is (wanted is None)
+    assert (f"[{wanted}](https://huggingface.co/{wanted})" in text) is (wanted is not None)
+    # Where the source lies does not decide what verify says.
+    source.rename(tmp_path / "moved")
+    assert verifying.verify(tmp_path / "out", tmp_path / "moved").problems == ()
+
+
+@pytest.mark.parametrize("card", [None, "", "# Only text\n", "---\nnot: [a\nmapping\n---\ntext\n"])
+def test_a_source_without_metadata(tmp_path, card):
+    found = prune(source_of(tmp_path / "source", card), tmp_path / "out")
+    assert metadata(found)[0] == {"tags": ["pruned", "sparse"]}
+    assert found.endswith((card or "").encode()) and (b"card of the source" in found) is bool(card)
+
+
+def test_a_card_in_any_encoding_is_kept(tmp_path):
+    card = b"\xff\xfe\x00 no UTF-8\r\n"
+    assert prune(source_of(tmp_path / "source", card), tmp_path / "out").endswith(card)
+
+
+def test_names_of_tensors_are_no_markup(tmp_path):
+    names = ["a|b`c\n# Title", "<script>alert(1)</script>", "\x1b[31m"]
+    tensors = {f"layers.0.{name}.weight": torch.randn(4, 4) for name in names}
+    text = prune(source_of(tmp_path / "source", None, tensors), tmp_path / "out").decode()
+    assert "| `a\\|b'c\\n# Title` |" in text and "`<script>alert(1)</script>`" in text
+    assert "\x1b" not in text and "\n# Title" not in text
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        FileRecipe(0.3, "layer"), FileRecipe(0.5, "row"), FileRecipe(pattern="2:4", masks=False),
+        FileRecipe(0.5, score="random", seed=3, include=("*up_proj*",)), FileRecipe(0.0),
+    ],
+)  # fmt: skip
+def test_every_kind_of_recipe(tmp_path, recipe):
+    source = source_of(tmp_path / "source")
+    pruning.prune(planning.plan(source, recipe), tmp_path / "out")
+    found = (tmp_path / "out" / "README.md").read_text()
+    report = json.loads((tmp_path / "out" / "distprune" / "report.json").read_text())
+    assert f"exactly {report['num_pruned']} of {report['num_elements']} weights" in found
+    said = yaml.safe_load(found.split("```yaml\n")[1].split("```")[0])
+    recipe_of = {key: value for key, value in report["recipe"].items() if key in said}
+    assert said == recipe_of and ("sparsity" in said or "pattern" in said)
+    assert "magnitude that was pruned" in found or report["threshold"] is None
+
+
+def test_no_card_copies_that_of_the_source(tmp_path):
+    source = source_of(tmp_path / "source")
+    assert prune(source, tmp_path / "out", FileRecipe(0.5, card=False)) == CARD.encode()
+    bare = source_of(tmp_path / "bare", None)
+    pruning.prune(planning.plan(bare, FileRecipe(0.5, card=False)), tmp_path / "plain")
+    assert not (tmp_path / "plain" / "README.md").exists()
+
+
+def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
+    source = source_of(tmp_path / "source", None)
+    (source / "README.md").mkdir()
+    (source / "README.md" / "a.txt").write_text("a")
+    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "out")
+    assert (tmp_path / "out" / "README.md" / "a.txt").read_text() == "a"
+    monkeypatch.setattr(planning, "MAX_CARD_BYTES", len(CARD) - 1)
+    large = source_of(tmp_path / "large")
+    assert prune(large, tmp_path / "copy") == CARD.encode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda card: card.replace(b"64 of 128", b"96 of 128", 1),
+        lambda card: card.replace(b"sparsity: 0.5", b"sparsity: 0.9"),
+        lambda card: card.replace(b"license: llama3.2", b"license: mit"),
+        lambda card: card.replace(b"original", b"improved"),
+        lambda card: card + b" ",
+        lambda card: card.replace(b"base_model: meta/Base", b"base_model: [a, b]"),
+        lambda card: card.replace(b"distprune 0", b"distprune \x1b[0"),
+        lambda card: b"",
+        lambda card: card + bytes(10 << 20),
+        lambda card: CARD.encode(),
+    ],
+)
+def test_verify_finds_a_card_that_was_changed(tmp_path, change):
+    source = source_of(tmp_path / "source")
+    found = prune(source, tmp_path / "out")
+    assert change(found) != found
+    (tmp_path / "out" / "README.md").write_bytes(change(found))
+    (problem,) = verifying.verify(tmp_path / "out", source).problems
+    assert problem.startswith("README.md is not the model card")
+    (tmp_path / "out" / "README.md").unlink()
+    (problem,) = verifying.verify(tmp_path / "out", source).problems
+    assert problem.startswith("README.md ")
+    os.mkfifo(tmp_path / "out" / "README.md")
+    assert verifying.verify(tmp_path / "out", source).problems == (
+        "README.md is no regular file.",
+    )  # fmt: skip
+
+
+def test_another_version_of_distprune_wrote_it(tmp_path, monkeypatch):
+    source = source_of(tmp_path / "source")
+    names = model_card.Names
+    monkeypatch.setattr(model_card, "Names", lambda base, version="9.9.dev1": names(base, version))
+    assert b"distprune 9.9.dev1," in prune(source, tmp_path / "out")
+    monkeypatch.undo()
+    assert verifying.verify(tmp_path / "out", source).problems == ()
+
+
+def test_a_result_pruned_again_has_one_card_over_the_other(tmp_path):
+    source = source_of(tmp_path / "source")
+    first = prune(source, tmp_path / "first")
+    again = prune(tmp_path / "first", tmp_path / "second", FileRecipe(0.75))
+    values, text = metadata(again)
+    assert values["tags"] == ["llama", "pruned", "sparse"]
+    assert "exactly 96 of 128" in text and text.endswith(metadata(first)[1].lstrip("\n"))
+
+
+def test_a_run_that_goes_on_writes_the_same_card(tmp_path, monkeypatch):
+    source = source_of(tmp_path / "source")
+    prune(source, tmp_path / "whole")
+    plan = planning.plan(source, FileRecipe(0.5))
+    real = pruning.Partial.publish
+    monkeypatch.setattr(pruning.Partial, "publish", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pruning.prune(plan, tmp_path / "out")
+    (partial,) = tmp_path.glob("out.partial-*")
+    (partial / "distprune" / "report.json").unlink()
+    (partial / "README.md").write_text("half of a ca")
+    monkeypatch.setattr(pruning.Partial, "publish", real)
+    pruning.prune(plan, tmp_path / "out")
+    left_out = ("distprune/run.json",)
+    assert tree_digest(tmp_path / "out", left_out) == tree_digest(tmp_path / "whole", left_out)
+    shutil.rmtree(tmp_path / "out")
