@@ -12,9 +12,13 @@ prune.global_unstructured(
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+# What type checkers take for true. The module ``typing`` is not imported for it: this file runs
+# before ``python -m distprune`` takes the current folder off the path.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from distprune.public import *
 
 __version__ = "0.1.0"
