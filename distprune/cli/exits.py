@@ -9,5 +9,7 @@ USAGE = 2  # the command, or the recipe
 INPUT = 3  # the checkpoint
 OUTPUT = 4  # the disk, or what is on it already
 DISTRIBUTED = 5  # ranks that differ, or are lost
+MACHINE = 6  # memory, open files, processes
 INTERRUPTED = 130  # SIGINT
 TERMINATED = 143  # SIGTERM
+READER_GONE = 141  # nobody reads stdout any more, as after `| head`; SIGPIPE

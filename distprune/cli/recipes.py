@@ -83,12 +83,16 @@ def show(
     if as_json:
         terminal.json(recipe.as_mapping())
     else:
-        terminal.text(find(name).read_text(encoding="utf-8").rstrip())
+        for line in find(name).read_text(encoding="utf-8").rstrip().splitlines():
+            terminal.text(line)
 
 
 @app.command("schema")
-def schema() -> None:
-    """Print the JSON schema of a recipe, for editors that complete and check YAML."""
+def schema(as_json: AsJson = False) -> None:
+    """Print the JSON schema of a recipe, for editors that complete and check YAML.
+
+    It is JSON with and without --json.
+    """
     from distprune.cli.schema import recipe_schema
 
     Terminal(True).json(recipe_schema())
