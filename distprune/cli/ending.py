@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from distprune.cli import exits, ranks, streams
+from distprune.cli import exits, limits, ranks, streams
 from distprune.cli.escaping import printable
 from distprune.files.errors import FilesError, explained
 
@@ -27,7 +27,8 @@ def finish(run: Callable[[Sequence[str]], int], given: Sequence[str]) -> int:
     as_json = streams.wants_json(given)
     try:
         try:
-            code = run(given)
+            with limits.checked_before_torch():
+                code = run(given)
             streams.flush()
             return code
         except SystemExit as exit_:

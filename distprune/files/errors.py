@@ -109,10 +109,20 @@ def _lack_of_memory(error: BaseException) -> str | None:
         is_system = isinstance(each, (OSError, ImportError, RuntimeError))
         if is_system and (getattr(each, "errno", None) == errno.ENOMEM or _NO_THREAD in text):
             return text
+        if isinstance(each, SystemError) and _has_limit():  # what C code makes of a failed malloc
+            return text
         if is_system and _OUT_OF_MEMORY.search(text):
             return text.splitlines()[0]
         each = each.__cause__ or each.__context__
     return None
+
+
+def _has_limit() -> bool:
+    try:
+        import resource
+    except ImportError:
+        return False
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def counted(what: str, problems: Sequence[str]) -> str:

@@ -83,7 +83,7 @@ LEVELS = [
     ["selftest.checks"],
     ["selftest.running"],
     ["cli.exits", "cli.escaping", "cli.documents", "cli.options", "cli.schema", "cli.plotting"],
-    ["cli.streams", "cli.tables", "cli.watching"],
+    ["cli.limits", "cli.streams", "cli.tables", "cli.watching"],
     ["cli.console"],
     ["cli.ranks", "cli.progress"],
     ["cli.environment", "cli.recipes"],
