@@ -120,3 +120,10 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """7 s, 12 min, 3.5 h: of estimates."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
