@@ -44,7 +44,7 @@ _EPILOG = """
 [bold]Exit codes[/bold]
 
   0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint,
-4 disk or destination, 5 ranks that differ or are lost, 6 too little memory or too few open files,
+4 disk or destination, 5 ranks that differ or are lost, 7 too little memory or too few open files,
 130 and 143 interrupted (SIGINT, SIGTERM), 141 nobody reads stdout.
 """
 

@@ -10,6 +10,7 @@ import typer
 
 from distprune.cli import exits, ranks
 from distprune.cli.console import Terminal, count, counted, percent
+from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter, Reading
@@ -37,7 +38,7 @@ def apply(
     """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
     Names and shapes of the masked tensors have to be those of SRC; the numbers may be others, and
-    the dtypes. Everything else is copied as it is.
+    the dtypes. Everything else is copied as it is. -v lists the tensors.
 
     [bold]Examples[/bold]
 
@@ -61,6 +62,7 @@ def apply(
     if as_json:
         terminal.json({"source": str(source), "masks": str(masks), **asdict(applied)})
         return
+    show_masks(terminal, destination)
     terminal.text(
         f"{destination}: the masks prune {count(applied.num_pruned)} of "
         f"{count(applied.num_elements)} elements "

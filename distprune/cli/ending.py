@@ -94,20 +94,21 @@ def _report(error: Exception, as_json: bool) -> int:
     known = explained(error)
     code = exits.INTERNAL if known is None else known.exit_code
     if known is None or code == exits.INTERNAL:
-        text = _DEFECT if known is None or not isinstance(error, FilesError) else str(error)
-        lines = "".join(traceback.format_exception(error))
-        _write_error("\n".join(printable(line) for line in lines.splitlines()))
+        _write_error(_printable_lines("".join(traceback.format_exception(error)).rstrip()))
         text = _DEFECT
     else:
-        text = "\n  - ".join(
-            "\n  ".join(printable(line) for line in part.splitlines())
-            for part in (known.headline, *known.problems)
-        )
+        text = _printable_lines(str(known), indent="  ")
     if as_json and ranks.is_leader():
         _write_json(code, text)
     if code == exits.INTERNAL or code == exits.DISTRIBUTED or ranks.is_leader():
         _write_error(f"distprune: {text}")
     return code
+
+
+def _printable_lines(text: str, indent: str = "") -> str:
+    """Lines of a message; with an indent, none of them looks like the beginning of another one."""
+    first, *rest = [printable(line) for line in text.split("\n")]
+    return "\n".join([first, *(line if line[:1] == " " else indent + line for line in rest)])
 
 
 def _write_json(code: int, text: str) -> None:

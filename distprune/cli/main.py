@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = 130
         print("distprune: interrupted.", file=sys.stderr)
     except (ImportError, MemoryError, SystemError) as error:  # of this package's own modules
-        code = 6
+        code = 7
         print(f"distprune: it cannot start: {error or 'out of memory'}", file=sys.stderr)
     sys.exit(code)
 

@@ -24,7 +24,7 @@ Source = Annotated[
 MaybeDestination = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[DST]",
+        metavar="DST",
         help="Where prune will write: whether there is room. Nothing is written now.",
         show_default=False,
     ),

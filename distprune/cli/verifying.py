@@ -10,6 +10,7 @@ import typer
 
 from distprune.cli import exits
 from distprune.cli.console import Terminal, count, percent, size
+from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Quiet, Verbose
 
 Pruned = Annotated[
@@ -32,7 +33,7 @@ def verify(
 
     Every byte that was not pruned is that of the source, exactly as many elements are pruned as the
     recipe says, and none of them comes after a kept one in the order of scores. Ends with 3, and
-    a list of what is wrong, if not.
+    a list of what is wrong, if not. With -v it lists every tensor and how sparse it is.
 
     [bold]Example[/bold]
 
@@ -45,6 +46,7 @@ def verify(
     if as_json:
         terminal.json({"is_good": found.is_good, **asdict(found)})
     elif found.is_good:
+        show_masks(terminal, pruned)
         terminal.text(
             f"{pruned} is what its recipe makes of {against}: {size(found.num_bytes)} compared, "
             f"{count(found.num_pruned)} of {count(found.num_elements)} elements pruned "

@@ -56,7 +56,7 @@ class RanksError(FilesError):
 class MachineError(FilesError):
     """This machine has too little memory, or allows too few open files or processes."""
 
-    exit_code = 6
+    exit_code = 7
 
 
 class Interrupted(FilesError):

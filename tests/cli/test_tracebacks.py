@@ -99,18 +99,18 @@ def test_too_little_memory_for_torch(source, tmp_path, megabytes):
     command = ["prune", source, tmp_path / "out", "-s", "0.5", "--json"]
     code, out, err = run(*command, preexec_fn=limit(megabytes))
     last = err.splitlines()[-1]
-    assert code == 6 and "memory" in last and "ulimit -v" in last, err
+    assert code == 7 and "memory" in last and "ulimit -v" in last, err
     assert out.count("exit_code") == 1 and not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "expected"),
     [
-        ("MemoryError('Unable to allocate 3 GiB')", 6, "Unable to allocate 3 GiB"),
-        ("ImportError('x.so: failed to map segment from shared object')", 6, "memory"),
-        ("RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')", 6, "memory"),
-        ("RuntimeError('can\\'t start new thread')", 6, "memory"),
-        ("OSError(24, 'Too many open files', 'a.safetensors')", 6, "ulimit -n"),
+        ("MemoryError('Unable to allocate 3 GiB')", 7, "Unable to allocate 3 GiB"),
+        ("ImportError('x.so: failed to map segment from shared object')", 7, "memory"),
+        ("RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')", 7, "memory"),
+        ("RuntimeError('can\\'t start new thread')", 7, "memory"),
+        ("OSError(24, 'Too many open files', 'a.safetensors')", 7, "ulimit -n"),
         ("OSError(5, 'Input/output error', 'b\\x1b.bin')", 4, "b\\x1b.bin: Input/output error"),
         ("OSError(40, 'Too many levels of symbolic links', 'c')", 4, "c: Too many levels"),
         ("RecursionError('maximum recursion depth')", 3, "nested too deeply"),

@@ -86,7 +86,7 @@ LEVELS = [
     ["cli.limits", "cli.streams", "cli.tables", "cli.watching"],
     ["cli.console"],
     ["cli.ranks", "cli.progress"],
-    ["cli.environment", "cli.recipes", "cli.costing"],
+    ["cli.environment", "cli.recipes", "cli.costing", "cli.mask_tables"],
     ["cli.choosing"],
     ["cli.planning"],
     ["cli.pruning", "cli.looking", "cli.verifying", "cli.selftesting"],
