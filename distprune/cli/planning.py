@@ -61,7 +61,7 @@ def plan(
 
       distprune plan Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
 
-      distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.mlp.down_proj.*" -v
+      distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
     """
     from distprune.files.planning import plan as make_plan
 
