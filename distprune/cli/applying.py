@@ -42,7 +42,7 @@ def apply(
 
     [bold]Examples[/bold]
 
-      distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Llama-3.2-1B-Instruct-50
+      distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
 
       distprune apply masks-of-my-run my-model my-model-pruned
     """
