@@ -38,7 +38,9 @@ def layout(
         column += cells if "".join(cells).isprintable() else map(_one_line, cells)
     is_right = [heading in right for heading in columns]
     wanted = [max(map(_measure(column), column)) for column in texts]
-    widths = _fit(wanted, columns, is_right, width)
+    widths = wanted if width is None else _fit(wanted, columns, is_right, width)
+    if width is not None and _total(widths) > width and len(columns) > 2:
+        return _stacked(texts, wanted, is_right, width)
     if widths != wanted:
         texts = _folded(texts, widths)
     return _lines(texts, widths, is_right)
@@ -54,7 +56,10 @@ def _measure(texts: Sequence[str]) -> Callable[[str], int]:
 
 
 def _lines(
-    texts: Sequence[Sequence[str]], widths: Sequence[int], is_right: Sequence[bool]
+    texts: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    is_right: Sequence[bool],
+    gap: str = _GAP,
 ) -> Iterator[str]:
     """The lines of columns whose cells fit."""
     aligned = []
@@ -66,18 +71,42 @@ def _lines(
             blanks = [" " * (width - cell_len(text)) for text in column]
             pairs = zip(column, blanks, strict=True)
             aligned.append([blank + text if right else text + blank for text, blank in pairs])
-    return (_GAP.join(row).rstrip() for row in zip(*aligned, strict=True))
+    return (gap.join(row).rstrip() for row in zip(*aligned, strict=True))
+
+
+def _stacked(
+    texts: Sequence[Sequence[str]], wanted: Sequence[int], is_right: Sequence[bool], width: int
+) -> Iterator[str]:
+    """The lines of a table whose numbers need all the width: each name is above its numbers."""
+    names, *rest = texts
+    headings = [column[0] for column in rest]
+    for gap in (_GAP, " "):
+        widths = _fit(wanted[1:], headings, is_right[1:], width - 2, narrowest=6, gap=gap)
+        if _total(widths, gap) <= width - 2:
+            break
+    for name, *row in zip(names, *rest, strict=True):
+        yield from _fold(name, width)
+        for line in _lines(_folded([[cell] for cell in row], widths), widths, is_right[1:], gap):
+            yield "  " + line
+
+
+def _total(widths: Sequence[int], gap: str = _GAP) -> int:
+    return sum(widths) + len(gap) * (len(widths) - 1)
 
 
 def _fit(
-    wanted: Sequence[int], headings: Sequence[str], is_right: Sequence[bool], width: int | None
+    wanted: Sequence[int],
+    headings: Sequence[str],
+    is_right: Sequence[bool],
+    width: int,
+    *,
+    narrowest: int = _NARROWEST,
+    gap: str = _GAP,
 ) -> list[int]:
-    """Widths of the columns: the widest of text give way first."""
+    """Widths of the columns: the widest of text give way first, as far as they can."""
     widths = list(wanted)
-    if width is None:
-        return widths
-    smallest = [max(cell_len(heading), _NARROWEST) for heading in headings]
-    while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
+    smallest = [max(cell_len(heading), narrowest) for heading in headings]
+    while _total(widths, gap) > width:
         flexible = [i for i, right in enumerate(is_right) if not right and widths[i] > smallest[i]]
         if not flexible:
             break

@@ -17,10 +17,12 @@ from distprune.files.errors import (
     CheckpointError,
     FilesError,
     Interrupted,
+    MachineError,
     NaNError,
     OutputError,
     RanksError,
     SelectionError,
+    explained,
 )
 
 T = TypeVar("T")
@@ -31,6 +33,7 @@ _KINDS = {
         CheckpointError,
         FilesError,
         Interrupted,
+        MachineError,
         NaNError,
         OutputError,
         RanksError,
@@ -179,6 +182,7 @@ class Team:
 
 
 def _packed(error: Exception, rank: int) -> str:
+    error = explained(error) or error
     kind = type(error).__name__ if isinstance(error, FilesError) else FilesError.__name__
     headline = (
         error.headline if isinstance(error, FilesError) else f"{type(error).__name__}: {error}"

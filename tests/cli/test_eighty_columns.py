@@ -76,6 +76,19 @@ def test_names_are_folded_at_dots_and_underscores():
     assert len(whole) == 3 and whole[1].startswith(NAMES[0] + "  ")
 
 
+def test_a_name_is_above_its_numbers_if_they_need_the_width():
+    columns = ("tensor", "dtype", "shape", "number", "elements", "zeros", "sparsity", "2:4", "NaN")
+    numbers = ("1,879,048,192", "1,879,048,192", "50.00 %", "100.00 %", "0")
+    rows = [(name, "BF16", "128256 x 4096", "32", *numbers) for name in NAMES]
+    lines = list(tables.layout(columns, rows, right=columns[3:], width=80))
+    assert max(map(len, lines)) <= 80 and lines[0] == "tensor"
+    assert lines[2:4] == [NAMES[0], lines[3]] and lines[3].split() == [
+        "BF16", "128256", "x", "32", *" ".join(numbers).split()
+    ]  # fmt: skip
+    assert lines[4].split() == ["4096"]
+    assert len(list(tables.layout(columns, rows, right=columns[3:]))) == 3
+
+
 def test_wide_characters_are_aligned():
     rows = [("模型.слой", "1"), ("b", "22")]
     lines = list(tables.layout(("tensor", "n"), rows, right=("n",)))
