@@ -71,9 +71,8 @@ class Terminal:
         lines = tables.layout(columns, rows, right=right, width=width)
         first = next(lines)
         is_bold = is_terminal and os.environ.get("TERM") not in (None, "dumb", "unknown")
-        streams.write((f"\x1b[1m{first}\x1b[0m" if is_bold else first) + "\n")
-        for line in lines:
-            streams.write(line + "\n")
+        heading = f"\x1b[1m{first}\x1b[0m" if is_bold else first
+        streams.write("\n".join([heading, *lines, ""]))
 
     def note(self, text: str) -> None:
         """Something to know, unless ``-q``."""

@@ -30,6 +30,8 @@ def finish(run: Callable[[Sequence[str]], int], given: Sequence[str]) -> int:
             with limits.checked_before_torch():
                 code = run(given)
             streams.flush()
+            if code != exits.OK and as_json and ranks.is_leader():
+                _write_json(code, "stderr says what is wrong.")  # unless there is a document
             return code
         except SystemExit as exit_:
             # The parsers use 2. Only rich and typer end with 1: when nobody reads stdout.
@@ -60,7 +62,7 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
 
     Args:
         as_json: a JSON document is written, unless one was begun.
-        is_process: the process ends with the command. Nothing is left to interrupt then.
+        is_process: the process ends with the command.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -75,6 +77,7 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
                 _write_at_once(2, _SHOW_CURSOR + text if os.isatty(2) else text)
         os._exit(code)
 
+    end.ends_the_process = True  # type: ignore[attr-defined]
     before = {}
     with contextlib.suppress(ValueError):  # signals are the main thread's
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -85,8 +88,9 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        # While Python shuts down, a signal ends the process without a traceback.
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if is_process else handler)
+            signal.signal(number, signal.SIG_DFL if is_process else handler)
 
 
 def _report(error: Exception, as_json: bool) -> int:

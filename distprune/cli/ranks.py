@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import distprune
 from distprune.cli import exits, streams, watching
@@ -85,6 +86,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.code: int | None = None
+        self._before: dict[int, Any] = {}
         parent = os.environ.get(_PARENT)
         self._parent = None if parent is None else int(parent)
 
@@ -94,17 +96,20 @@ class Stop:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take the signals while in the context."""
-        before = {each: signal.signal(each, self._heard) for each in watching.SIGNALS}
+        self._before = {each: signal.signal(each, self._heard) for each in watching.SIGNALS}
         try:
             yield
         finally:
-            for each, handler in before.items():
+            for each, handler in self._before.items():
                 signal.signal(each, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         is_second = self.code is not None
         self.code = exits.INTERRUPTED if number == signal.SIGINT else exits.TERMINATED
         if is_second:
+            before = self._before[number]
+            if getattr(before, "ends_the_process", False):
+                before(number, frame)  # says so
             os._exit(self.code)
 
 

@@ -37,6 +37,7 @@ CASES = [
     (2, ["env", "no/such/folder"]),
     (2, ["recipe"]),
     (2, ["recipe", "show", "nope"]),
+    (2, ["selftest", "--bogus"]),
     (3, ["plan", "no/such/folder", "-s", "0.5"]),
     (3, ["inspect", "OUT"]),
     (3, ["diff", "SRC", "OUT"]),
@@ -132,3 +133,19 @@ def test_a_signal_before_the_work(folders):
     text, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (143, "distprune: terminated.\n")
     assert json.loads(text) == {"exit_code": 143, "error": "terminated."}
+
+
+@pytest.mark.slow
+def test_a_second_signal(folders, tmp_path):
+    process = start(
+        "-c",
+        "import os, signal, time\nfrom distprune.cli import pruning\n"
+        "def hang(*_):\n"
+        "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(0.1)\n"
+        "pruning._prune = hang\nfrom distprune.cli.main import main\nmain()",
+        "prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json",
+    )  # fmt: skip
+    text, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (130, "distprune: interrupted.\n")
+    assert json.loads(text) == {"exit_code": 130, "error": "interrupted."}
