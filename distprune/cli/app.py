@@ -17,6 +17,7 @@ from distprune.cli import (
     looking,
     planning,
     pruning,
+    ranks,
     recipes,
     selftesting,
     streams,
@@ -128,6 +129,8 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return exits.INTERRUPTED
     except _ParserError as error:
+        if not ranks.is_leader():  # all ranks have the same command line
+            return exits.USAGE
         _show_usage(error)
         if streams.wants_json(arguments):
             # Without a command there is only help.

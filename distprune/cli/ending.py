@@ -38,7 +38,7 @@ def finish(run: Callable[[Sequence[str]], int], given: Sequence[str]) -> int:
             code = exit_.code if isinstance(exit_.code, int) else exits.OK
             if code == exits.INTERNAL:
                 raise streams.ReaderGone from exit_
-            if code != exits.OK and as_json:
+            if code != exits.OK and as_json and ranks.is_leader():
                 _write_json(code, "wrong usage; stderr says what is wrong.")
             streams.flush()
             return code

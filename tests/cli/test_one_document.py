@@ -85,6 +85,16 @@ def test_of_each_command(run, folders, tmp_path, code, command):
         assert set(document) == {"exit_code", "error"}
 
 
+@pytest.mark.parametrize("command", [["plan"], ["bogus"], ["selftest", "--bogus"]])
+def test_other_ranks_of_torchrun_write_none(run, monkeypatch, command):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run(*command, "--json")
+    assert (done.code, done.out) == (2, "")
+    monkeypatch.setenv("RANK", "0")
+    assert run(*command, "--json").json["exit_code"] == 2
+
+
 def test_of_a_defect(run, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(pruning, "_prune", lambda *_: 1 / 0)
     done = run("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json")
