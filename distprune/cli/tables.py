@@ -9,8 +9,9 @@ from rich.cells import cell_len
 
 from distprune.cli.escaping import printable
 
-_GAP = "  "
-_NARROWEST = 16  # columns of text are not folded to less
+_GAPS = ("  ", " ")  # between columns; the second where the first leaves too little
+_NARROWEST = 16  # columns of text are not folded to less ...
+_NARROWEST_BELOW = 6  # ... but those below a name are
 # Where a name may be folded: after these, each piece with what follows it.
 _PIECES = re.compile(r"[^._/\s-]*[._/\s-]*")
 
@@ -38,12 +39,14 @@ def layout(
         column += cells if "".join(cells).isprintable() else map(_one_line, cells)
     is_right = [heading in right for heading in columns]
     wanted = [max(map(_measure(column), column)) for column in texts]
-    widths = wanted if width is None else _fit(wanted, columns, is_right, width)
-    if width is not None and _total(widths) > width and len(columns) > 2:
-        return _stacked(texts, wanted, is_right, width)
+    widths, gap = wanted, _GAPS[0]
+    if width is not None:
+        widths, gap = _fit(wanted, columns, is_right, width, _NARROWEST)
+        if _total(widths, gap) > width and len(columns) > 2:
+            return _stacked(texts, wanted, is_right, width)
     if widths != wanted:
         texts = _folded(texts, widths)
-    return _lines(texts, widths, is_right)
+    return _lines(texts, widths, is_right, gap)
 
 
 def _one_line(text: str) -> str:
@@ -59,7 +62,7 @@ def _lines(
     texts: Sequence[Sequence[str]],
     widths: Sequence[int],
     is_right: Sequence[bool],
-    gap: str = _GAP,
+    gap: str,
 ) -> Iterator[str]:
     """The lines of columns whose cells fit."""
     aligned = []
@@ -80,17 +83,14 @@ def _stacked(
     """The lines of a table whose numbers need all the width: each name is above its numbers."""
     names, *rest = texts
     headings = [column[0] for column in rest]
-    for gap in (_GAP, " "):
-        widths = _fit(wanted[1:], headings, is_right[1:], width - 2, narrowest=6, gap=gap)
-        if _total(widths, gap) <= width - 2:
-            break
+    widths, gap = _fit(wanted[1:], headings, is_right[1:], width - 2, _NARROWEST_BELOW)
     for name, *row in zip(names, *rest, strict=True):
         yield from _fold(name, width)
         for line in _lines(_folded([[cell] for cell in row], widths), widths, is_right[1:], gap):
             yield "  " + line
 
 
-def _total(widths: Sequence[int], gap: str = _GAP) -> int:
+def _total(widths: Sequence[int], gap: str) -> int:
     return sum(widths) + len(gap) * (len(widths) - 1)
 
 
@@ -99,19 +99,25 @@ def _fit(
     headings: Sequence[str],
     is_right: Sequence[bool],
     width: int,
-    *,
-    narrowest: int = _NARROWEST,
-    gap: str = _GAP,
-) -> list[int]:
-    """Widths of the columns: the widest of text give way first, as far as they can."""
-    widths = list(wanted)
+    narrowest: int,
+) -> tuple[list[int], str]:
+    """Widths of the columns, and what is between them; more than the width if nothing helps.
+
+    The widest of text give way first, as far as they can; then the gaps.
+    """
     smallest = [max(cell_len(heading), narrowest) for heading in headings]
-    while _total(widths, gap) > width:
-        flexible = [i for i, right in enumerate(is_right) if not right and widths[i] > smallest[i]]
-        if not flexible:
+    for gap in _GAPS:
+        widths = list(wanted)
+        while _total(widths, gap) > width:
+            flexible = [
+                i for i, right in enumerate(is_right) if not right and widths[i] > smallest[i]
+            ]
+            if not flexible:
+                break
+            widths[max(flexible, key=lambda i: widths[i])] -= 1
+        if _total(widths, gap) <= width:
             break
-        widths[max(flexible, key=lambda i: widths[i])] -= 1
-    return widths
+    return widths, gap
 
 
 def _folded(texts: Sequence[Sequence[str]], widths: Sequence[int]) -> list[list[str]]:
