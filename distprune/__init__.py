@@ -12,11 +12,15 @@ prune.global_unstructured(
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from distprune.version import __version__ as __version__
 
+# What type checkers take for true. The module ``typing`` is not imported for it: this file runs
+# before ``python -m distprune`` takes the current folder off the path.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from distprune.public import *
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 SortKey = list[tuple[int, int, str]]
@@ -9,9 +10,16 @@ SortKey = list[tuple[int, int, str]]
 
 def natural_key(name: str) -> SortKey:
     """A key to sort names by: numbers in them compare as numbers."""
-    key: SortKey = []
-    for digits, text in re.findall(r"([0-9]+)|([^0-9]+)", name):
-        number = digits.lstrip("0")
-        # A longer number without leading zeros is a larger one.
-        key.append((1, 0, text) if text else (0, len(number), number))
-    return key
+    return [_part_key(part) for part in _PARTS.findall(name)]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _part_key(part: str) -> tuple[int, int, str]:
+    """Of a run of digits, or of anything else; names are made of few different ones."""
+    if not "0" <= part[0] <= "9":
+        return (1, 0, part)
+    number = part.lstrip("0")
+    return (0, len(number), number)  # a longer number without leading zeros is a larger one
+
+
+_PARTS = re.compile(r"[0-9]+|[^0-9]+")

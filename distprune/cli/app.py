@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Annotated
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -13,13 +14,17 @@ from distprune.cli import (
     applying,
     converting,
     environment,
+    exits,
     looking,
     planning,
     pruning,
+    ranks,
     recipes,
     selftesting,
+    streams,
     verifying,
 )
+from distprune.cli.escaping import printable
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
@@ -42,7 +47,8 @@ _EPILOG = """
 
   0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint,
 4 disk or destination, 5 ranks that differ or are lost, 6 checkpoints that differ
-(diff --exit-code), 130 and 143 interrupted (SIGINT, SIGTERM).
+(diff --exit-code), 7 too little memory or too few open files, 130 and 143 interrupted
+(SIGINT, SIGTERM), 141 nobody reads stdout.
 """
 
 
@@ -56,7 +62,6 @@ app = typer.Typer(
     help=_flowing(_HELP),
     epilog=_flowing(_EPILOG),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -100,3 +105,49 @@ def _main(
     ] = False,
 ) -> None:
     pass
+
+
+# The base of the parser's errors: typer brings a parser of its own, older ones need click.
+_ParserError: Any = next(
+    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse a command line and run its command.
+
+    Args:
+        arguments: without the program's name.
+
+    Returns:
+        The exit code. Wrong usage is written to stderr, and is a JSON document as well if the
+        arguments ask for one.
+    """
+    try:
+        # typer.Exit in a command is what comes back.
+        code = app(
+            args=list(arguments), prog_name="distprune", obj=list(arguments), standalone_mode=False
+        )
+    except typer.Abort:
+        return exits.INTERRUPTED
+    except _ParserError as error:
+        if not ranks.is_leader():  # all ranks have the same command line
+            return exits.USAGE
+        _show_usage(error)
+        if streams.wants_json(arguments):
+            # Without a command there is only help.
+            text = printable(error.format_message()) or "no command is given."
+            streams.write_document(json.dumps({"exit_code": exits.USAGE, "error": text}) + "\n")
+        return exits.USAGE
+    return code if isinstance(code, int) else exits.OK
+
+
+def _show_usage(error: Any) -> None:
+    """Write wrong usage to stderr as typer does."""
+    error.message = printable(error.message)
+    try:
+        from typer.rich_utils import rich_format_error
+    except ImportError:
+        error.show()
+    else:
+        rich_format_error(error)

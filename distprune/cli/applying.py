@@ -10,6 +10,7 @@ import typer
 
 from distprune.cli import discarding, exits, ranks, sources
 from distprune.cli.console import Terminal, count, counted, percent
+from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Discard, Nproc, Quiet, TakeOver, Timeout, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter
@@ -49,10 +50,11 @@ def apply(
     Names and shapes of the masked tensors have to be those of SRC; the numbers may be others, and
     the dtypes. Everything else is copied as it is. DST/distprune holds the masks and the report.
     After an interruption, whatever it was, the same command goes on where the last one stopped.
+    -v lists the tensors.
 
     [bold]Examples[/bold]
 
-      distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Llama-3.2-1B-Instruct-50
+      distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
 
       distprune apply masks-of-my-run my-model my-model-pruned --nproc 4
     """
@@ -79,6 +81,7 @@ def apply(
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
         terminal.json({**values, **sources.as_values(checkpoint)})
         return
+    show_masks(terminal, destination)
     terminal.text(
         f"{destination}: the masks prune {count(applied.num_pruned)} of "
         f"{count(applied.num_elements)} elements "

@@ -30,6 +30,7 @@ RecipeName = Annotated[
         help="A YAML file, or the name of a shipped recipe (`distprune recipe ls`).",
         metavar="FILE|NAME",
         rich_help_panel=_PANEL,
+        autocompletion=recipes.complete,
     ),
 ]
 Sparsity = Annotated[

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-_WIDE = 1000  # columns of a table that goes to a file: nothing is cut off
+from distprune.cli import documents, streams, tables
+from distprune.cli.escaping import printable
+
+
+class _Errors(Console):
+    """The console on stderr. Rich would end the process, and close stdout, if nobody reads it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class Terminal:
@@ -32,56 +40,56 @@ class Terminal:
         self.as_json = as_json
         self.is_leader = is_leader
         self.verbosity = verbosity if is_leader else -1
-        self._data = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
-        self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.errors = _Errors(stderr=True, highlight=False, soft_wrap=True)
 
     def json(self, value: Any) -> None:
-        """One JSON document."""
+        """The JSON document of the command."""
         if self.is_leader:
-            print(json.dumps(value, indent=2), flush=True)
+            streams.write_document(documents.dump(value) + "\n")
 
     def text(self, text: str = "") -> None:
-        """A line of data, as it is."""
+        """A line of data, with escape sequences in place of what is not visible."""
         if self.is_leader:
-            self._data.print(text, markup=False, soft_wrap=True)
+            streams.write(printable(text) + "\n")
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
     ) -> None:
-        """Rows of plain text below headings.
+        """Rows of plain text below headings; in a file, each row is a line.
+
+        On a terminal, long names are folded, at dots and underscores, if a row is too wide.
 
         Args:
             columns: the headings.
             rows: as many texts each.
-            right: the columns of numbers.
+            right: the columns of numbers, which are never folded.
         """
         if not self.is_leader:
             return
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in columns:
-            table.add_column(
-                column,
-                justify="right" if column in right else "left",
-                no_wrap=column in right,
-                overflow="fold",
-            )
-        for row in rows:
-            # As Text: names have brackets in them, which are no markup.
-            table.add_row(*(Text(cell) for cell in row))
-        with self._data.capture() as captured:
-            self._data.print(table)
-        for line in captured.get().splitlines():
-            print(line.rstrip())
+        is_terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else None
+        lines = tables.layout(columns, rows, right=right, width=width)
+        first = next(lines)
+        is_bold = is_terminal and os.environ.get("TERM") not in (None, "dumb", "unknown")
+        heading = f"\x1b[1m{first}\x1b[0m" if is_bold else first
+        streams.write("\n".join([heading, *lines, ""]))
 
     def note(self, text: str) -> None:
         """Something to know, unless ``-q``."""
         if self.verbosity >= 0:
-            self.errors.print(text, markup=False)
+            self._print(text)
 
     def detail(self, text: str) -> None:
         """Something to know with ``-v``."""
         if self.verbosity >= 1:
-            self.errors.print(text, markup=False, style="dim")
+            self._print(text, style="dim")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        # Work goes on when nobody reads what it says. As Text: rich looks for :emoji: in a str.
+        try:
+            self.errors.print(Text(printable(text)), style=style)
+        except OSError:
+            self.errors.quiet = True
 
 
 def count(value: int) -> str:
@@ -111,3 +119,10 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """7 s, 12 min, 3.5 h: of estimates."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

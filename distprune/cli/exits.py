@@ -10,5 +10,7 @@ INPUT = 3  # the checkpoint
 OUTPUT = 4  # the disk, or what is on it already
 DISTRIBUTED = 5  # ranks that differ, or are lost
 DIFFERENT = 6  # `diff --exit-code`: not the 1 of git, which would look like a defect
+MACHINE = 7  # memory, open files, processes
 INTERRUPTED = 130  # SIGINT
 TERMINATED = 143  # SIGTERM
+READER_GONE = 141  # nobody reads stdout any more, as after `| head`; SIGPIPE

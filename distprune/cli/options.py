@@ -10,7 +10,8 @@ import typer
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Write errors only to stderr.")]
 Verbose = Annotated[
-    int, typer.Option("--verbose", "-v", count=True, help="Say more on stderr.", show_default=False)
+    int,
+    typer.Option("--verbose", "-v", count=True, help="List every tensor.", show_default=False),
 ]
 Plot = Annotated[
     Path | None,

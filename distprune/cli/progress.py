@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
-
-from rich.progress import BarColumn, Progress, TextColumn
+from typing import TYPE_CHECKING, Protocol
 
 from distprune.cli.console import Terminal, size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _EVERY = 10.0  # seconds between lines
 
@@ -44,6 +45,8 @@ class Meter:
         self._said_at = time.monotonic()
         self._bar: Progress | None = None
         if self._is_on and terminal.errors.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn  # slow; bars are rare
+
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -99,9 +99,9 @@ def prune(
 
       distprune prune Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
 
-      distprune prune Llama-3.2-1B Llama-3.2-1B-2of4 -r semi_structured_2_4 --nproc 4
+      distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
 
-      torchrun --nproc-per-node 8 -m distprune prune SRC DST --sparsity 0.5 --scope row
+      torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,

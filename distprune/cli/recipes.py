@@ -26,6 +26,11 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def complete(incomplete: str) -> list[str]:
+    """Names of shipped recipes for the shell, which completes names of files by itself."""
+    return [name for name in shipped() if name.startswith(incomplete)]
+
+
 def find(name: str) -> Path:
     """A recipe's file: the name of a shipped one, or a path.
 
@@ -74,7 +79,10 @@ def ls(as_json: AsJson = False) -> None:
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="A shipped recipe, or a file of your own.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A shipped recipe, or a file of your own.", autocompletion=complete),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Check a recipe and print it; the start of one's own: `recipe show layer_50 > my.yaml`."""
@@ -83,12 +91,16 @@ def show(
     if as_json:
         terminal.json(recipe.as_mapping())
     else:
-        terminal.text(find(name).read_text(encoding="utf-8").rstrip())
+        for line in find(name).read_text(encoding="utf-8").rstrip().splitlines():
+            terminal.text(line)
 
 
 @app.command("schema")
-def schema() -> None:
-    """Print the JSON schema of a recipe, for editors that complete and check YAML."""
+def schema(as_json: AsJson = False) -> None:
+    """Print the JSON schema of a recipe, for editors that complete and check YAML.
+
+    It is JSON with and without --json.
+    """
     from distprune.cli.schema import recipe_schema
 
     Terminal(True).json(recipe_schema())

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from distprune.cli import exits
+from distprune.cli import exits, streams
 
 ABOUT = """Check on this machine, backend and torch what distprune promises.
 
@@ -70,6 +70,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     except LostError as error:
         print(f"distprune: {error}", file=sys.stderr)
+        if options.as_json and ranks.rank == 0:
+            document = {"exit_code": exits.DISTRIBUTED, "error": str(error)}
+            streams.write_document(json.dumps(document) + "\n")
         _leave_at_once(exits.DISTRIBUTED)
     printer.end(report)
     if report.ended is not None:
@@ -130,7 +133,7 @@ class _Printer:
 
     def end(self, report: Any) -> None:
         if self._as_json and self._is_leader:
-            print(json.dumps(report.as_json(), indent=2), flush=True)
+            streams.write_document(json.dumps(report.as_json(), indent=2) + "\n")
         self._print(self._lines.end(report))
 
     def _print(self, text: str) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from distprune.cli import exits, ranks
 from distprune.cli.console import Terminal, count, percent, size
+from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
 from distprune.cli.pruning import Nproc
@@ -39,13 +40,13 @@ def verify(
     DST has the files that prune writes, and no others. Every byte that was not pruned is that of
     the source, exactly as many elements are pruned as the recipe says, and none of them comes after
     a kept one in the order of scores. Every number of the report is derived again. Ends with
-    3, and a list of what is wrong, if not.
+    3, and a list of what is wrong, if not. With -v it lists every tensor and how sparse it is.
 
     [bold]Examples[/bold]
 
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
 
-      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4 --json
+      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
     """
     if nproc is not None:
         if ranks.is_rank():
@@ -64,6 +65,7 @@ def verify(
     if as_json:
         terminal.json({"is_good": found.is_good, **asdict(found)})
     elif found.is_good:
+        show_masks(terminal, pruned)
         terminal.text(
             f"{pruned} is what its recipe makes of {against}: {size(found.num_bytes)} compared, "
             f"{count(found.num_pruned)} of {count(found.num_elements)} elements pruned "

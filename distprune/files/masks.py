@@ -104,19 +104,33 @@ def open_masks(folder: str | Path) -> MaskFile:
     file = read_header(path, str(path))
     if file.metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} holds no masks of format {_FORMAT}.")
-    shapes = load_json(file.metadata.get("shapes", "{}").encode(), f"{path}: shapes")
-    crcs = load_json(file.metadata.get("header_crc32", "{}").encode(), f"{path}: header_crc32")
+    shapes = load_json(_encoded(file.metadata.get("shapes", "{}")), f"{path}: shapes")
+    crcs = load_json(_encoded(file.metadata.get("header_crc32", "{}")), f"{path}: header_crc32")
     sizes = {tensor.name: tensor.nbytes for tensor in file.tensors}
-    if (
-        not isinstance(shapes, dict)
-        or {name: -(-math.prod(shape) // 8) for name, shape in shapes.items()} != sizes
-    ):
+    if not _are_shapes(shapes) or sizes != {
+        name: -(-math.prod(shape) // 8) for name, shape in shapes.items()
+    }:
         raise CheckpointError(f"{path}: the shapes in its metadata do not fit its tensors.")
+    if not isinstance(crcs, dict) or not all(type(crc) is int for crc in crcs.values()):
+        raise CheckpointError(f"{path}: header_crc32 in its metadata is no map to numbers.")
     return MaskFile(
         path=str(path),
         shapes={name: tuple(shape) for name, shape in shapes.items()},
         header_crcs=crcs,
         starts={tensor.name: tensor.start for tensor in file.tensors},
+    )
+
+
+def _encoded(text: str) -> bytes:
+    """A text of JSON, which may hold lone surrogates: no UTF-8, as the parser will say."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _are_shapes(value: object) -> bool:
+    """Whether JSON is a map from names to lists of sizes."""
+    return isinstance(value, dict) and all(
+        isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        for shape in value.values()
     )
 
 

@@ -18,10 +18,12 @@ from distprune.files.errors import (
     CheckpointError,
     FilesError,
     Interrupted,
+    MachineError,
     NaNError,
     OutputError,
     RanksError,
     SelectionError,
+    explained,
 )
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ _KINDS = {
         CheckpointError,
         FilesError,
         Interrupted,
+        MachineError,
         NaNError,
         OutputError,
         RanksError,
@@ -241,6 +244,7 @@ class Team:
 
 
 def _packed(error: Exception, rank: int) -> str:
+    error = explained(error) or error
     kind = type(error).__name__ if isinstance(error, FilesError) else FilesError.__name__
     headline = (
         error.headline if isinstance(error, FilesError) else f"{type(error).__name__}: {error}"

@@ -65,7 +65,7 @@ def test_a_terminal_without_unicode_shows_escapes(tmp_path):
 
 
 def test_a_pruned_checkpoint_tells_what_was_pruned(run, tmp_path):
-    made = {"a.weight": torch.tensor([[0.0, 0, 0, 1]]), "b.weight": torch.ones(2, 2)}
+    made = {"a.weight": torch.tensor([[0.0, 0], [0, 1]]), "b.weight": torch.ones(2, 2)}
     source = save(tmp_path / "source", {**made, "norm": torch.zeros(2)})
     out = tmp_path / "out"
     assert run("prune", source, out, "-s", "0.5", "--scope", "layer").code == 0

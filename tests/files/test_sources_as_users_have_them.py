@@ -58,7 +58,8 @@ def test_a_file_without_a_config_is_the_whole_checkpoint(tmp_path):
     assert "taken for the whole checkpoint" in made.checkpoint.note
     prune(made, downloads / "target")  # beside it, but not inside of what it is
     assert names_of(downloads / "target") == {
-        "lora.safetensors", "distprune/recipe.yaml", "distprune/report.json", "distprune/run.json"
+        "lora.safetensors", "README.md", "distprune/recipe.yaml", "distprune/report.json",
+        "distprune/run.json",
     }  # fmt: skip
 
 

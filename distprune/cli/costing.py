@@ -1,0 +1,143 @@
+"""What a plan costs: bytes to read and to write, room on the disk, and a range of seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from distprune.files.errors import OutputError
+from distprune.files.planning import Plan, PlannedGroup
+
+# What one process does in a second, at the slowest and the fastest, if the disk does not limit it.
+_SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
+_SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
+_WRITING_IS_SLOWER = 3  # than reading, on a bad disk
+_SAMPLE_SECONDS, _SAMPLE_BYTES, _PIECE = 0.3, 64_000_000, 4_000_000
+# Larger layers that are ranked on their own are read once more; see files.streaming.
+_MAX_IN_MEMORY = 8 << 19  # elements
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ``prune`` will need.
+
+    Attributes:
+        read_bytes: from the source.
+        write_bytes: to the destination, which is as large; masks and report are estimated.
+        missing_bytes: of these, not on the disk yet: less than all if a run was interrupted.
+        free_bytes: where the destination will be; None: no destination is given.
+        sampled_bytes_per_second: of the source's disk; None: too little is to be read.
+        seconds: (least, most) on one process. Several share the work, not the disk.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    missing_bytes: int
+    free_bytes: int | None
+    sampled_bytes_per_second: float | None
+    seconds: tuple[float, float]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether there is room; None: no destination is given."""
+        return None if self.free_bytes is None else self.missing_bytes <= self.free_bytes
+
+
+def estimate(plan: Plan, destination: Path | None) -> Cost:
+    """Estimate what a plan needs.
+
+    Args:
+        plan: any.
+        destination: where it will be written, if that is known.
+
+    Raises:
+        OutputError: the destination is in no folder.
+
+    Cost: reads up to 64 MB of the source, for a third of a second.
+    """
+    checkpoint = plan.checkpoint
+    others = sum(file.size for file in checkpoint.others)
+    reads = checkpoint.num_bytes + others + _counted_bytes(plan)
+    writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
+    free, missing = None, writes
+    if destination is not None:
+        free, missing = _room(destination, writes)
+    rate = _sample(plan) if reads >= 2 * _SAMPLE_BYTES else None
+    least, most = (reads + writes) / _FASTEST_BYTES, (reads + writes) / _SLOWEST_BYTES
+    if rate is not None:
+        least = max(least, reads / rate)
+        most += (reads + _WRITING_IS_SLOWER * writes) / rate
+    first, last = _SECONDS_TO_START
+    return Cost(reads, writes, missing, free, rate, (least + first, most + last))
+
+
+def _counted_bytes(plan: Plan) -> int:
+    """What is read before the pass that writes: to find the thresholds."""
+    return sum(_counted_of_group(plan, group) for group in plan.groups)
+
+
+def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
+    recipe, tensors = group.recipe, plan.tensors[group.first : group.last]
+    if recipe.score == "random":
+        return 0
+    if recipe.is_together:
+        # Ranked in one format, that of the widest, sixteen bits of it in one read.
+        dtypes = {tensor.entry.dtype for tensor in tensors}
+        passes = 4 if "F64" in dtypes else 1 if len(dtypes) == 1 and "F32" not in dtypes else 2
+        return passes * sum(tensor.entry.nbytes for tensor in tensors)
+    if recipe.pattern is None and recipe.scope == "layer":
+        return sum(t.entry.nbytes for t in tensors if t.entry.numel > _MAX_IN_MEMORY)
+    return 0
+
+
+def _sidecar_bytes(plan: Plan) -> int:
+    """Masks, and what the report says of each tensor."""
+    masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors) if plan.recipe.masks else 0
+    names = sum(len(choice.entry.name) + 200 for choice in plan.choices)
+    return masks + 2 * names
+
+
+def _room(destination: Path, num_bytes: int) -> tuple[int, int]:
+    """Free bytes at the destination, and how many it lacks: an unfinished result has some."""
+    parent = Path(os.path.abspath(destination)).parent
+    if not parent.is_dir():
+        raise OutputError(f"{parent} is no folder; make it first.")
+    disk = os.statvfs(parent)
+    there = sum(
+        os.lstat(os.path.join(folder, name)).st_blocks * 512
+        for unfinished in parent.glob(f"{_literal(destination.name)}.partial-*")
+        for folder, _, names in os.walk(unfinished)
+        for name in names
+    )
+    return disk.f_bavail * disk.f_frsize, max(num_bytes - there, 0)
+
+
+def _literal(name: str) -> str:
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+
+
+def _sample(plan: Plan) -> float | None:
+    """Bytes per second that the largest file is read with, not from memory if that can be."""
+    largest = max(plan.checkpoint.files, key=lambda file: file.size)
+    end = min(largest.size, largest.data_start + _SAMPLE_BYTES)
+    try:
+        descriptor = os.open(largest.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if hasattr(os, "posix_fadvise"):
+            size = end - largest.data_start
+            os.posix_fadvise(descriptor, largest.data_start, size, os.POSIX_FADV_DONTNEED)
+        done, began = 0, time.perf_counter()
+        while largest.data_start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
+            piece = os.pread(descriptor, _PIECE, largest.data_start + done)
+            if not piece:
+                break
+            done += len(piece)
+        return done / max(time.perf_counter() - began, 1e-6) if done else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)

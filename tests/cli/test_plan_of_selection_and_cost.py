@@ -1,0 +1,141 @@
+"""``plan`` without a sparsity shows the selection; with one, the disk and the time it takes."""
+
+import json
+import time
+
+import pytest
+import torch
+from commands import start
+
+from distprune.cli import costing
+from distprune.cli.choosing import CommandRecipe
+from distprune.files.planning import plan
+from tiny_checkpoints import encode, save, tree_digest
+
+
+@pytest.fixture
+def source(tmp_path):
+    tensors = {f"layers.{i}.mlp.weight": torch.randn(8, 8) for i in range(4)}
+    return save(tmp_path / "source", tensors | {"embed.weight": torch.randn(8, 8)})
+
+
+def test_a_source_alone_shows_the_selection(run, source):
+    done = run("plan", source)
+    assert done.code == 0 and done.err == ""
+    lines = {line.split()[0]: line for line in done.out.splitlines() if "F32" in line}
+    assert lines["layers.*.mlp.weight"].endswith("  256  prune")
+    assert lines["embed.weight"].endswith("keep: an embedding")
+    assert "Selects 256 elements in 4 of 5 tensors. No sparsity is given" in done.out
+    found = run("plan", source, "--json").json
+    assert found["num_elements"] == 256 and found["num_to_prune"] is None
+    assert found["recipe"] is None and found["digest"] is None
+    assert [each["num_to_prune"] for each in found["tensors"]] == [None] * 4 + [0]
+    # Options of the selection act, and wrong ones are refused.
+    assert "in 3 of 5 tensors" in run("plan", source, "--exclude", "layers.0.*").out
+    assert run("plan", source, "--scope", "rows").code == 2
+    assert run("plan", source, "-r", "nope").code == 2
+
+
+def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    before = tree_digest(tmp_path)
+    found = run("plan", source, out, "-s", "0.5", "--json").json["cost"]
+    assert found["fits"] is True and found["free_bytes"] > 0
+    assert tree_digest(tmp_path) == before
+    total = sum(path.stat().st_size for path in source.iterdir())
+    assert found["read_bytes"] == total + 2 * 4 * 256  # fp32 is counted in two reads
+    assert run("prune", source, out, "-s", "0.5").code == 0
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    assert abs(found["write_bytes"] - written) < 6000
+    assert f"{out} exists already." in run("plan", source, out, "-s", "0.5").out
+
+    class Full:
+        f_bavail, f_frsize = 1, 512
+
+    monkeypatch.setattr(costing.os, "statvfs", lambda path: Full)
+    done = run("plan", source, tmp_path / "other", "-s", "0.5")
+    assert done.code == 4 and "There is no room for it" in done.out
+    done = run("plan", source, tmp_path / "other", "-s", "0.5", "--json")
+    assert done.code == 4 and done.json["cost"]["fits"] is False
+    assert run("plan", source, tmp_path / "no" / "where", "-s", "0.5").code == 4
+
+
+def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
+    made = plan(source, CommandRecipe(0.5))
+    whole = costing.estimate(made, tmp_path / "out[1]").missing_bytes
+    part = tmp_path / "out[1].partial-0123" / "distprune"
+    part.mkdir(parents=True)
+    (tmp_path / "out1.partial-0123").write_bytes(bytes(4096))  # of another destination
+    assert costing.estimate(made, tmp_path / "out[1]").missing_bytes == whole > 0
+    (part / "masks.safetensors").write_bytes(bytes(4096))
+    assert costing.estimate(made, tmp_path / "out[1]").missing_bytes == max(whole - 4096, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtypes", "passes"),
+    [
+        (CommandRecipe(0.5), "BF16", 1),
+        (CommandRecipe(0.5), "BF16 F16", 2),
+        (CommandRecipe(0.5), "F32 F64", 4),
+        (CommandRecipe(0.5, scope="row"), "F32", 0),
+        (CommandRecipe(pattern="2:4"), "F32", 0),
+        (CommandRecipe(0.5, score="random"), "F32", 0),
+    ],
+)
+def test_bytes_that_are_read_to_find_the_threshold(tmp_path, recipe, dtypes, passes):
+    kinds = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    kinds["F64"] = torch.float64
+    tensors = {f"{name}.weight": torch.ones(4, 4, dtype=kinds[name]) for name in dtypes.split()}
+    source = save(tmp_path / "source", tensors)
+    total = sum(path.stat().st_size for path in source.iterdir())
+    weights = sum(tensor.nbytes for tensor in tensors.values())
+    assert costing.estimate(plan(source, recipe), None).read_bytes == total + passes * weights
+
+
+def test_the_time_comes_from_a_sample_of_the_disk(run, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    header = {"w.weight": {"dtype": "BF16", "shape": [1 << 13] * 2, "data_offsets": [0, 1 << 27]}}
+    with (source / "model.safetensors").open("wb") as file:
+        file.write(encode(header))
+        file.truncate(file.tell() + (1 << 27))
+    cost = run("plan", source, "-s", "0.5", "--json").json["cost"]
+    least, most = cost["seconds"]
+    assert cost["sampled_bytes_per_second"] > 0 and 1 < least < most
+    assert "Pruning reads 402.7 MB" not in (out := run("plan", source, "-s", "0.5").out)
+    assert "Pruning reads 268.4 MB and writes 142.6 MB; that takes one process from" in out
+    assert "A piece was read at" in out
+
+
+def test_a_hundred_thousand_tensors(tmp_path):
+    """Tables of them are written in a second, with all that is read before in some."""
+    header, end = {}, 0
+    for i in range(100_000):
+        name = f"model.layers.{i // 4}.mlp.experts.{i % 4}.weight"
+        header[name] = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [end, end + 8]}
+        end += 8
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(encode(header, bytes(end)))
+    script = (
+        "import sys, time\nfrom distprune.cli import planning, tables\n"
+        "layout, seconds = tables.layout, []\n"
+        "def timed(*arguments, **more):\n"
+        "    began = time.process_time()\n    lines = list(layout(*arguments, **more))\n"
+        "    seconds.append(time.process_time() - began)\n    return iter(lines)\n"
+        "tables.layout = timed\nfrom distprune.cli.main import main\n"
+        "try:\n    main()\nfinally:\n"
+        "    print(seconds[0] if seconds else 0, time.process_time(), file=sys.stderr)\n"
+    )
+    for option in ("-v", "--json"):
+        began = time.monotonic()
+        process = start("-c", script, "plan", source, "-s", "0.5", option)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        table, whole = map(float, err.split())
+        assert table < 1 and whole < 15 and time.monotonic() > began
+        if option == "-v":
+            assert len(out.splitlines()) > 100_000
+            assert "model.layers.24999.mlp.experts.3.weight       1  BF16   2 x 2" in out
+        else:
+            assert len(json.loads(out)["tensors"]) == 100_000
