@@ -25,6 +25,7 @@ __all__ = [
     "Identity",
     "L1Unstructured",
     "LnStructured",
+    "MaskLoadingReport",
     "NamedParameter",
     "ParameterReport",
     "PruningContainer",

@@ -149,8 +149,8 @@ def test_errors_are_raised_on_every_rank_and_change_nothing(folder, tmp_path):
     prune.save_masks(pruned_net(amount=0.5)[0], other)
     file.write_text("in the way")
     expected = [
-        "ValueError: the model has no parameter conv.weight, conv.bias, one.weight and 1 more",
-        "ValueError: l2.weight has shape (4, 10); its mask in",
+        "ValueError: the model has no parameter for 4 of the masks in",
+        "ValueError: l2.weight has shape (4, 10); its mask has (5, 10); l3.weight has",
         "has no masks (distprune/masks.safetensors is missing)",
         "rank 0 has crc32 of the masks",
         "on rank 0: CheckpointError",
