@@ -44,6 +44,7 @@ __all__ = [
     "ln_structured",
     "load_masks",
     "masks_aside",
+    "masks_from_zeros",
     "random_structured",
     "random_unstructured",
     "remove",

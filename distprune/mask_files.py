@@ -111,7 +111,7 @@ class _Writer:
 
 
 def _pruned(model: nn.Module, pipeline_parallel: bool) -> list[NamedParameter]:
-    found = find_places(model, lambda place: find_hook(*place) is not None)
+    found = find_places(model, lambda place: find_hook(*place.pair) is not None)
     if not found and not pipeline_parallel:
         raise ValueError("nothing is pruned in this model; expected at least one parameter.")
     return found

@@ -45,14 +45,12 @@ def all_places(model: nn.Module) -> Iterable[Place]:
             yield Place(key, tuple(shape), NamedParameter(module, plain, fqn))
 
 
-def find_places(
-    model: nn.Module, is_wanted: Callable[[NamedParameter], bool]
-) -> list[NamedParameter]:
+def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:
     """Some parameters; a tied one once, with all its places."""
     places: dict[Hashable, list[NamedParameter]] = {}
     found: dict[Hashable, NamedParameter] = {}
     for place in all_places(model):
         places.setdefault(place.key, []).append(place.pair)
-        if is_wanted(place.pair):
+        if is_wanted(place):
             found.setdefault(place.key, place.pair)
     return [pair.with_places(places[key]) for key, pair in found.items()]

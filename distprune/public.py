@@ -39,3 +39,4 @@ from distprune.verification.report import (
 )
 from distprune.verification.verifying import verify
 from distprune.wrapping import masks_aside, shard_masks
+from distprune.zeros import masks_from_zeros

@@ -169,6 +169,17 @@ def test_a_head_of_another_size_is_reported(pruned):
     assert "2 masks of another shape: classifier" in str(report)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "vit", "gpt2"])
+def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
+    folder, cls = pruned(family, FileRecipe(0.5)), tiny_families.FAMILIES[family][0]
+    model, other = cls.from_pretrained(folder), cls.from_pretrained(folder)
+    by_name, by_value = prune.load_masks(model, folder), prune.masks_from_zeros(other)
+    assert by_name.parameters == by_value.parameters and by_name.num_pruned
+    expected, found = masks_of(model), masks_of(other)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_the_masks_of_a_live_model_load_again(tmp_path):
     for family in tiny_families.FAMILIES:
         model, other = tiny_families.make(family), tiny_families.make(family)

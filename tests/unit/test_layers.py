@@ -73,7 +73,7 @@ LEVELS = [
     ["verification.reference"],
     ["verification.expectations"],
     ["verification.verifying", "verification"],
-    ["schedule.pruner", "checkpoint", "mask_files", "mask_loading"],
+    ["schedule.pruner", "checkpoint", "mask_files", "mask_loading", "zeros"],
     ["schedule"],
     ["recipe"],
     ["integrations", "integrations.accelerate", "integrations.transformers"],

@@ -18,7 +18,7 @@ TORCH = {
 OURS = {
     "MaskLoadingReport", "NamedParameter", "ParameterReport", "PruningReport",
     "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint", "load_masks",
-    "masks_aside", "save_masks", "schedule", "select", "shard_masks", "verify",
+    "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select", "shard_masks", "verify",
 }  # fmt: skip
 
 
