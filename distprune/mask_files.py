@@ -7,10 +7,12 @@ The form is that of distprune.files.masks: one bit per element of the whole para
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +22,12 @@ from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, mask_layout
 from distprune.masking.hook import find_hook
 from distprune.naming import NamedParameter
-from distprune.parameter_places import find_places
+from distprune.parameter_places import all_places, find_places
 from distprune.pipeline import count_pruned
 from distprune.reading import read_together
 from distprune.shard import LocalShard
 from distprune.target import Target
+from distprune.transformers_saving import SavedMasks, as_saved
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,6 +39,7 @@ def save_masks(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
+    names: Literal["checkpoint", "model"] = "checkpoint",
     group: ProcessGroup | None = None,
     pipeline_parallel: bool = False,
 ) -> None:
@@ -47,28 +51,43 @@ def save_masks(
     Args:
         model: plain or wrapped; a stage, with ``pipeline_parallel``.
         folder: where to; made if it is not there. It may be that of a checkpoint.
+        names: whose names and shapes masks have. "checkpoint": those of the files that
+            ``save_pretrained`` writes of a model of transformers, as ``distprune apply`` needs
+            them (experts that are one tensor in the model are several there). "model": those of
+            the model; always so for a model of another kind, and with ``pipeline_parallel``.
         group: the ranks that take part; every rank by default.
         pipeline_parallel: the ranks hold different parts of the model.
 
     Raises:
         ValueError: nothing is pruned; replicas have different masks. On every rank.
+        NotImplementedError: transformers computes with a parameter when it saves it; on every
+            rank. names="model" writes its mask.
         OSError: the folder cannot be written to; a RuntimeError on the other ranks.
 
-    Cost: an all-reduce of an eighth of a byte per element; memory for that of one parameter.
+    Cost: an all-reduce of an eighth of a byte per element; memory for that of one parameter. On
+    the first rank also three bytes per element of a parameter that has another shape in the
+    files, or of several that are one tensor there.
     """
     communicator = world(group)
-    parameters, error = attempt(_pruned, model, pipeline_parallel)
+    parameters, error = attempt(_pruned, model, names, pipeline_parallel)
     # Compares replicas; then nothing is left that could differ.
-    count_pruned(parameters or [], communicator, error=error, pipeline_parallel=pipeline_parallel)
+    count_pruned(
+        parameters or [],
+        communicator,
+        facts=[("names", str(names))],
+        error=error,
+        pipeline_parallel=pipeline_parallel,
+    )
     assert parameters is not None
     with torch.inference_mode(False), torch.no_grad():
         targets, _ = read_together(
             parameters, None, communicator, (), None, pipeline_parallel=pipeline_parallel
         )
+        keeps_names = names == "model" or pipeline_parallel
+        plan = communicator.run(lambda: _as_saved(model, targets, keeps_names))
         writer, error = None, None
         if communicator.index == 0:
-            entries = [_entry(target) for target in targets]
-            writer, error = attempt(_Writer, Path(folder), entries)
+            writer, error = attempt(_Writer, Path(folder), plan, targets)
         for target in targets:
             try:
                 words = _whole_bits(target.shard, communicator)
@@ -77,7 +96,7 @@ def save_masks(
                     writer.abandon()
                 raise
             if error is None and writer is not None:
-                _, error = attempt(writer.add, words, target.shard.numel)
+                _, error = attempt(writer.add, target.label, words)
         if error is None and writer is not None:
             _, error = attempt(writer.finish)
         if error is not None and writer is not None:
@@ -86,17 +105,55 @@ def save_masks(
 
 
 class _Writer:
-    """Writes a mask file, one parameter after the other, and puts it in place at the end."""
+    """Writes a mask file, one parameter after the other, and puts it in place at the end.
 
-    def __init__(self, folder: Path, entries: list[TensorEntry]) -> None:
+    Args:
+        folder: where to.
+        plan: what is written of which parameters.
+        targets: all parameters, in the order in which they will be added.
+    """
+
+    def __init__(self, folder: Path, plan: list[SavedMasks], targets: list[Target]) -> None:
+        order = {target.label: position for position, target in enumerate(targets)}
+        self._shapes = {target.label: tuple(target.shard.shape) for target in targets}
+        # What is made of several parameters is written when the last one has come.
+        plan = sorted(plan, key=lambda saved: max(order[name] for name in saved.parameters))
+        self._saved_of = {name: saved for saved in plan for name in saved.parameters}
+        self._waiting: dict[str, Tensor] = {}
+        entries = [
+            TensorEntry(name, "", shape, "", 0, 0)
+            for saved in plan
+            for name, shape in saved.tensors.items()
+        ]
+        is_changed = any(saved.parameters != (*saved.tensors,) for saved in plan)
+        layout = mask_layout(entries, (), is_of_checkpoint=is_changed)
         self._path = folder / MASK_FILE
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._unfinished = self._path.with_suffix(".new")
         self._file: BinaryIO = self._unfinished.open("wb")
-        self._file.write(mask_layout(entries, ()).header)
+        self._file.write(layout.header)
 
-    def add(self, words: Tensor, numel: int) -> None:
-        self._file.write(words.cpu().numpy().astype("<i8", copy=False).tobytes()[: -(-numel // 8)])
+    def add(self, parameter: str, words: Tensor) -> None:
+        saved = self._saved_of[parameter]
+        if saved.conversion is None:
+            size = -(-math.prod(self._shapes[parameter]) // 8)
+            self._file.write(_bytes_of(words)[:size])
+            return
+        self._waiting[parameter] = words
+        if not all(name in self._waiting for name in saved.parameters):
+            return
+        masks = {name: self._unpacked(name) for name in saved.parameters}
+        made = saved.make(masks)
+        del masks
+        for name in saved.tensors:
+            bits = made.pop(name).reshape(-1).numpy()
+            self._file.write(np.packbits(bits, bitorder="little").tobytes())
+
+    def _unpacked(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        packed = np.frombuffer(_bytes_of(self._waiting.pop(name)), dtype=np.uint8)
+        bits = np.unpackbits(packed, bitorder="little", count=math.prod(shape)).view(bool)
+        return torch.from_numpy(bits).view(shape)
 
     def finish(self) -> None:
         self._file.flush()
@@ -110,7 +167,21 @@ class _Writer:
         self._unfinished.unlink(missing_ok=True)
 
 
-def _pruned(model: nn.Module, pipeline_parallel: bool) -> list[NamedParameter]:
+def _as_saved(model: nn.Module, targets: list[Target], keeps_names: bool) -> list[SavedMasks]:
+    shapes = {target.label: tuple(target.shard.shape) for target in targets}
+    if keeps_names:
+        return [SavedMasks((name,), {name: shape}, None, {}) for name, shape in shapes.items()]
+    everything = {place.pair.fqn: place.shape for place in all_places(model)}
+    return as_saved(model, everything | shapes, shapes)
+
+
+def _bytes_of(words: Tensor) -> bytes:
+    return words.cpu().numpy().astype("<i8", copy=False).tobytes()
+
+
+def _pruned(model: nn.Module, names: str, pipeline_parallel: bool) -> list[NamedParameter]:
+    if names not in ("checkpoint", "model"):
+        raise ValueError(f"names={names!r}; expected 'checkpoint' or 'model'.")
     found = find_places(model, lambda place: find_hook(*place.pair) is not None)
     if not found and not pipeline_parallel:
         raise ValueError("nothing is pruned in this model; expected at least one parameter.")
@@ -135,7 +206,3 @@ def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
         return words
 
     return communicator.sum_of(num_words, own_bits)
-
-
-def _entry(target: Target) -> TensorEntry:
-    return TensorEntry(target.label, "", tuple(target.shard.shape), "", 0, 0)

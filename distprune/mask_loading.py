@@ -218,13 +218,12 @@ def _plan(
     masks = open_masks(folder)
     places = list(all_places(model))
     shapes = {place.pair.fqn: place.shape for place in places}
-    is_checkpoint = bool(masks.header_crcs)
     matching = match_masks(
         masks.shapes,
         shapes,
         rules_for(model),
-        is_checkpoint=is_checkpoint,
-        others=_names_of_checkpoint(folder) if is_checkpoint else (),
+        is_checkpoint=masks.is_of_checkpoint,
+        others=_names_of_checkpoint(folder) if masks.header_crcs else (),
     )
     asked = None if parameters is None else _keys_of(parameters, places)
     grouped: dict[Hashable, list[Place]] = {}

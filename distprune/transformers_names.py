@@ -1,17 +1,13 @@
-"""Names and tensors as transformers makes them of a checkpoint, by its own conversion table.
+"""Masks of a checkpoint as transformers would load them, were they its tensors.
 
-transformers 5 renames tensors when it loads a checkpoint, and merges, splits, transposes and
-permutes some (the experts of a mixture become one tensor). A mask goes the same way: its name by
-the same renamings, and its elements by the same operations, which run on booleans as long as
-they move elements and compute nothing.
+A mask goes the way of its tensor: its name by the same renamings, and its elements by the same
+operations, which run on booleans as long as they move elements and compute nothing.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from distprune.mask_matching import Matching, ReadMask, Shape
-from distprune.naming import named_modules, unwrap
 from distprune.natural_order import natural_key
-
-_OPERATIONS_MODULE = "transformers.core_model_loading"
-# Operations that move elements, and neither compute with them nor leave some out.
-MOVING_OPERATIONS = frozenset({
-    "Chunk", "Concatenate", "Conv3dToLinear", "ErnieFuseAndSplitTextVisionExperts",
-    "ErnieSplitAndDecoupleTextVisionExperts", "Interleave", "LinearToConv3d", "MergeModulelist",
-    "PermuteForRope", "Split", "SplitModulelist", "Transpose", "VisionFuseAndPermuteForRope",
-    "VisionUnfuseAndPermuteForRope",
-})  # fmt: skip
+from distprune.transformers_table import (
+    Conversion,
+    Input,
+    Shapes,
+    only_moves,
+    pretrained_model,
+    transforms_of,
+)
 
 
 def rules_for(model: nn.Module) -> TransformersRules | None:
@@ -38,11 +32,8 @@ def rules_for(model: nn.Module) -> TransformersRules | None:
     Args:
         model: wrapped or not.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")  # or nobody has such a model
-    model = unwrap(model)
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
-        return None
-    return TransformersRules(model)
+    pretrained = pretrained_model(model)
+    return None if pretrained is None else TransformersRules(pretrained)
 
 
 class TransformersRules:
@@ -57,7 +48,7 @@ class TransformersRules:
         self._prefix: str = model.base_model_prefix
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
-        for transform in _transforms(model):
+        for transform in transforms_of(model):
             is_converter = hasattr(transform, "operations")
             (self._converters if is_converter else self._renamings).append(transform)
 
@@ -91,7 +82,7 @@ class TransformersRules:
             else:
                 group = groups.setdefault((target, which), _Group(target, self._converters[which]))
                 group.members[renamed] = (name, pattern)
-        stand_in = _Shapes(parameters)
+        stand_in = Shapes(parameters)
         for group in groups.values():
             self._match_group(group, masks, parameters, stand_in, found)
         return found
@@ -132,12 +123,12 @@ class TransformersRules:
         group: _Group,
         masks: Mapping[str, Shape],
         parameters: Mapping[str, Shape],
-        stand_in: _Shapes,
+        stand_in: Shapes,
         found: Matching,
     ) -> None:
         """Plan the conversion of masks that go into one parameter, or several, together."""
         names = [name for name, _ in group.members.values()]
-        computing = [each for each in group.converter.operations if not _only_moves(each)]
+        computing = [each for each in group.converter.operations if not only_moves(each)]
         if computing:
             reason = (
                 f"transformers makes {group.target} of it by {type(computing[0]).__name__}, "
@@ -146,7 +137,7 @@ class TransformersRules:
             found.unexpected |= dict.fromkeys(names, reason)
             return
         inputs = self._inputs(group, masks, parameters, stand_in)
-        conversion = _Conversion(group.target, group.converter, inputs, self._config, stand_in)
+        conversion = Conversion(group.target, group.converter, inputs, self._config, stand_in)
         try:
             outputs = conversion.shapes()
         except Exception as error:  # of an operation on shapes that it is not for
@@ -172,14 +163,14 @@ class TransformersRules:
         group: _Group,
         masks: Mapping[str, Shape],
         parameters: Mapping[str, Shape],
-        stand_in: _Shapes,
-    ) -> list[_Input]:
+        stand_in: Shapes,
+    ) -> list[Input]:
         """What goes into a conversion: those tensors, too, that have no mask.
 
         The reverse of the conversion tells them, from the shapes of the parameters.
         """
         given = [
-            _Input(renamed, pattern, name, masks[name])
+            Input(renamed, pattern, name, masks[name])
             for renamed, (name, pattern) in group.members.items()
         ]
         try:
@@ -196,11 +187,11 @@ class TransformersRules:
                 pattern = pattern_of[renamed]
             else:
                 name, pattern = None, copy.deepcopy(group.converter).rename_source_key(renamed)[1]
-            inputs.append(_Input(renamed, pattern, name, whole[renamed]))
+            inputs.append(Input(renamed, pattern, name, whole[renamed]))
         return inputs
 
     def _reversed(
-        self, group: _Group, parameters: Mapping[str, Shape], stand_in: _Shapes
+        self, group: _Group, parameters: Mapping[str, Shape], stand_in: Shapes
     ) -> dict[str, Shape]:
         """The tensors that a conversion makes parameters of: shapes, by name."""
         first, *rest = group.converter.target_patterns
@@ -211,8 +202,8 @@ class TransformersRules:
             renamed, pattern = backwards.rename_source_key(target)
             if pattern is None:
                 raise LookupError(target)
-            inputs.append(_Input(target, pattern, target, parameters[target]))
-        conversion = _Conversion(renamed, backwards, inputs, self._config, stand_in)
+            inputs.append(Input(target, pattern, target, parameters[target]))
+        conversion = Conversion(renamed, backwards, inputs, self._config, stand_in)
         return conversion.shapes()
 
 
@@ -225,7 +216,7 @@ class Converted:
         target: the parameter, among those that it makes.
     """
 
-    conversion: _Conversion
+    conversion: Conversion
     target: str
 
     @property
@@ -233,7 +224,7 @@ class Converted:
         return tuple(each.name for each in self.conversion.inputs if each.name is not None)
 
     def read(self, read_mask: ReadMask) -> Tensor:
-        def tensor_of(each: _Input) -> Tensor:
+        def tensor_of(each: Input) -> Tensor:
             if each.name is None:  # nothing of this tensor was pruned
                 return torch.ones(each.shape, dtype=torch.bool)
             return read_mask(each.name)
@@ -254,125 +245,3 @@ class _Group:
         self.target = target
         self.converter = converter
         self.members: dict[str, tuple[str, str | None]] = {}
-
-
-@dataclass(frozen=True)
-class _Input:
-    """One tensor that goes into a conversion.
-
-    Attributes:
-        renamed: its name before the conversion.
-        pattern: of the converter, that the name matched.
-        name: of its mask; None if it has none.
-        shape: of the tensor.
-    """
-
-    renamed: str
-    pattern: str | None
-    name: str | None
-    shape: Shape
-
-
-@dataclass
-class _Conversion:
-    """A conversion of transformers with all that goes into it.
-
-    Attributes:
-        target: the name that transformers calls it by.
-        converter: of transformers; is not changed.
-        inputs: in the order in which transformers takes them.
-        config: of the model.
-        model: what stands for it.
-    """
-
-    target: str
-    converter: Any
-    inputs: list[_Input]
-    config: Any
-    model: Any
-
-    def run(self, tensor_of: Any) -> dict[str, Tensor]:
-        """Tensors by the names of the parameters."""
-        converter = copy.deepcopy(self.converter)
-        for each in self.inputs:
-            converter.add_tensor(self.target, each.renamed, each.pattern, tensor_of(each))
-        made = converter.convert(self.target, model=self.model, config=self.config)
-        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
-
-    def shapes(self) -> dict[str, Shape]:
-        """Of what :meth:`run` makes; nothing is computed."""
-        made = self.run(lambda each: torch.empty(each.shape, dtype=torch.bool, device="meta"))
-        return {name: tuple(value.shape) for name, value in made.items()}
-
-
-class _Shapes:
-    """What operations ask of a model: the shapes of its parameters, by their plain names."""
-
-    def __init__(self, parameters: Mapping[str, Shape]) -> None:
-        self._parameters = parameters
-
-    def get_parameter(self, name: str) -> Tensor:
-        return torch.empty(self._parameters[name], dtype=torch.bool, device="meta")
-
-
-class _Tree:
-    """What transformers' table asks of a model: its models by their plain names and own classes.
-
-    Wrappers change both.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.base_model_prefix = model.base_model_prefix
-
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
-        base = sys.modules["transformers.modeling_utils"].PreTrainedModel
-        for name, module in named_modules(self._model):
-            if isinstance(module, base):
-                cls = _own_class(module, base)
-                bare = cls.__new__(cls)
-                object.__setattr__(bare, "config", module.config)
-                yield name, bare
-
-
-def _own_class(module: nn.Module, base: type) -> type:
-    """The class of a model before FSDP2 put another one in its place."""
-    sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return next(
-        cls
-        for cls in type(module).__mro__
-        if issubclass(cls, base) and not issubclass(cls, sharded)
-    )
-
-
-def _transforms(model: Any) -> list[Any]:
-    """What transformers does on loading, in order; nothing before transformers 5."""
-    try:
-        table = importlib.import_module("transformers.conversion_mapping")
-        listed = table.get_model_conversion_mapping(_Tree(model))
-    except (ImportError, AttributeError):
-        return []
-    # Those that a user gave to from_pretrained (key_mapping) go first, as they did there.
-    used = getattr(model, "_weight_conversions", None) or []
-    known = {_patterns(each) for each in listed}
-    own = [_fresh(each) for each in used if _patterns(each) not in known]
-    return [*own, *listed]
-
-
-def _patterns(transform: Any) -> tuple[Any, ...]:
-    return (
-        type(transform).__name__,
-        tuple(transform.source_patterns),
-        tuple(transform.target_patterns),
-        transform.scope_prefix,
-    )
-
-
-def _fresh(transform: Any) -> Any:
-    """A copy, so that the model's own is not told of names that it has not met."""
-    return copy.deepcopy(transform)
-
-
-def _only_moves(operation: Any) -> bool:
-    cls = type(operation)
-    return cls.__module__ == _OPERATIONS_MODULE and cls.__name__ in MOVING_OPERATIONS

@@ -12,7 +12,7 @@ from transformers import core_model_loading as loading
 import distprune as prune
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
-from distprune.transformers_names import MOVING_OPERATIONS
+from distprune.transformers_table import MOVING_OPERATIONS
 
 
 def index(*shape: int, start: int = 0) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distprune as prune
-from distprune.files import planning, pruning
+from distprune.files import applying, planning, pruning
 from distprune.files.masks import open_masks
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
@@ -248,3 +248,55 @@ def test_sharded_models_get_the_same(pruned, family, wrapping):
         assert num_pruned == sum(int(zero.sum()) for zero in zeros.values())
         assert masks.keys() == zeros.keys()
         assert all(np.array_equal(~masks[name], zero) for name, zero in zeros.items())
+
+
+def everything_of(model: nn.Module) -> list:
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    return prune.select(model, include="*", names=sorted(names))
+
+
+def save_live(family: str, source: str, folder: str, wrapping: str = "plain") -> None:
+    """Prune a loaded model, and save its masks."""
+    model = tiny_families.FAMILIES[family][0].from_pretrained(source)
+    model = wrap(model, wrapping) if wrapping != "plain" else model
+    pairs = everything_of(model)
+    # Some parameters of those that are saved together have no mask.
+    pairs = [pair for which, pair in enumerate(pairs) if which % 5]
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    prune.save_masks(model, folder)
+
+
+@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
+    """``distprune apply`` takes them; and the pruned files are what the live model was."""
+    source, cls = tmp_path / "source", tiny_families.FAMILIES[family][0]
+    tiny_families.save(family, source)
+    save_live(family, source, tmp_path / "masks")
+    applying.Application(tmp_path / "masks", source).write(tmp_path / "pruned")
+    model, other = cls.from_pretrained(tmp_path / "pruned"), cls.from_pretrained(source)
+    zeros = zeros_of(model)
+    assert any(zero.any() for zero in zeros.values())
+    for folder in ("masks", "pruned"):
+        prune.load_masks(other, tmp_path / folder)
+        assert not is_masked_where_zero(other, zeros)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "nomic_bert"])
+def test_a_sharded_model_saves_the_same_bytes(tmp_path, family):
+    tiny_families.save(family, tmp_path / "source")
+    save_live(family, tmp_path / "source", tmp_path / "masks")
+    folder = tmp_path / "sharded"
+    run_ranks(save_live, 2, family, str(tmp_path / "source"), str(folder), "fsdp2")
+    file = "distprune/masks.safetensors"
+    assert (tmp_path / "masks" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_masks_under_the_names_of_the_model(tmp_path):
+    model, other = tiny_families.make("mixtral"), tiny_families.make("mixtral")
+    prune.global_unstructured(everything_of(model), prune.L1Unstructured, amount=0.5)
+    with pytest.raises(ValueError, match="names='files'; expected 'checkpoint' or 'model'"):
+        prune.save_masks(model, tmp_path, names="files")
+    prune.save_masks(model, tmp_path, names="model")
+    assert set(open_masks(tmp_path).shapes) == set(masks_of(model))
+    prune.load_masks(other, tmp_path)
+    assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())
