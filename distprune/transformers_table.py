@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ class Conversion:
         for each in self.inputs:
             converter.add_tensor(self.target, each.renamed, each.pattern, tensor_of(each))
         made = converter.convert(self.target, model=self.model, config=self.config)
+        if isinstance(made, tuple):  # with errors, in the first versions of transformers 5
+            made = made[0]
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def shapes(self) -> dict[str, Shape]:
@@ -88,24 +91,29 @@ class Shapes:
         return torch.empty(self._parameters[name], dtype=torch.bool, device="meta")
 
 
-class _Tree:
+def _stand_in(model: Any) -> Any:
     """What transformers' table asks of a model: its models by their plain names and own classes.
 
     Wrappers change both.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.base_model_prefix = model.base_model_prefix
-
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
+    def listed() -> Iterator[tuple[str, Any]]:
         base = sys.modules["transformers.modeling_utils"].PreTrainedModel
-        for name, module in named_modules(self._model):
+        for name, module in named_modules(model):
             if isinstance(module, base):
-                cls = _own_class(module, base)
-                bare = cls.__new__(cls)
-                object.__setattr__(bare, "config", module.config)
-                yield name, bare
+                yield name, _bare(module)
+
+    root = _bare(model)
+    object.__setattr__(root, "named_modules", listed)
+    return root
+
+
+def _bare(model: Any) -> Any:
+    """An object of a model's own class, with its configuration and nothing else."""
+    cls = _own_class(model, sys.modules["transformers.modeling_utils"].PreTrainedModel)
+    bare = cls.__new__(cls)
+    object.__setattr__(bare, "config", model.config)
+    return bare
 
 
 def _own_class(module: nn.Module, base: type) -> type:
@@ -136,8 +144,17 @@ def transforms_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
     """
     try:
         table = importlib.import_module("transformers.conversion_mapping")
-        listed = table.get_model_conversion_mapping(_Tree(model), add_legacy=add_legacy)
-    except (ImportError, AttributeError):
+    except ImportError:  # transformers 4 renames nothing by a table
+        return []
+    try:
+        listed = table.get_model_conversion_mapping(_stand_in(model), add_legacy=add_legacy)
+    except (AttributeError, TypeError) as error:
+        version = sys.modules["transformers"].__version__
+        warnings.warn(
+            f"the conversion table of transformers {version} cannot be read ({error}), so masks "
+            "are matched by names alone; expected a version from 5.0 to 5.23.",
+            stacklevel=2,
+        )
         return []
     # Those that a user gave to from_pretrained (key_mapping) go first, as they did there.
     used = getattr(model, "_weight_conversions", None) or []
@@ -151,7 +168,7 @@ def _patterns(transform: Any) -> tuple[Any, ...]:
         type(transform).__name__,
         tuple(transform.source_patterns),
         tuple(transform.target_patterns),
-        transform.scope_prefix,
+        getattr(transform, "scope_prefix", None),
     )
 
 
