@@ -8,6 +8,7 @@ tensors when it loads a checkpoint is a :class:`LoadingRules` (see transformers_
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +19,7 @@ Shape = tuple[int, ...]
 # From a name in the file to the whole mask, bool, of its shape there.
 ReadMask = Callable[[str], Tensor]
 
-# Close matches are looked for among so many names at most: each costs a comparison with all others.
+# Of so many names close matches are looked for, and so many are shown.
 _NUM_COMPARED = 20
 _NUM_SHOWN = 200
 
@@ -149,12 +150,33 @@ def match_masks(
 
 
 def with_close_names(names: Sequence[str], known: Iterable[str]) -> str:
-    """Names, each with the known one that is most like it, one to a line."""
-    candidates = list(known)
+    """Names, each with the known one that is most like it, one to a line.
+
+    Cost: a comparison of each of the first names with each kind of known ones; those that differ
+    in numbers alone are of one kind.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in known:
+        kinds.setdefault(_kind(name), []).append(name)
     lines = []
     for which, name in enumerate(names[:_NUM_SHOWN]):
-        close = difflib.get_close_matches(name, candidates, 1) if which < _NUM_COMPARED else []
-        lines.append(f"  {name}{f' (there is {close[0]})' if close else ''}")
+        close = None
+        if which < _NUM_COMPARED:
+            for kind in difflib.get_close_matches(_kind(name), kinds, 1):
+                alike = _with_numbers(kind, name)
+                close = alike if alike in kinds[kind] else kinds[kind][0]
+        lines.append(f"  {name}{f' (there is {close})' if close is not None else ''}")
     if len(names) > _NUM_SHOWN:
         lines.append(f"  and {len(names) - _NUM_SHOWN} more")
     return "\n".join(lines)
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"[0-9]+", "#", name)
+
+
+def _with_numbers(kind: str, name: str) -> str:
+    """A kind of names with the numbers of a name, as far as there are any."""
+    for number in re.findall(r"[0-9]+", name):
+        kind = kind.replace("#", number, 1)
+    return kind
