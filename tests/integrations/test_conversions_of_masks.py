@@ -177,3 +177,45 @@ def test_two_masks_for_one_parameter(tmp_path):
     report = prune.load_masks(model, tmp_path / "pruned", strict=False)
     assert report.unexpected_keys == (name,)
     assert torch.equal(~masks_of(model)[name], zero)
+
+
+def test_a_renaming_that_depends_on_a_tensor_without_a_mask(tmp_path):
+    """Old files have "a" and "gate" for "gate" and "up": "a" tells them, and is not pruned."""
+    source = tiny_families.save("llama", tmp_path / "new")
+    source = renamed(source, tmp_path / "a", "gate_proj", "a_proj")
+    source = renamed(source, tmp_path / "old", "up_proj", "gate_proj")
+    recipe = FileRecipe(0.5, exclude=("*.a_proj.*",))
+    pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
+    model = tiny_families.make("llama")
+    model._weight_conversions = [
+        loading.GroupWeightRename(["mlp.a_proj", "mlp.gate_proj"], ["mlp.gate_proj", "mlp.up_proj"])
+    ]
+    prune.load_masks(model, tmp_path / "pruned")
+    stored, masks = load_file(tmp_path / "pruned" / "model.safetensors"), masks_of(model)
+    assert not any("gate_proj" in name for name in masks)
+    for layer in ("model.layers.0", "model.layers.1"):
+        expected = stored[f"{layer}.mlp.gate_proj.weight"] != 0
+        assert torch.equal(masks[f"{layer}.mlp.up_proj.weight"], expected)
+
+
+class ThereAndBack(AddOne):
+    reverse_op = property(lambda self: self)
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [(AddOne(), "has no reverse"), (ThereAndBack(), r"up_proj\.weight: transformers saves it by")],
+)
+def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, message):
+    model = tiny_families.make("llama")
+    model._weight_conversions = [
+        loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [operation])
+    ]
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    with pytest.raises(NotImplementedError, match=f"{message}.*expected names='model'"):
+        prune.save_masks(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    prune.save_masks(model, tmp_path, names="model")
+    other = tiny_families.make("llama")
+    prune.load_masks(other, tmp_path)
+    assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())
