@@ -17,7 +17,8 @@ from distprune.local_pruning import (
     random_unstructured,
     remove,
 )
-from distprune.mask_files import load_masks, save_masks
+from distprune.mask_files import save_masks
+from distprune.mask_loading import load_masks
 from distprune.methods import (
     CustomFromMask,
     Identity,
@@ -29,7 +30,7 @@ from distprune.methods import (
 from distprune.methods import compute_norm as _compute_norm
 from distprune.naming import NamedParameter
 from distprune.pruning_method import BasePruningMethod, PruningContainer
-from distprune.report import ParameterReport, PruningReport
+from distprune.report import MaskLoadingReport, ParameterReport, PruningReport
 from distprune.selecting import select
 from distprune.verification.report import (
     VerificationError,
@@ -38,3 +39,4 @@ from distprune.verification.report import (
 )
 from distprune.verification.verifying import verify
 from distprune.wrapping import masks_aside, shard_masks
+from distprune.zeros import masks_from_zeros

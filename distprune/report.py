@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -160,3 +160,44 @@ class PruningReport:
         return "\n".join(
             [line(heading), rule, *map(line, rows), rule, line(total), "; ".join(facts)]
         )
+
+
+@dataclass(frozen=True)
+class MaskLoadingReport(PruningReport):
+    """What ``load_masks`` did, and what did not fit, in the words of ``load_state_dict``.
+
+    Attributes:
+        missing_keys: parameters that got no mask: of those that were asked for; or, if none were,
+            of two or more dimensions (many are dense on purpose: embeddings, heads).
+        unexpected_keys: masks that no parameter is for, by their names in the file.
+        mismatched_keys: masks of another shape than their parameters have.
+    """
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        report: PruningReport,
+        missing_keys: tuple[str, ...],
+        unexpected_keys: tuple[str, ...],
+        mismatched_keys: tuple[str, ...],
+    ) -> MaskLoadingReport:
+        """A report with what did not fit."""
+        known = {field.name: getattr(report, field.name) for field in fields(report)}
+        return cls(**known, missing_keys=missing_keys, unexpected_keys=unexpected_keys,
+                   mismatched_keys=mismatched_keys)  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        for what, keys in (
+            ("parameters without a mask", self.missing_keys),
+            ("masks without a parameter", self.unexpected_keys),
+            ("masks of another shape", self.mismatched_keys),
+        ):
+            if keys:
+                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+                lines.append(f"{len(keys)} {what}: {', '.join(keys[:3])}{more}")
+        return "\n".join(lines)

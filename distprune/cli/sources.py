@@ -54,4 +54,4 @@ def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(name if name.isprintable() else ascii(name) for name in names)
+    return ", ".join(names)

@@ -48,31 +48,40 @@ class MaskFile:
         shapes: by name, of the tensors that have a mask.
         header_crcs: by name of a weight file, the crc32 of its header.
         starts: by name, where the bits begin.
+        is_of_checkpoint: whether the names are those of a checkpoint, or of a model.
     """
 
     path: str
     shapes: dict[str, tuple[int, ...]]
     header_crcs: dict[str, int]
     starts: dict[str, int]
+    is_of_checkpoint: bool = True
 
 
-def mask_layout(entries: Sequence[TensorEntry], files: Sequence[WeightFile]) -> MaskLayout:
+def mask_layout(
+    entries: Sequence[TensorEntry],
+    files: Sequence[WeightFile],
+    *,
+    is_of_checkpoint: bool = False,
+) -> MaskLayout:
     """Lay out the masks of tensors, in this order.
 
     Args:
         entries: tensors that get a mask.
         files: of the checkpoint.
+        is_of_checkpoint: without files: whether the names are those of a checkpoint all the same.
     """
     shapes = {entry.name: entry.shape for entry in entries}
     crcs = {file.name: file.header_crc for file in files}
-    header: dict[str, object] = {
-        "__metadata__": {
-            "format": _FORMAT,
-            "bit_order": "little, 1 = keep",
-            "shapes": json.dumps(shapes),
-            "header_crc32": json.dumps(crcs),
-        }
+    metadata = {
+        "format": _FORMAT,
+        "bit_order": "little, 1 = keep",
+        "shapes": json.dumps(shapes),
+        "header_crc32": json.dumps(crcs),
     }
+    if is_of_checkpoint and not files:
+        metadata["names"] = "checkpoint"
+    header: dict[str, object] = {"__metadata__": metadata}
     ends, end = {}, 0
     for entry in entries:
         size = -(-entry.numel // 8)
@@ -118,6 +127,7 @@ def open_masks(folder: str | Path) -> MaskFile:
         shapes={name: tuple(shape) for name, shape in shapes.items()},
         header_crcs=crcs,
         starts={tensor.name: tensor.start for tensor in file.tensors},
+        is_of_checkpoint=bool(crcs) or file.metadata.get("names") == "checkpoint",
     )
 
 

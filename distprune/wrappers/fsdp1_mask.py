@@ -117,9 +117,13 @@ class FlatMask:
         in_memory = torch.empty_strided(piece.shape, piece.stride, dtype=torch.bool)
         in_memory.copy_(whole != 0)
         flat = in_memory.as_strided((piece.shape.numel(),), (1,))
-        self.mask.copy_(flat[piece.start : piece.start + self.mask.numel()])
-        if not is_summoned(piece.handle):
-            piece.free_gathered()
+        self.load_run(flat[piece.start : piece.start + self.mask.numel()])
+
+    def load_run(self, run: Tensor) -> None:
+        """Take a mask of this rank's run."""
+        self.mask.copy_(run != 0)
+        if not is_summoned(self._piece.handle):
+            self._piece.free_gathered()
 
 
 class _MaskedPieces:
@@ -257,7 +261,17 @@ class _Loading:
         key = prefix + self._key
         if key in state_dict:
             value, shape = state_dict.pop(key), self._mask._piece.shape
-            if torch.Size(value.size()) == shape:
+            if self._mask._piece.state._state_dict_type == StateDictType.LOCAL_STATE_DICT:
+                num_elements = self._mask.mask.numel()
+                if torch.Size(value.size()) == (num_elements,):
+                    self._mask.load_run(value)
+                else:
+                    error_msgs.append(
+                        f"size mismatch for {key}: the state dict has {tuple(value.size())}, "
+                        f"expected this rank's {num_elements} elements of the mask, as "
+                        "LOCAL_STATE_DICT has them of a model that is sharded in the same way."
+                    )
+            elif torch.Size(value.size()) == shape:
                 self._mask.load(value)
             else:
                 error_msgs.append(

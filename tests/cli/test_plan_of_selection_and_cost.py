@@ -8,8 +8,8 @@ import torch
 from commands import start
 
 from distprune.cli import costing
-from distprune.cli.choosing import CommandRecipe
 from distprune.files.planning import plan
+from distprune.files.recipe import FileRecipe
 from tiny_checkpoints import encode, save, tree_digest
 
 
@@ -61,7 +61,7 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
 
 
 def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
-    made = plan(source, CommandRecipe(0.5))
+    made = plan(source, FileRecipe(0.5))
     whole = costing.estimate(made, tmp_path / "out[1]").missing_bytes
     part = tmp_path / "out[1].partial-0123" / "distprune"
     part.mkdir(parents=True)
@@ -74,12 +74,12 @@ def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "dtypes", "passes"),
     [
-        (CommandRecipe(0.5), "BF16", 1),
-        (CommandRecipe(0.5), "BF16 F16", 2),
-        (CommandRecipe(0.5), "F32 F64", 4),
-        (CommandRecipe(0.5, scope="row"), "F32", 0),
-        (CommandRecipe(pattern="2:4"), "F32", 0),
-        (CommandRecipe(0.5, score="random"), "F32", 0),
+        (FileRecipe(0.5), "BF16", 1),
+        (FileRecipe(0.5), "BF16 F16", 2),
+        (FileRecipe(0.5), "F32 F64", 4),
+        (FileRecipe(0.5, scope="row"), "F32", 0),
+        (FileRecipe(pattern="2:4"), "F32", 0),
+        (FileRecipe(0.5, score="random"), "F32", 0),
     ],
 )
 def test_bytes_that_are_read_to_find_the_threshold(tmp_path, recipe, dtypes, passes):

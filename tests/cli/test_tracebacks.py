@@ -119,7 +119,7 @@ def test_too_little_memory_for_torch(source, tmp_path, megabytes):
 def test_errors_of_the_machine(source, raised, code, expected):
     script = (
         "import sys\nfrom distprune.files import planning\n"
-        f"def fail(*_): raise {raised}\n"
+        f"def fail(*_, **__): raise {raised}\n"
         "planning.plan = fail\nfrom distprune.cli.main import main\nmain()\n"
     )
     done = subprocess.run(

@@ -116,6 +116,33 @@ def test_pipeline_stages(folder, tmp_path):
     assert all(torch.equal(m.bool(), keeps[n[:-5]]) for n, m in model.named_buffers())
 
 
+def stages_that_lack_a_part(folder: Path) -> list[str]:
+    """Nobody has "conv"; and the first stage has "l1" in another shape."""
+    rank, wrong = dist.get_rank(), []
+    model = fill(ShapesNet(), "normal", "float32", seed=9)
+    part = nn.ModuleDict(
+        {n: getattr(model, n) for n in (["l1", "l2"], ["l3", "norm", "one"])[rank]}
+    )
+    error = error_of(lambda part: prune.load_masks(part, folder, pipeline_parallel=True), part)
+    wrong += [error] * ("no parameter for 2 of the masks" not in error or "CHANGED" in error)
+    wrong += [error] * ("conv.weight" not in error or "conv.bias" not in error)
+    if rank == 0:
+        part["l1"] = nn.Linear(6, 7)
+    report = prune.load_masks(part, folder, strict=False, pipeline_parallel=True)
+    mismatched = ("l1.weight", "l1.bias") if rank == 0 else ()
+    if (report.unexpected_keys, report.mismatched_keys) != (
+        ("conv.weight", "conv.bias"),
+        mismatched,
+    ):
+        wrong.append(str(report))
+    wrong += ["l1 is pruned"] * (rank == 0 and prune.is_pruned(part["l1"]))
+    return wrong + ["the rest is not"] * (not prune.is_pruned(part))
+
+
+def test_masks_that_no_stage_is_for(folder):
+    assert_nothing_wrong(run_ranks(stages_that_lack_a_part, 2, folder))
+
+
 def error_of(function, *arguments) -> str:
     model = arguments[0]
     before = snapshot(model)
@@ -149,8 +176,8 @@ def test_errors_are_raised_on_every_rank_and_change_nothing(folder, tmp_path):
     prune.save_masks(pruned_net(amount=0.5)[0], other)
     file.write_text("in the way")
     expected = [
-        "ValueError: the model has no parameter conv.weight, conv.bias, one.weight and 1 more",
-        "ValueError: l2.weight has shape (4, 10); its mask in",
+        "ValueError: the model has no parameter for 4 of the masks in",
+        "ValueError: l2.weight has shape (4, 10); its mask has (5, 10); l3.weight has",
         "has no masks (distprune/masks.safetensors is missing)",
         "rank 0 has crc32 of the masks",
         "on rank 0: CheckpointError",

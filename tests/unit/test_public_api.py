@@ -16,9 +16,9 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "NamedParameter", "ParameterReport", "PruningReport", "VerificationError",
-    "VerificationReport", "VerifiedParameter", "checkpoint", "load_masks", "masks_aside",
-    "save_masks", "schedule", "select", "shard_masks", "verify",
+    "MaskLoadingReport", "NamedParameter", "ParameterReport", "PruningReport",
+    "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint", "load_masks",
+    "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select", "shard_masks", "verify",
 }  # fmt: skip
 
 

@@ -1,0 +1,223 @@
+"""Zeros that are in the weights become masks, on any wrapper, and stay zero in training."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distprune as prune
+import wraps
+from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
+from distprune.testing import run_ranks
+from models import Net, ShapesNet, fill
+
+WRAPPINGS = [
+    "plain-1", "plain-2", "ddp-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-3", "fsdp1_root-2",
+    "fsdp1_flat-2", "fsdp1_hybrid-2x2", "tp-3", "fsdp2_tp-2x2",
+]  # fmt: skip
+
+
+@torch.no_grad()
+def with_zeros(net: type = ShapesNet, dtype: str = "float32") -> nn.Module:
+    """A third of every parameter is zero, of either sign; but none of those of one element."""
+    model = fill(net(), "normal", dtype)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter[parameter == 0] = 1
+        dead = torch.rand(parameter.shape, generator=generator) < 1 / 3
+        dead.view(-1)[0], dead.view(-1)[-1] = True, False
+        parameter[dead] = -0.0 if parameter.numel() % 2 else 0.0
+    return model
+
+
+def keeps_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach() != 0 for n, p in model.named_parameters() if (p == 0).any()}
+
+
+def pairs_of(model: nn.Module) -> list:
+    return prune.select(model, include="*", names=("weight", "bias"))
+
+
+def problems(net: type, wrapping: str, dtype: str) -> list[str]:
+    model = with_zeros(net, dtype)
+    keeps, indices = keeps_of(model), wraps.local_indices(model, wrapping)
+    model = wraps.wrap(model, wrapping)
+    report = prune.masks_from_zeros(pairs_of(model))
+    wrong = wrong_masks(model, keeps, indices)
+    expected = {name: int((~keep).sum()) for name, keep in keeps.items()}
+    counts = {each.name: each.num_pruned for each in report.parameters}
+    if counts != expected:
+        wrong.append(f"{counts} pruned, not {expected}")
+    # Nothing else is to be done; a second call finds nothing.
+    try:
+        prune.masks_from_zeros(pairs_of(model))
+        wrong.append("a second call found zeros")
+    except ValueError as error:
+        wrong += [str(error)] * ("has a zero that is not pruned yet" not in str(error))
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_masks_are_the_zeros(wrapping, dtype):
+    # FSDP1 without use_orig_params makes one flat parameter of a layer, whatever its shapes.
+    net = Net if wraps.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
+    assert_nothing_wrong(run_ranks(problems, wraps.world_size(wrapping), net, wrapping, dtype))
+
+
+def zeros_after_training(wrapping: str) -> list[str]:
+    model = fill(Net(wraps.runnable_sizes(wrapping)), "normal", "float32")
+    pairs = [(module, "weight") for module in (model.l1, model.l2, model.l3)]
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    for module, name in pairs:
+        prune.remove(module, name)
+    keeps = {f"l{i}.weight": m.weight.detach() != 0 for i, (m, _) in enumerate(pairs, 1)}
+    indices = wraps.local_indices(model, wrapping)
+    model = wraps.wrap(model, wrapping)
+    prune.masks_from_zeros(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(0))).sum().backward()
+        optimizer.step()
+    wrong = wrong_masks(model, keeps, indices)
+    for name in keeps:
+        module = wraps.unwrapped(model).get_submodule(name.partition(".")[0])
+        before = wraps.local(module.weight_orig).flatten()
+        prune.remove(module, "weight")
+        after, keep = (
+            wraps.local(module.weight).flatten(),
+            keeps[name].flatten()[indices[name].flatten()],
+        )
+        if not torch.equal(after, before * keep) or (after[keep] == 0).any():
+            wrong.append(f"{name} is {after}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2", "fsdp1-2", "tp-2"])
+def test_zeros_stay_zero_in_training(wrapping):
+    assert_nothing_wrong(run_ranks(zeros_after_training, wraps.world_size(wrapping), wrapping))
+
+
+def test_a_model_stands_for_its_matrices_under_any_name():
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.Parameter(torch.ones(2, 3, 4))
+            self.dense = nn.Parameter(torch.ones(3, 4))
+            self.scale = nn.Parameter(torch.zeros(4))
+            self.row = nn.Parameter(torch.zeros(1, 4))
+            self.tied = self.experts
+
+    model = Fused()
+    with torch.no_grad():
+        model.experts[1, 2, 0] = -0.0
+        model.experts[0, 0, 0] = float("nan")
+    report = prune.masks_from_zeros(model)
+    assert [(each.name, each.num_pruned) for each in report.parameters] == [("experts", 1)]
+    assert prune.is_pruned(model) and not hasattr(model, "dense_mask")
+    for mask in (model.experts_mask, model.tied_mask):
+        assert mask[1, 2, 0] == 0 and mask.sum() == 23
+
+
+def test_a_mask_that_is_there_holds_on():
+    model = nn.Linear(4, 3, bias=False)
+    nn.init.ones_(model.weight)
+    keep = torch.ones(3, 4)
+    keep[0, 0] = 0
+    prune.custom_from_mask(model, "weight", keep)
+    with torch.no_grad():
+        model.weight_orig[0, 0] = 0
+        model.weight_orig[1] = 0
+    report = prune.masks_from_zeros(model)
+    assert (report.num_pruned_before, report.num_pruned_now) == (1, 4)
+    keep[1] = 0
+    assert torch.equal(model.weight_mask, keep)
+
+
+def entirely_zero() -> nn.ModuleDict:
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "lora_B": nn.Linear(4, 3)})
+    with torch.no_grad():
+        model["a"].weight[0] = 0
+        model["lora_B"].weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("all_zero", "pruned"), [("leave", ["a.weight"]), ("prune", ["a.weight", "lora_B.weight"])]
+)
+def test_a_parameter_that_is_zero_entirely(all_zero, pruned):
+    model = entirely_zero()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"lora_B\.weight: every element is zero"):
+        prune.masks_from_zeros(model)
+    with pytest.raises(ValueError, match="all_zero='no'; expected 'error', 'leave' or 'prune'"):
+        prune.masks_from_zeros(model, all_zero="no")
+    assert not changes(before, snapshot(model))
+    report = prune.masks_from_zeros(model, all_zero=all_zero)
+    assert [each.name for each in report.parameters] == pruned
+
+
+def test_nothing_is_zero():
+    model = nn.Linear(4, 3)
+    nn.init.ones_(model.weight)
+    with pytest.raises(ValueError, match="none of the 1 parameters has a zero"):
+        prune.masks_from_zeros(model)
+    assert not prune.is_pruned(model)
+
+
+def stage() -> list[str]:
+    """Each rank has a part of the model; one has no zeros at all."""
+    rank = dist.get_rank()
+    part = nn.ModuleDict({f"l{rank}": nn.Linear(4, 3)})
+    nn.init.ones_(part[f"l{rank}"].weight)
+    if rank != 1:
+        with torch.no_grad():
+            part[f"l{rank}"].weight[0, : rank + 1] = 0
+    report = prune.masks_from_zeros(part, pipeline_parallel=True)
+    counts = [(each.name, each.num_pruned) for each in report.parameters]
+    wrong = [f"{counts}"] * (counts != [("l0.weight", 1), ("l2.weight", 3)])
+    return wrong + ["the wrong one is pruned"] * (prune.is_pruned(part) != (rank != 1))
+
+
+def test_pipeline_stages():
+    assert_nothing_wrong(run_ranks(stage, 3))
+
+
+def refusals() -> list[str]:
+    """Replicas that differ; other arguments; zeros of one rank alone under FSDP are no fault."""
+    rank, wrong = dist.get_rank(), []
+    model = nn.Linear(4, 3, bias=False)
+    nn.init.ones_(model.weight)
+    with torch.no_grad():
+        model.weight[0, rank] = 0
+    before = snapshot(model)
+    for arguments in ({}, {"all_zero": ("leave", "prune")[rank]}):
+        try:
+            prune.masks_from_zeros(model, **arguments)
+            wrong.append("nothing was raised")
+        except ValueError as error:
+            told = "differ" in str(error)
+            wrong += [str(error)] * (not told)
+    return wrong + changes(before, snapshot(model))
+
+
+def test_every_rank_raises_and_nothing_changes():
+    assert_nothing_wrong(run_ranks(refusals, 2))
+
+
+def one_rank_has_zeros() -> list[str]:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    nn.init.ones_(model[0].weight)
+    with torch.no_grad():
+        model[0].weight[3, 3] = 0
+    model = wraps.wrap(model, "fsdp2-2")
+    report = prune.masks_from_zeros(model)
+    mask = wraps.local(model[0].weight_mask)
+    return [f"{report.num_pruned}, {mask}"] * (
+        report.num_pruned != 1 or int((~mask).sum()) != dist.get_rank()
+    )
+
+
+def test_zeros_of_one_shard():
+    assert_nothing_wrong(run_ranks(one_rank_has_zeros, 2))

@@ -1,0 +1,221 @@
+"""What may be done to a mask is moving its elements; any other conversion is refused by name."""
+
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from transformers import conversion_mapping
+from transformers import core_model_loading as loading
+
+import distprune as prune
+import tiny_families
+from distprune.files import planning, pruning
+from distprune.files.recipe import FileRecipe
+from distprune.transformers_table import MOVING_OPERATIONS
+
+
+def index(*shape: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + torch.Size(shape).numel()).view(shape)
+
+
+CONFIG = hf.LlamaConfig(num_attention_heads=2)
+LISTS = {
+    "a": [index(2, 4), index(2, 4, start=8)],
+    "b": [index(2, 4, start=16), index(2, 4, start=24)],
+}
+
+
+class Model:
+    def get_parameter(self, name):
+        return torch.empty({"a": 3, "b": 5}[name], 4)
+
+
+CASES = {
+    "Chunk": (loading.Chunk(1), {"a": [index(3, 4)]}, ["a", "b"]),
+    "Split": (loading.Split(0), {"a": [index(8, 4)]}, ["a", "b"]),
+    "Concatenate": (loading.Concatenate(1), {"a": [index(2, 4)], "b": [index(2, 3, start=8)]}, "c"),
+    "Interleave": (loading.Interleave(1), {"a": [index(2, 4)]}, "a"),
+    "MergeModulelist": (loading.MergeModulelist(0), {"a": LISTS["a"]}, "a"),
+    "SplitModulelist": (loading.SplitModulelist(0), {"a": [index(3, 4)]}, ["a.*.b"]),
+    "Transpose": (loading.Transpose(0, 1), {"a": [index(3, 4)]}, "a"),
+    "Conv3dToLinear": (loading.Conv3dToLinear(2, (1, 2, 2)), {"a": [index(3, 2, 1, 2, 2)]}, "a"),
+    "LinearToConv3d": (loading.LinearToConv3d(2, (1, 2, 2)), {"a": [index(3, 8)]}, "a"),
+    "PermuteForRope": (loading.PermuteForRope(), {"a": [index(8, 3)]}, "a"),
+    "VisionFuseAndPermuteForRope": (
+        loading.VisionFuseAndPermuteForRope(0),
+        {"a": [index(8, 3)], "b": [index(8, 3, start=24)]},
+        "c",
+    ),
+    "VisionUnfuseAndPermuteForRope": (
+        loading.VisionUnfuseAndPermuteForRope(0),
+        {"a": [index(16, 3)]},
+        ["a", "b"],
+    ),
+    "ErnieFuseAndSplitTextVisionExperts": (
+        loading.ErnieFuseAndSplitTextVisionExperts(),
+        LISTS,
+        ["c", "d"],
+    ),
+    "ErnieSplitAndDecoupleTextVisionExperts": (
+        loading.ErnieSplitAndDecoupleTextVisionExperts(),
+        {"a": [index(2, 4, 3)], "b": [index(2, 4, 3, start=24)]},
+        ["c.*.w", "d.*.w"],
+    ),
+}
+
+
+def test_every_operation_of_transformers_is_known():
+    """One that is new there is refused until somebody has looked at it."""
+    operations = {
+        name
+        for name, value in vars(loading).items()
+        if isinstance(value, type) and issubclass(value, loading.ConversionOps)
+    }
+    assert operations - MOVING_OPERATIONS == {"ConversionOps", "_IdentityOp"}
+    assert set(CASES) == MOVING_OPERATIONS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_move_every_element_once(name):
+    operation, tensors, targets = CASES[name]
+    targets = [targets] if isinstance(targets, str) else targets
+    given = torch.cat([t.flatten() for each in tensors.values() for t in each])
+    made = operation.convert(
+        {key: list(each) for key, each in tensors.items()},
+        source_patterns=list(tensors),
+        target_patterns=targets,
+        config=CONFIG,
+        model=Model(),
+        full_layer_name="a",
+    )
+    found = torch.cat([value.flatten() for value in made.values()])
+    assert torch.equal(found.sort().values, given.sort().values)
+
+
+class AddOne(loading.ConversionOps):
+    """As a checkpoint format has it whose norms lie around zero."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        return {target_patterns[0]: next(iter(input_dict.values()))[0] + 1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = tiny_families.save("llama", tmp_path / "source")
+    recipe = FileRecipe(0.5, include=("*.weight",))
+    pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
+    return tmp_path / "pruned"
+
+
+def test_a_computing_conversion_is_refused_by_name(folder):
+    model = hf.LlamaForCausalLM.from_pretrained(folder)
+    model._weight_conversions = [
+        loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [AddOne()])
+    ]
+    message = "model.layers.1.mlp.up_proj.weight: transformers makes .* of it by AddOne"
+    with pytest.raises(ValueError, match=message):
+        prune.load_masks(model, folder)
+    assert not prune.is_pruned(model)
+    report = prune.load_masks(model, folder, strict=False)
+    refused = {f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)}
+    assert set(report.unexpected_keys) == refused == set(report.missing_keys)
+
+
+def test_a_table_that_cannot_be_read_is_told(folder, monkeypatch):
+    def other_signature(model):
+        raise AssertionError
+
+    model = hf.LlamaForCausalLM.from_pretrained(folder)
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", other_signature)
+    with pytest.warns(UserWarning, match="conversion table of transformers .* cannot be read"):
+        report = prune.load_masks(model, folder)
+    assert report.num_pruned
+
+
+def renamed(folder, target, old, new):
+    """A checkpoint with other names in its files."""
+    state = {n.replace(old, new): t for n, t in load_file(folder / "model.safetensors").items()}
+    shutil.copytree(folder, target)
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def masks_of(model):
+    return {n.removesuffix("_mask"): m.bool() for n, m in model.named_buffers() if "_mask" in n}
+
+
+def test_renamings_that_the_user_gave(tmp_path):
+    source = tiny_families.save("llama", tmp_path / "source")
+    source = renamed(source, tmp_path / "renamed", ".mlp.", ".ffn.")
+    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "pruned")
+    model = hf.LlamaForCausalLM.from_pretrained(
+        tmp_path / "pruned", key_mapping={r"\.ffn\.": ".mlp."}
+    )
+    zeros = {name: value.detach() == 0 for name, value in model.named_parameters()}
+    prune.load_masks(model, tmp_path / "pruned")
+    masks = masks_of(model)
+    assert len(masks) == 14
+    assert all(torch.equal(~mask, zeros[name]) for name, mask in masks.items())
+
+
+def test_two_masks_for_one_parameter(tmp_path):
+    """transformers loads the first of two such tensors; so the second one's mask is for nobody."""
+    source = tiny_families.save("llama", tmp_path / "source")
+    state = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    state["model.layers.0.ffn.up_proj.weight"] = state[name].flip(0).contiguous()
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "pruned")
+    mapping = {r"\.ffn\.": ".mlp."}
+    model = hf.LlamaForCausalLM.from_pretrained(tmp_path / "pruned", key_mapping=mapping)
+    zero = model.get_parameter(name).detach() == 0
+    message = f"{name}: {name} has the mask model.layers.0.ffn.up_proj.weight"
+    with pytest.raises(ValueError, match=message):
+        prune.load_masks(model, tmp_path / "pruned")
+    report = prune.load_masks(model, tmp_path / "pruned", strict=False)
+    assert report.unexpected_keys == (name,)
+    assert torch.equal(~masks_of(model)[name], zero)
+
+
+def test_a_renaming_that_depends_on_a_tensor_without_a_mask(tmp_path):
+    """Old files have "a" and "gate" for "gate" and "up": "a" tells them, and is not pruned."""
+    source = tiny_families.save("llama", tmp_path / "new")
+    source = renamed(source, tmp_path / "a", "gate_proj", "a_proj")
+    source = renamed(source, tmp_path / "old", "up_proj", "gate_proj")
+    recipe = FileRecipe(0.5, exclude=("*.a_proj.*",))
+    pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
+    model = tiny_families.make("llama")
+    model._weight_conversions = [
+        loading.GroupWeightRename(["mlp.a_proj", "mlp.gate_proj"], ["mlp.gate_proj", "mlp.up_proj"])
+    ]
+    prune.load_masks(model, tmp_path / "pruned")
+    stored, masks = load_file(tmp_path / "pruned" / "model.safetensors"), masks_of(model)
+    assert not any("gate_proj" in name for name in masks)
+    for layer in ("model.layers.0", "model.layers.1"):
+        expected = stored[f"{layer}.mlp.gate_proj.weight"] != 0
+        assert torch.equal(masks[f"{layer}.mlp.up_proj.weight"], expected)
+
+
+class ThereAndBack(AddOne):
+    reverse_op = property(lambda self: self)
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [(AddOne(), "has no reverse"), (ThereAndBack(), r"up_proj\.weight: transformers saves it by")],
+)
+def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, message):
+    model = tiny_families.make("llama")
+    model._weight_conversions = [
+        loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [operation])
+    ]
+    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    with pytest.raises(NotImplementedError, match=f"{message}.*expected names='model'"):
+        prune.save_masks(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    prune.save_masks(model, tmp_path, names="model")
+    other = tiny_families.make("llama")
+    prune.load_masks(other, tmp_path)
+    assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())

@@ -1,0 +1,302 @@
+"""Masks of a checkpoint reach the model that transformers makes of it, whatever it renames."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import distprune as prune
+import tiny_families
+from distprune.files import applying, planning, pruning
+from distprune.files.masks import open_masks
+from distprune.files.recipe import FileRecipe
+from distprune.testing import run_ranks
+
+# Everything that has a dimension, so that nothing is spared by the default selection.
+EVERYTHING = FileRecipe(0.5, include=("*",), min_ndim=1)
+# Matrices alone, and not all of them: some tensors that are merged have no mask.
+SOME = FileRecipe(0.5, include=("*",), exclude=("re:.*(experts.1.|.q_|query|layers.0.|h.0.).*",))
+
+
+@pytest.fixture
+def pruned(tmp_path):
+    """Save a family's model, prune the files, and give the folder."""
+
+    def make(family, recipe=EVERYTHING, **changes):
+        source = tiny_families.save(family, tmp_path / "source", **changes)
+        pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
+        return tmp_path / "pruned"
+
+    return make
+
+
+def masks_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n.removesuffix("_mask"): m.bool() for n, m in model.named_buffers() if "_mask" in n}
+
+
+def is_masked_where_zero(model: nn.Module, zeros: dict[str, torch.Tensor]) -> list[str]:
+    """What differs between the masks of a model and the zeros of weights, by name."""
+    masks, wrong = masks_of(model), []
+    for name, zero in zeros.items():
+        keep = masks.pop(name, None)
+        if keep is None:
+            wrong += [f"{name} has no mask"] * bool(zero.any())
+        elif not torch.equal(~keep, zero):
+            wrong.append(f"{name} is masked elsewhere")
+    return wrong + [f"{name}: a mask that nobody expects" for name in masks]
+
+
+def zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() == 0 for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", [EVERYTHING, SOME], ids=["everything", "some"])
+@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+def test_masks_are_the_zeros_that_transformers_loads(pruned, family, recipe):
+    folder = pruned(family, recipe)
+    cls = tiny_families.FAMILIES[family][0]
+    model, dense = cls.from_pretrained(folder), tiny_families.make(family)
+    zeros = zeros_of(model)
+    weights = {name: value.clone() for name, value in model.named_parameters()}
+    report = prune.load_masks(model, folder)
+    assert not is_masked_where_zero(model, zeros)
+    # On other weights than those in the folder the product is theirs, and zero in these places.
+    prune.load_masks(dense, folder)
+    for name in masks_of(dense):
+        path, _, parameter = name.rpartition(".")
+        module = dense.get_submodule(path)
+        module._forward_pre_hooks and [h(module, ()) for h in module._forward_pre_hooks.values()]
+        assert torch.equal(getattr(module, parameter).detach(), weights[name]), name
+    assert report.num_pruned == sum(int(zero.sum()) for zero in zeros.values())
+    assert not report.unexpected_keys and not report.mismatched_keys
+
+
+RENAMED = {
+    "mixtral": 74, "qwen2_moe": 18, "vit": 32, "swin": 26, "nomic_bert": 20, "olmo_hybrid": 6,
+    "llava": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RENAMED)
+def test_these_files_have_other_names_than_the_model(pruned, family):
+    model = tiny_families.make(family)
+    names = set(open_masks(pruned(family)).shapes)
+    assert len(names - {name for name, _ in model.named_parameters()}) == RENAMED[family]
+
+
+BASES = {
+    "bert": (hf.BertModel, {"classifier.weight", "classifier.bias"}),
+    "llama": (hf.LlamaModel, {"lm_head.weight"}),
+    "vit": (hf.ViTModel, {"classifier.weight", "classifier.bias"}),
+    "mixtral": (hf.MixtralModel, {"lm_head.weight"}),
+    "gpt2": (hf.GPT2Model, set()),
+}
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_base_model_has_a_prefix_less(pruned, family):
+    folder, (base, rest) = pruned(family), BASES[family]
+    model = base.from_pretrained(
+        folder, **({"add_pooling_layer": False} if family == "vit" else {})
+    )
+    zeros = zeros_of(model)
+    if rest:
+        with pytest.raises(ValueError, match="strict=False to load the other masks") as raised:
+            prune.load_masks(model, folder)
+        assert all(name in str(raised.value) for name in rest)
+        assert not prune.is_pruned(model)
+    report = prune.load_masks(model, folder, strict=False)
+    assert set(report.unexpected_keys) == rest
+    assert not is_masked_where_zero(model, zeros)
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_a_model_with_a_head_has_a_prefix_more(tmp_path, family):
+    base = BASES[family][0]
+    tiny_families.make(family).base_model.save_pretrained(tmp_path / "source")
+    pruning.prune(planning.plan(tmp_path / "source", EVERYTHING), tmp_path / "pruned")
+    model = tiny_families.FAMILIES[family][0].from_pretrained(tmp_path / "pruned")
+    assert isinstance(model.base_model, base)
+    zeros = {f"{model.base_model_prefix}.{n}": z for n, z in zeros_of(model.base_model).items()}
+    report = prune.load_masks(model, tmp_path / "pruned")
+    assert not is_masked_where_zero(model, zeros)
+    assert not report.unexpected_keys
+
+
+def transposed(source, target):
+    """The same checkpoint as it was written before: experts as [experts, inputs, outputs]."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    state = load_file(source / "model.safetensors")
+    names = [name for name in state if ".experts." in name]
+    state |= {name: state[name].transpose(1, 2).contiguous() for name in names}
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    return names
+
+
+def test_experts_that_are_transposed_on_loading(tmp_path):
+    source = tiny_families.save("qwen3_vl_moe", tmp_path / "new")
+    assert transposed(source, tmp_path / "old")
+    pruning.prune(planning.plan(tmp_path / "old", EVERYTHING), tmp_path / "pruned")
+    model = hf.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "pruned")
+    zeros = zeros_of(model)
+    prune.load_masks(model, tmp_path / "pruned")
+    assert not is_masked_where_zero(model, zeros)
+
+
+def test_a_head_of_another_size_is_reported(pruned):
+    folder = pruned("bert", num_labels=5)
+    model = hf.BertForSequenceClassification.from_pretrained(
+        folder, num_labels=3, ignore_mismatched_sizes=True
+    )
+    expected = zeros_of(model)
+    with pytest.raises(
+        ValueError, match=r"classifier.weight has shape \(3, 8\); its mask has \(5, 8\)"
+    ):
+        prune.load_masks(model, folder)
+    report = prune.load_masks(model, folder, strict=False)
+    assert set(report.mismatched_keys) == {"classifier.weight", "classifier.bias"}
+    assert "classifier.weight" in report.missing_keys
+    expected = {n: z if "classifier" not in n else torch.zeros_like(z) for n, z in expected.items()}
+    assert not is_masked_where_zero(model, expected)
+    assert "2 masks of another shape: classifier" in str(report)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "vit", "gpt2"])
+def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
+    folder, cls = pruned(family, FileRecipe(0.5)), tiny_families.FAMILIES[family][0]
+    model, other = cls.from_pretrained(folder), cls.from_pretrained(folder)
+    by_name, by_value = prune.load_masks(model, folder), prune.masks_from_zeros(other)
+    assert by_name.parameters == by_value.parameters and by_name.num_pruned
+    expected, found = masks_of(model), masks_of(other)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_the_masks_of_a_live_model_load_again(tmp_path):
+    for family in tiny_families.FAMILIES:
+        model, other = tiny_families.make(family), tiny_families.make(family)
+        pairs = prune.select(
+            model, names=[n.rpartition(".")[2] for n, _ in model.named_parameters()]
+        )
+        prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+        prune.save_masks(model, tmp_path / family)
+        prune.load_masks(other, tmp_path / family)
+        expected, found = masks_of(model), masks_of(other)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected), family
+
+
+def test_chosen_parameters_alone_get_masks(pruned):
+    folder = pruned("llama", FileRecipe(0.5, exclude=("*k_proj*",)))
+    model = hf.LlamaForCausalLM.from_pretrained(folder)
+    chosen = prune.select(model, include="*.q_proj")
+    report = prune.load_masks(model, folder, parameters=chosen)
+    assert set(masks_of(model)) == {pair.fqn for pair in chosen}
+    assert not report.missing_keys and not report.unexpected_keys
+    with pytest.raises(ValueError, match=r"no mask of 2 of the given parameters"):
+        prune.load_masks(model, folder, parameters=prune.select(model, include="*.[qk]_proj"))
+    chosen = prune.select(model, include="*.[qk]_proj")
+    report = prune.load_masks(model, folder, parameters=chosen, strict=False)
+    assert len(report.missing_keys) == 2
+    other = prune.select(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="which the model does not have"):
+        prune.load_masks(model, folder, parameters=other)
+
+
+def test_another_model_altogether(pruned):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no parameter for"):
+        prune.load_masks(model, pruned("llama"), strict=False)
+    assert not prune.is_pruned(model)
+
+
+def wrap(model: nn.Module, kind: str) -> nn.Module:
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    for module in list(model.modules()):
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def sharded_masks(family: str, wrapping: str, folder: str) -> tuple[int, dict[str, np.ndarray]]:
+    """How much is pruned, and all masks, whole."""
+    model = wrap(tiny_families.FAMILIES[family][0].from_pretrained(folder), wrapping)
+    report = prune.load_masks(model, folder)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    masks = {n.removesuffix("_mask"): m.bool().numpy() for n, m in state.items() if "_mask" in n}
+    return report.num_pruned, masks
+
+
+# FSDP1 does not shard on one rank.
+@pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-2", "fsdp1-2"])
+@pytest.mark.parametrize("family", ["mixtral", "vit", "nomic_bert"])
+def test_sharded_models_get_the_same(pruned, family, wrapping):
+    folder = pruned(family, SOME)
+    zeros = zeros_of(tiny_families.FAMILIES[family][0].from_pretrained(folder))
+    zeros = {name: zero.numpy() for name, zero in zeros.items() if zero.any()}
+    kind, size = wrapping.split("-")
+    for num_pruned, masks in run_ranks(sharded_masks, int(size), family, kind, str(folder)):
+        assert num_pruned == sum(int(zero.sum()) for zero in zeros.values())
+        assert masks.keys() == zeros.keys()
+        assert all(np.array_equal(~masks[name], zero) for name, zero in zeros.items())
+
+
+def everything_of(model: nn.Module) -> list:
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    return prune.select(model, include="*", names=sorted(names))
+
+
+def save_live(family: str, source: str, folder: str, wrapping: str = "plain") -> None:
+    """Prune a loaded model, and save its masks."""
+    model = tiny_families.FAMILIES[family][0].from_pretrained(source)
+    model = wrap(model, wrapping) if wrapping != "plain" else model
+    pairs = everything_of(model)
+    # Some parameters of those that are saved together have no mask.
+    pairs = [pair for which, pair in enumerate(pairs) if which % 5]
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
+    prune.save_masks(model, folder)
+
+
+@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
+    """``distprune apply`` takes them; and the pruned files are what the live model was."""
+    source, cls = tmp_path / "source", tiny_families.FAMILIES[family][0]
+    tiny_families.save(family, source)
+    save_live(family, source, tmp_path / "masks")
+    applying.Application(tmp_path / "masks", source).write(tmp_path / "pruned")
+    model, other = cls.from_pretrained(tmp_path / "pruned"), cls.from_pretrained(source)
+    zeros = zeros_of(model)
+    assert any(zero.any() for zero in zeros.values())
+    for folder in ("masks", "pruned"):
+        prune.load_masks(other, tmp_path / folder)
+        assert not is_masked_where_zero(other, zeros)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "nomic_bert"])
+def test_a_sharded_model_saves_the_same_bytes(tmp_path, family):
+    tiny_families.save(family, tmp_path / "source")
+    save_live(family, tmp_path / "source", tmp_path / "masks")
+    folder = tmp_path / "sharded"
+    run_ranks(save_live, 2, family, str(tmp_path / "source"), str(folder), "fsdp2")
+    file = "distprune/masks.safetensors"
+    assert (tmp_path / "masks" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_masks_under_the_names_of_the_model(tmp_path):
+    model, other = tiny_families.make("mixtral"), tiny_families.make("mixtral")
+    prune.global_unstructured(everything_of(model), prune.L1Unstructured, amount=0.5)
+    with pytest.raises(ValueError, match="names='files'; expected 'checkpoint' or 'model'"):
+        prune.save_masks(model, tmp_path, names="files")
+    prune.save_masks(model, tmp_path, names="model")
+    assert set(open_masks(tmp_path).shapes) == set(masks_of(model))
+    prune.load_masks(other, tmp_path)
+    assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())
