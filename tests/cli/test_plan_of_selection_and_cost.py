@@ -95,7 +95,7 @@ def test_bytes_that_are_read_to_find_the_threshold(tmp_path, recipe, dtypes, pas
 def test_the_time_comes_from_a_sample_of_the_disk(run, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    header = {"w.weight": {"dtype": "BF16", "shape": [1 << 13] * 2, "data_offsets": [0, 1 << 27]}}
+    header = {"a.weight": {"dtype": "BF16", "shape": [1 << 13] * 2, "data_offsets": [0, 1 << 27]}}
     with (source / "model.safetensors").open("wb") as file:
         file.write(encode(header))
         file.truncate(file.tell() + (1 << 27))

@@ -10,7 +10,7 @@ from transformers import conversion_mapping
 from transformers import core_model_loading as loading
 
 import distprune as prune
-import tiny_families
+import renamed_families
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
 from distprune.transformers_table import MOVING_OPERATIONS
@@ -103,7 +103,7 @@ class AddOne(loading.ConversionOps):
 
 @pytest.fixture
 def folder(tmp_path):
-    source = tiny_families.save("llama", tmp_path / "source")
+    source = renamed_families.save("llama", tmp_path / "source")
     recipe = FileRecipe(0.5, include=("*.weight",))
     pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
     return tmp_path / "pruned"
@@ -147,7 +147,7 @@ def masks_of(model):
 
 
 def test_renamings_that_the_user_gave(tmp_path):
-    source = tiny_families.save("llama", tmp_path / "source")
+    source = renamed_families.save("llama", tmp_path / "source")
     source = renamed(source, tmp_path / "renamed", ".mlp.", ".ffn.")
     pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "pruned")
     model = hf.LlamaForCausalLM.from_pretrained(
@@ -162,7 +162,7 @@ def test_renamings_that_the_user_gave(tmp_path):
 
 def test_two_masks_for_one_parameter(tmp_path):
     """transformers loads the first of two such tensors; so the second one's mask is for nobody."""
-    source = tiny_families.save("llama", tmp_path / "source")
+    source = renamed_families.save("llama", tmp_path / "source")
     state = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     state["model.layers.0.ffn.up_proj.weight"] = state[name].flip(0).contiguous()
@@ -181,12 +181,12 @@ def test_two_masks_for_one_parameter(tmp_path):
 
 def test_a_renaming_that_depends_on_a_tensor_without_a_mask(tmp_path):
     """Old files have "a" and "gate" for "gate" and "up": "a" tells them, and is not pruned."""
-    source = tiny_families.save("llama", tmp_path / "new")
+    source = renamed_families.save("llama", tmp_path / "new")
     source = renamed(source, tmp_path / "a", "gate_proj", "a_proj")
     source = renamed(source, tmp_path / "old", "up_proj", "gate_proj")
     recipe = FileRecipe(0.5, exclude=("*.a_proj.*",))
     pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
-    model = tiny_families.make("llama")
+    model = renamed_families.make("llama")
     model._weight_conversions = [
         loading.GroupWeightRename(["mlp.a_proj", "mlp.gate_proj"], ["mlp.gate_proj", "mlp.up_proj"])
     ]
@@ -207,7 +207,7 @@ class ThereAndBack(AddOne):
     [(AddOne(), "has no reverse"), (ThereAndBack(), r"up_proj\.weight: transformers saves it by")],
 )
 def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, message):
-    model = tiny_families.make("llama")
+    model = renamed_families.make("llama")
     model._weight_conversions = [
         loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [operation])
     ]
@@ -216,6 +216,6 @@ def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, m
         prune.save_masks(model, tmp_path)
     assert not list(tmp_path.iterdir())
     prune.save_masks(model, tmp_path, names="model")
-    other = tiny_families.make("llama")
+    other = renamed_families.make("llama")
     prune.load_masks(other, tmp_path)
     assert all(torch.equal(mask, masks_of(model)[name]) for name, mask in masks_of(other).items())

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distprune as prune
-import tiny_families
+import renamed_families
 from distprune.files import applying, planning, pruning
 from distprune.files.masks import open_masks
 from distprune.files.recipe import FileRecipe
@@ -29,7 +29,7 @@ def pruned(tmp_path):
     """Save a family's model, prune the files, and give the folder."""
 
     def make(family, recipe=EVERYTHING, **changes):
-        source = tiny_families.save(family, tmp_path / "source", **changes)
+        source = renamed_families.save(family, tmp_path / "source", **changes)
         pruning.prune(planning.plan(source, recipe), tmp_path / "pruned")
         return tmp_path / "pruned"
 
@@ -57,11 +57,11 @@ def zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("recipe", [EVERYTHING, SOME], ids=["everything", "some"])
-@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+@pytest.mark.parametrize("family", renamed_families.FAMILIES)
 def test_masks_are_the_zeros_that_transformers_loads(pruned, family, recipe):
     folder = pruned(family, recipe)
-    cls = tiny_families.FAMILIES[family][0]
-    model, dense = cls.from_pretrained(folder), tiny_families.make(family)
+    cls = renamed_families.FAMILIES[family][0]
+    model, dense = cls.from_pretrained(folder), renamed_families.make(family)
     zeros = zeros_of(model)
     weights = {name: value.clone() for name, value in model.named_parameters()}
     report = prune.load_masks(model, folder)
@@ -85,7 +85,7 @@ RENAMED = {
 
 @pytest.mark.parametrize("family", RENAMED)
 def test_these_files_have_other_names_than_the_model(pruned, family):
-    model = tiny_families.make(family)
+    model = renamed_families.make(family)
     names = set(open_masks(pruned(family)).shapes)
     assert len(names - {name for name, _ in model.named_parameters()}) == RENAMED[family]
 
@@ -119,9 +119,9 @@ def test_a_base_model_has_a_prefix_less(pruned, family):
 @pytest.mark.parametrize("family", BASES)
 def test_a_model_with_a_head_has_a_prefix_more(tmp_path, family):
     base = BASES[family][0]
-    tiny_families.make(family).base_model.save_pretrained(tmp_path / "source")
+    renamed_families.make(family).base_model.save_pretrained(tmp_path / "source")
     pruning.prune(planning.plan(tmp_path / "source", EVERYTHING), tmp_path / "pruned")
-    model = tiny_families.FAMILIES[family][0].from_pretrained(tmp_path / "pruned")
+    model = renamed_families.FAMILIES[family][0].from_pretrained(tmp_path / "pruned")
     assert isinstance(model.base_model, base)
     zeros = {f"{model.base_model_prefix}.{n}": z for n, z in zeros_of(model.base_model).items()}
     report = prune.load_masks(model, tmp_path / "pruned")
@@ -142,7 +142,7 @@ def transposed(source, target):
 
 
 def test_experts_that_are_transposed_on_loading(tmp_path):
-    source = tiny_families.save("qwen3_vl_moe", tmp_path / "new")
+    source = renamed_families.save("qwen3_vl_moe", tmp_path / "new")
     assert transposed(source, tmp_path / "old")
     pruning.prune(planning.plan(tmp_path / "old", EVERYTHING), tmp_path / "pruned")
     model = hf.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "pruned")
@@ -171,7 +171,7 @@ def test_a_head_of_another_size_is_reported(pruned):
 
 @pytest.mark.parametrize("family", ["mixtral", "vit", "gpt2"])
 def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
-    folder, cls = pruned(family, FileRecipe(0.5)), tiny_families.FAMILIES[family][0]
+    folder, cls = pruned(family, FileRecipe(0.5)), renamed_families.FAMILIES[family][0]
     model, other = cls.from_pretrained(folder), cls.from_pretrained(folder)
     by_name, by_value = prune.load_masks(model, folder), prune.masks_from_zeros(other)
     assert by_name.parameters == by_value.parameters and by_name.num_pruned
@@ -181,8 +181,8 @@ def test_the_zeros_that_were_loaded_are_the_masks(pruned, family):
 
 
 def test_the_masks_of_a_live_model_load_again(tmp_path):
-    for family in tiny_families.FAMILIES:
-        model, other = tiny_families.make(family), tiny_families.make(family)
+    for family in renamed_families.FAMILIES:
+        model, other = renamed_families.make(family), renamed_families.make(family)
         pairs = prune.select(
             model, names=[n.rpartition(".")[2] for n, _ in model.named_parameters()]
         )
@@ -229,7 +229,7 @@ def wrap(model: nn.Module, kind: str) -> nn.Module:
 
 def sharded_masks(family: str, wrapping: str, folder: str) -> tuple[int, dict[str, np.ndarray]]:
     """How much is pruned, and all masks, whole."""
-    model = wrap(tiny_families.FAMILIES[family][0].from_pretrained(folder), wrapping)
+    model = wrap(renamed_families.FAMILIES[family][0].from_pretrained(folder), wrapping)
     report = prune.load_masks(model, folder)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     masks = {n.removesuffix("_mask"): m.bool().numpy() for n, m in state.items() if "_mask" in n}
@@ -241,7 +241,7 @@ def sharded_masks(family: str, wrapping: str, folder: str) -> tuple[int, dict[st
 @pytest.mark.parametrize("family", ["mixtral", "vit", "nomic_bert"])
 def test_sharded_models_get_the_same(pruned, family, wrapping):
     folder = pruned(family, SOME)
-    zeros = zeros_of(tiny_families.FAMILIES[family][0].from_pretrained(folder))
+    zeros = zeros_of(renamed_families.FAMILIES[family][0].from_pretrained(folder))
     zeros = {name: zero.numpy() for name, zero in zeros.items() if zero.any()}
     kind, size = wrapping.split("-")
     for num_pruned, masks in run_ranks(sharded_masks, int(size), family, kind, str(folder)):
@@ -257,7 +257,7 @@ def everything_of(model: nn.Module) -> list:
 
 def save_live(family: str, source: str, folder: str, wrapping: str = "plain") -> None:
     """Prune a loaded model, and save its masks."""
-    model = tiny_families.FAMILIES[family][0].from_pretrained(source)
+    model = renamed_families.FAMILIES[family][0].from_pretrained(source)
     model = wrap(model, wrapping) if wrapping != "plain" else model
     pairs = everything_of(model)
     # Some parameters of those that are saved together have no mask.
@@ -266,11 +266,11 @@ def save_live(family: str, source: str, folder: str, wrapping: str = "plain") ->
     prune.save_masks(model, folder)
 
 
-@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+@pytest.mark.parametrize("family", renamed_families.FAMILIES)
 def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
     """``distprune apply`` takes them; and the pruned files are what the live model was."""
-    source, cls = tmp_path / "source", tiny_families.FAMILIES[family][0]
-    tiny_families.save(family, source)
+    source, cls = tmp_path / "source", renamed_families.FAMILIES[family][0]
+    renamed_families.save(family, source)
     save_live(family, source, tmp_path / "masks")
     applying.Application(tmp_path / "masks", source).write(tmp_path / "pruned")
     model, other = cls.from_pretrained(tmp_path / "pruned"), cls.from_pretrained(source)
@@ -283,7 +283,7 @@ def test_masks_of_a_live_model_are_for_its_checkpoint(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["mixtral", "nomic_bert"])
 def test_a_sharded_model_saves_the_same_bytes(tmp_path, family):
-    tiny_families.save(family, tmp_path / "source")
+    renamed_families.save(family, tmp_path / "source")
     save_live(family, tmp_path / "source", tmp_path / "masks")
     folder = tmp_path / "sharded"
     run_ranks(save_live, 2, family, str(tmp_path / "source"), str(folder), "fsdp2")
@@ -292,7 +292,7 @@ def test_a_sharded_model_saves_the_same_bytes(tmp_path, family):
 
 
 def test_masks_under_the_names_of_the_model(tmp_path):
-    model, other = tiny_families.make("mixtral"), tiny_families.make("mixtral")
+    model, other = renamed_families.make("mixtral"), renamed_families.make("mixtral")
     prune.global_unstructured(everything_of(model), prune.L1Unstructured, amount=0.5)
     with pytest.raises(ValueError, match="names='files'; expected 'checkpoint' or 'model'"):
         prune.save_masks(model, tmp_path, names="files")
