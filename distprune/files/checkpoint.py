@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from distprune.files.duplicates import is_weights, why_duplicate
@@ -47,7 +47,8 @@ class Checkpoint:
         config: of config.json; empty if there is none.
         others: files to copy, the index and the config among them.
         skipped: (name, reason) of what is not part of the checkpoint, and not copied.
-        folders: (name, permissions) of the folder ("") and of those in it.
+        folders: (name, permissions) of the folder ("") and of those in it that hold a file of the
+            checkpoint.
         note: what a user should know of how it was found; may be empty.
         is_alone: it is one file, and nothing else in the folder belongs to it.
     """
@@ -142,7 +143,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         config=config,
         others=tuple(others),
         skipped=tuple(sorted(listing.skipped)),
-        folders=tuple(sorted(listing.folders.items())),
+        folders=_folders_of((*files, *others), listing.folders),
         note=place.note,
         is_alone=place.is_alone,
     )
@@ -153,6 +154,15 @@ def why_left_out(name: str) -> str | None:
     if name == SIDECAR:
         return "the report of an earlier pruning"
     return _NOT_COPIED_FOLDERS.get(os.path.basename(name))
+
+
+def _folders_of(
+    files: Iterable[WeightFile | OtherFile], modes: dict[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """Those that hold one of the files, with their permissions; the folder itself is ""."""
+    names = {os.path.dirname(file.name) for file in files}
+    above = {str(up) for name in names if name for up in PurePath(name).parents if str(up) != "."}
+    return tuple((name, modes[name]) for name in sorted({"", *names, *above}))
 
 
 def _find_weights(

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import renamed_families
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
@@ -10,7 +11,6 @@ from transformers import conversion_mapping
 from transformers import core_model_loading as loading
 
 import distprune as prune
-import renamed_families
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
 from distprune.transformers_table import MOVING_OPERATIONS

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+import renamed_families
 import torch
 import transformers as hf
 from torch import nn
@@ -12,7 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distprune as prune
-import renamed_families
 from distprune.files import applying, planning, pruning
 from distprune.files.masks import open_masks
 from distprune.files.recipe import FileRecipe

@@ -1,0 +1,244 @@
+"""Small checkpoints of many architectures, in the layouts that people have on their disks.
+
+transformers' own classes make and save them, so names, dtypes, shapes, ties and stored layouts are
+those of real checkpoints; only the sizes are small. :data:`ARCHITECTURES` lists all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of a small size, and how it is saved.
+
+    Attributes:
+        name: of the test.
+        model: name of its class in transformers.
+        config: name of the class of its configuration.
+        sizes: arguments of the configuration.
+        dtype: of its weights; "mixed" keeps one-dimensional ones in float32.
+        max_shard_size: of ``save_pretrained``; small ones lead to many files and an index.
+        input_first: an expression for names of tensors that are stored [..., in, out].
+        not_by_four: patterns of tensors whose number of inputs 4 does not divide.
+        layout: changes the folder after saving: other files, links.
+    """
+
+    name: str
+    model: str
+    config: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    max_shard_size: str = "1GB"
+    input_first: str | None = None
+    not_by_four: tuple[str, ...] = ()
+    layout: Callable[[Path], Path] = lambda folder: folder
+
+    def make(self, folder: Path) -> Path:
+        """Save the checkpoint; returns the folder that a user would name."""
+        import transformers
+
+        torch.manual_seed(len(self.name))
+        config = getattr(transformers, self.config)(**self.sizes)
+        model = getattr(transformers, self.model)(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Coarse values, so that many scores are equal.
+                parameter.copy_(torch.randn_like(parameter.float()).mul_(16).round_().div_(64))
+        self._cast(model)
+        model.save_pretrained(folder, max_shard_size=self.max_shard_size)
+        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A model\n\nWords.\n")
+        return self.layout(folder)
+
+    def _cast(self, model: torch.nn.Module) -> None:
+        if self.dtype == "mixed":
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        else:
+            model.to(getattr(torch, self.dtype))
+
+    def stores_input_first(self, name: str) -> bool:
+        """Whether a tensor's inputs come before its outputs."""
+        return self.input_first is not None and bool(re.fullmatch(self.input_first, name))
+
+
+def in_the_cache(folder: Path) -> Path:
+    """As huggingface_hub keeps it: a snapshot of links into a folder of blobs."""
+    root = folder.with_name("models--org--" + folder.name)
+    snapshot = root / "snapshots" / "0123abcd"
+    (root / "blobs").mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("0123abcd")
+    for number, path in enumerate(sorted(folder.rglob("*"))):
+        if path.is_file():
+            blob = root / "blobs" / f"{number:040x}"
+            shutil.move(path, blob)
+            link = snapshot / path.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+    shutil.rmtree(folder)
+    return snapshot
+
+
+def with_duplicates(folder: Path) -> Path:
+    """Beside the weights, the same weights in other formats, as many repositories have."""
+    (folder / "pytorch_model.bin").write_bytes(b"PK\3\4 the same weights")
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.00.pth").write_bytes(b"PK\3\4 the same weights")
+    (folder / "original" / "params.json").write_text("{}")
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_bytes(b"\x08\x07")
+    return folder
+
+
+def with_adapter(folder: Path) -> Path:
+    """An adapter of peft beside the model."""
+    from tiny_checkpoints import file_bytes
+
+    weights = {"base_model.model.layers.0.lora_A.weight": torch.ones(2, 8)}
+    (folder / "adapter_model.safetensors").write_bytes(file_bytes(weights))
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    return folder
+
+
+def with_dense_module(folder: Path) -> Path:
+    """A model of sentence-transformers: modules with weights of their own in folders."""
+    from tiny_checkpoints import file_bytes
+
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Dense": "Dense"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    weights = {"linear.weight": torch.randn(8, 32), "linear.bias": torch.randn(8)}
+    for name in ("2_Dense", "3_Dense"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text('{"in_features": 32, "out_features": 8}')
+    (folder / "2_Dense" / "model.safetensors").write_bytes(file_bytes(weights))
+    torch.save(weights, folder / "3_Dense" / "pytorch_model.bin")
+    return folder
+
+
+def with_code(folder: Path) -> Path:
+    """A model with code of its own, a tokenizer in a folder, and a link inside the folder."""
+    (folder / "modeling_custom.py").write_text("class Model: ...\n")
+    (folder / "vocab").mkdir()
+    (folder / "vocab" / "merges.txt").write_text("a b\n")
+    (folder / "merges.txt").symlink_to("vocab/merges.txt")
+    return folder
+
+
+_DECODER = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+_ENCODER = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+
+ARCHITECTURES = (
+    Architecture(
+        "llama_in_the_cache", "LlamaForCausalLM", "LlamaConfig",
+        {**_DECODER, "num_hidden_layers": 11}, max_shard_size="60KB", layout=in_the_cache,
+    ),
+    Architecture(
+        "llama_tied_with_duplicates", "LlamaForCausalLM", "LlamaConfig",
+        {**_DECODER, "tie_word_embeddings": True}, "float16", layout=with_duplicates,
+    ),
+    Architecture("mistral_with_adapter", "MistralForCausalLM", "MistralConfig", _DECODER,
+                 "mixed", layout=with_adapter),
+    Architecture("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _DECODER, max_shard_size="20KB",
+                 layout=with_code),
+    Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+                 {**_DECODER, "moe_intermediate_size": 16, "num_experts": 4,
+                  "num_experts_per_tok": 2, "head_dim": 8}),
+    Architecture("mixtral", "MixtralForCausalLM", "MixtralConfig",
+                 {**_DECODER, "num_local_experts": 4}, "float16", max_shard_size="40KB"),
+    Architecture("gpt_oss", "GptOssForCausalLM", "GptOssConfig",
+                 {**_DECODER, "num_local_experts": 4, "head_dim": 8, "intermediate_size": 40},
+                 input_first=r".*experts\.(gate_up|down)_proj"),
+    Architecture("llama4", "Llama4ForCausalLM", "Llama4TextConfig",
+                 {**_DECODER, "intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 8,
+                  "intermediate_size": 40},
+                 input_first=r".*experts\.(gate_up|down)_proj"),
+    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config",
+                 {**_DECODER, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1,
+                  "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+                  "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+                  "num_key_value_heads": 4, "first_k_dense_replace": 1}),
+    Architecture("gemma2", "Gemma2ForCausalLM", "Gemma2Config", {**_DECODER, "head_dim": 8}),
+    Architecture("phi3", "Phi3ForCausalLM", "Phi3Config", {**_DECODER, "pad_token_id": 0}),
+    Architecture("gpt2", "GPT2LMHeadModel", "GPT2Config",
+                 {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+                 "float32",
+                 input_first=r".*\.(c_attn|c_proj|c_fc)\.weight"),
+    Architecture("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", _ENCODER, "float16"),
+    Architecture("bloom", "BloomForCausalLM", "BloomConfig",
+                 {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    Architecture("falcon", "FalconForCausalLM", "FalconConfig",
+                 {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+                  "num_attention_heads": 4}),
+    Architecture("mamba", "MambaForCausalLM", "MambaConfig",
+                 {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+                  "time_step_rank": 4}, "float32", not_by_four=("*.conv1d.weight",)),
+    Architecture("mamba2", "Mamba2ForCausalLM", "Mamba2Config",
+                 {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8,
+                  "head_dim": 8, "n_groups": 1, "state_size": 16}, "float32",
+                 not_by_four=("*.conv1d.weight",)),
+    Architecture("bert_classifier", "BertForSequenceClassification", "BertConfig",
+                 {**_ENCODER, "num_labels": 3}, "float32"),
+    Architecture("roberta", "RobertaForMaskedLM", "RobertaConfig", _ENCODER, "float32"),
+    Architecture("distilbert", "DistilBertForQuestionAnswering", "DistilBertConfig",
+                 {"vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4,
+                  "max_position_embeddings": 32}, "float32"),
+    Architecture("sentence_transformer", "BertModel", "BertConfig", _ENCODER, "float32",
+                 layout=with_dense_module),
+    Architecture("t5", "T5ForConditionalGeneration", "T5Config",
+                 {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2,
+                  "num_heads": 4}, "float32"),
+    Architecture("bart", "BartForConditionalGeneration", "BartConfig",
+                 {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+                  "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                  "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32,
+                  "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0,
+                  "decoder_start_token_id": 2, "forced_eos_token_id": 2}, "float16"),
+    Architecture("whisper", "WhisperForConditionalGeneration", "WhisperConfig",
+                 {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+                  "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+                  "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
+                  "max_source_positions": 16, "max_target_positions": 16, "pad_token_id": 1,
+                  "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}, "float16"),
+    Architecture("vit", "ViTForImageClassification", "ViTConfig", _VISION, "float32"),
+    Architecture("swin", "SwinForImageClassification", "SwinConfig",
+                 {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1],
+                  "num_heads": [2, 4], "window_size": 4}, "float32"),
+    Architecture("clip", "CLIPModel", "CLIPConfig",
+                 {"text_config": {**_ENCODER, "projection_dim": 16},
+                  "vision_config": {**_VISION, "projection_dim": 16}, "projection_dim": 16},
+                 "float32"),
+    Architecture("wav2vec2", "Wav2Vec2ForCTC", "Wav2Vec2Config",
+                 {**_ENCODER, "conv_dim": [32, 32], "conv_kernel": [4, 2], "conv_stride": [2, 2],
+                  "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
+                  "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}, "float32",
+                 not_by_four=("wav2vec2.feature_extractor.conv_layers.0.conv.weight",)),
+)  # fmt: skip
