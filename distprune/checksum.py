@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune import memory
-from distprune.keys import hash_keys
+from distprune.hashing import hash_keys
 from distprune.shard import LocalShard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.

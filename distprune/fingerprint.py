@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from distprune import memory
-from distprune.keys import hash_keys
+from distprune.hashing import hash_keys
 from distprune.memory import Array, Count
 from distprune.shard import FlatShard, LocalShard
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distprune import memory
 from distprune.geometry import IndexMap
+from distprune.hashing import LARGEST_HASH, hash_in_place, hash_keys
 from distprune.memory import SERIAL, Array, Places, Scratch
 
 
@@ -190,7 +191,7 @@ class RandomKeys:
             last = min(first + SERIAL, stop)
             indices = self._index(torch.arange(first, last)).numpy()
             np.add(indices, self._offset, out=keys[first - start : last - start])
-        _hash_in_place(keys, self._seed, scratch)
+        hash_in_place(keys, self._seed, scratch)
         return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
 
     def gather(self, places: Places) -> Tensor:
@@ -200,11 +201,7 @@ class RandomKeys:
         return hash_keys(self._index(positions) + self._offset, self._seed)
 
 
-# The constants of SplitMix64.
-_WEYL = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-RANDOM_KEYS = KeyRange(torch.int64, 0, 2**63 - 2, 2**63 - 2, torch.int64, Order.ASCENDING)
+RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)
 
 
 def to_keys(scores: Tensor, common: KeyRange) -> Tensor:
@@ -243,44 +240,3 @@ def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
         negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
         np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
     return Keys(torch.from_numpy(keys), highest)
-
-
-def hash_keys(indices: Tensor, seed: int) -> Tensor:
-    """63 well-mixed bits per index: the finaliser of SplitMix64 over a Weyl sequence.
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014. int64 arithmetic wraps, so every device agrees.
-    """
-    if memory.takes_numpy(indices.device):
-        keys = indices.numpy().copy()
-        _hash_in_place(keys, seed, Scratch())
-        return torch.from_numpy(keys)
-    x = indices * _signed(_WEYL) + seed
-    x ^= _shift(x, 30)
-    x *= _signed(_MIX[0])
-    x ^= _shift(x, 27)
-    x *= _signed(_MIX[1])
-    x ^= _shift(x, 31)
-    return _shift(x, 1).clamp_(max=RANDOM_KEYS.high)
-
-
-def _hash_in_place(indices: Array, seed: int, scratch: Scratch) -> None:
-    """:func:`hash_keys` of an int64 array by numpy: no copies, and no waits for other threads."""
-    x, shifted = indices.view(np.uint64), scratch.array("shifted", indices.size, np.uint64)
-    x *= np.uint64(_WEYL)
-    x += np.uint64(seed)
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        x ^= np.right_shift(x, np.uint64(shift), out=shifted)
-        x *= np.uint64(factor)
-    x ^= np.right_shift(x, np.uint64(31), out=shifted)
-    x >>= np.uint64(1)
-    np.minimum(indices, RANDOM_KEYS.high, out=indices)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic on int64."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value

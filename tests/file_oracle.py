@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from distprune.keys import hash_keys
+from distprune.hashing import hash_keys
 from distprune.natural_order import natural_key
 from reference import prune
 

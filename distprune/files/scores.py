@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune.keys import hash_keys
+from distprune.hashing import hash_keys
 
 Array = np.ndarray
 

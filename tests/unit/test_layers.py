@@ -12,7 +12,16 @@ PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
     ["files", "files.errors", "natural_order", "memory", "exclusive"],
-    ["amount", "bounds", "geometry", "collectives", "naming", "report", "schedule.functions"],
+    [
+        "hashing",
+        "amount",
+        "bounds",
+        "geometry",
+        "collectives",
+        "naming",
+        "report",
+        "schedule.functions",
+    ],
     ["live_graphs"],
     ["files.header", "files.recipe", "masking.lost", "product", "wrappers.private_fields"],
     ["files.checkpoint"],
