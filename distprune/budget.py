@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distprune.bounds import Bounds
+from distprune._common.bounds import Bounds
+from distprune._common.collectives import Communicator
 from distprune.call import PruningCall
-from distprune.collectives import Communicator
 from distprune.kernels import Candidates, Cut
 from distprune.keys import KeyRange
 from distprune.selection import Selection, search_lowest, search_together, select_lowest

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distprune.bounds import Bounds
-from distprune.collectives import Communicator
+from distprune._common.bounds import Bounds
+from distprune._common.collectives import Communicator
 from distprune.shard import LocalShard
 
 

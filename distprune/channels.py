@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.amount import Amount, checked_count, resolve_count
+from distprune._common.amount import Amount, checked_count, resolve_count
+from distprune._common.collectives import Communicator
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.collectives import Communicator
 from distprune.keys import Order
 from distprune.passes import count_live
 from distprune.ranking import zero_lowest

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from distprune._common.collectives import attempt, world
+from distprune._common.naming import named_modules
 from distprune.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be_masked
-from distprune.collectives import attempt, world
 from distprune.global_pruning import global_unstructured
 from distprune.masking.hook import PruningHook
 from distprune.methods import Identity
-from distprune.naming import named_modules
 from distprune.pretrained import fold, save_pretrained
 from distprune.verification.records import put_records, records_of
 from distprune.writable import check_writable

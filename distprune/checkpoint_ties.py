@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from distprune._common.naming import NamedParameter, named_modules
 from distprune.masking.hook import find_hook
-from distprune.naming import NamedParameter, named_modules
 from distprune.wrappers import managed_parameters
 
 if TYPE_CHECKING:

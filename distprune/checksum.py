@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune import memory
-from distprune.hashing import hash_keys
+from distprune._common import memory
+from distprune._common.hashing import hash_keys
 from distprune.shard import LocalShard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.

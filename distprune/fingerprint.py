@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import memory
-from distprune.hashing import hash_keys
-from distprune.memory import Array, Count
+from distprune._common import memory
+from distprune._common.hashing import hash_keys
+from distprune._common.memory import Array, Count
 from distprune.shard import FlatShard, LocalShard
 
 _BITS = 32  # of a word

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from distprune.bounds import SparsityBound
-from distprune.collectives import Communicator, attempt_all, world
+from distprune._common.bounds import SparsityBound
+from distprune._common.collectives import Communicator, attempt_all, world
 from distprune.methods import chosen_hook
 from distprune.pipeline import prune_together
 from distprune.pruning_method import BasePruningMethod

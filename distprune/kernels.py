@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import memory
+from distprune._common import memory
+from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Places, Scratch
 from distprune.geometry import IndexMap
 from distprune.keys import Keys
-from distprune.memory import INTEGERS, SERIAL, Array, Count, Places, Scratch
 
 # Closed interval of keys.
 Interval = tuple[int, int]

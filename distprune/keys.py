@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import memory
+from distprune._common import memory
+from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
+from distprune._common.memory import SERIAL, Array, Places, Scratch
 from distprune.geometry import IndexMap
-from distprune.hashing import LARGEST_HASH, hash_in_place, hash_keys
-from distprune.memory import SERIAL, Array, Places, Scratch
 
 
 class Order(Enum):

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from distprune.amount import Amount
+from distprune._common.amount import Amount
+from distprune._common.naming import unwrap
 from distprune.masking.attach import unregister
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.methods import (
@@ -17,7 +18,6 @@ from distprune.methods import (
     RandomStructured,
     RandomUnstructured,
 )
-from distprune.naming import unwrap
 from distprune.pruning_method import BasePruningMethod
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

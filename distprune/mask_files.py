@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.naming import NamedParameter, named_modules
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.collectives import Communicator, attempt, world
 from distprune.files.disk import OpenFiles, sync_folder
 from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
 from distprune.masking.hook import find_hook
 from distprune.methods import chosen_hook
-from distprune.naming import NamedParameter, named_modules
 from distprune.passes import count_live
 from distprune.pipeline import count_pruned, prune_together
 from distprune.reading import read_together

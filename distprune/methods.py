@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from distprune import channels, ranking
-from distprune.amount import Amount, checked_count, validate_amount
+from distprune._common.amount import Amount, checked_count, validate_amount
+from distprune._common.collectives import Communicator, is_distributed
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.collectives import Communicator, is_distributed
 from distprune.keys import Order
 from distprune.masking.checks import check_binary
 from distprune.masking.hook import find_hook

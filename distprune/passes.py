@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from distprune import kernels
+from distprune._common.memory import Count, Places, Scratch, concatenate, on_host
 from distprune.kernels import Candidates, Cut, Found, Interval
-from distprune.memory import Count, Places, Scratch, concatenate, on_host
 
 R = TypeVar("R")
 S = TypeVar("S")

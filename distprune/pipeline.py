@@ -15,15 +15,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune.bounds import SparsityBound
+from distprune._common.bounds import SparsityBound
+from distprune._common.collectives import Communicator
+from distprune._common.memory import on_host
 from distprune.call import Decision, PruningCall
 from distprune.checksum import checksums, of_shard, replicas_agree
-from distprune.collectives import Communicator
 from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.masking.record import MaskRecord, Member, Selection, join, new_token
-from distprune.memory import on_host
 from distprune.passes import count_each_live
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport

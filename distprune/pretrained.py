@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from distprune._common.collectives import attempt, is_distributed, world
+from distprune._common.naming import unwrap
 from distprune.checkpoint_ties import MASK, ORIGINAL, paired, tied_names
-from distprune.collectives import attempt, is_distributed, world
 from distprune.masking.checks import check_ties
-from distprune.naming import unwrap
 from distprune.wrappers import is_flattened
 from distprune.writable import check_writable
 

@@ -3,9 +3,10 @@
 # ruff: noqa: F401
 
 from distprune import checkpoint, schedule
-from distprune.amount import resolve_count as _compute_nparams_toprune
-from distprune.amount import validate_amount as _validate_pruning_amount_init
-from distprune.amount import validate_count as _validate_pruning_amount
+from distprune._common.amount import resolve_count as _compute_nparams_toprune
+from distprune._common.amount import validate_amount as _validate_pruning_amount_init
+from distprune._common.amount import validate_count as _validate_pruning_amount
+from distprune._common.naming import NamedParameter
 from distprune.global_pruning import global_unstructured
 from distprune.local_pruning import (
     custom_from_mask,
@@ -27,7 +28,6 @@ from distprune.methods import (
     RandomUnstructured,
 )
 from distprune.methods import compute_norm as _compute_norm
-from distprune.naming import NamedParameter
 from distprune.pruning_method import BasePruningMethod, PruningContainer
 from distprune.report import ParameterReport, PruningReport
 from distprune.selecting import select

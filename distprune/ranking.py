@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from distprune.amount import Amount, checked_count
+from distprune._common.amount import Amount, checked_count
+from distprune._common.collectives import Communicator
+from distprune._common.memory import INTEGERS, Count, on_host
 from distprune.budget import choose
 from distprune.call import Decision, LocalMasks, PruningCall
 from distprune.checksum import checksums
-from distprune.collectives import Communicator
 from distprune.geometry import dim_coordinates, index_map
 from distprune.kernels import Candidates, KeySource
 from distprune.keys import (
@@ -24,7 +25,6 @@ from distprune.keys import (
     TensorKeys,
     key_range,
 )
-from distprune.memory import INTEGERS, Count, on_host
 from distprune.passes import count_live, finish, write_keep
 from distprune.selection import select_lowest
 from distprune.sharding import local_part, whole_checksum

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from distprune import stages
-from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
-from distprune.collectives import Communicator
+from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.collectives import Communicator
+from distprune._common.naming import unwrap
 from distprune.masking.checks import check_binary, check_idle, check_owners, check_state
-from distprune.naming import unwrap
 from distprune.score_keys import by_parameter
 from distprune.shard import LocalShard
 from distprune.sharding import ShardReader, local_part, unflattened, whole_checksum

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.naming import unwrap
+from distprune._common.naming import unwrap
 from distprune.sharding import ShardReader
 from distprune.target import Scores
 

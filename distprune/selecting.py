@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from distprune._common.lost import lost_mask
+from distprune._common.naming import NamedParameter, named_modules
 from distprune.masking.hook import find_hook
-from distprune.masking.lost import lost_mask
-from distprune.naming import NamedParameter, named_modules
 from distprune.wrappers import managed_parameters
 
 # Pruning a normalisation's few scales saves nothing and hurts: out by default.

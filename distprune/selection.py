@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
+from distprune._common.memory import concatenate, select
 from distprune.kernels import Candidates, Cut, Interval
 from distprune.keys import KeyRange
-from distprune.memory import concatenate, select
 from distprune.passes import Reading, indices_at, read, sample
 
 T = TypeVar("T")

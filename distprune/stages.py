@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
+from distprune._common.natural_order import natural_key
 from distprune.geometry import run_index_map
-from distprune.natural_order import natural_key
 from distprune.shard import FlatShard
 from distprune.target import Target
 

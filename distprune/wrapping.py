@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from distprune._common.collectives import Communicator, attempt_all, world
 from distprune.checksum import checksums
-from distprune.collectives import Communicator, attempt_all, world
 from distprune.masking.attach import Transaction, unregister
 from distprune.masking.checks import (
     check_binary,

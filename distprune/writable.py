@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from distprune.collectives import attempt, world
-from distprune.naming import named_modules
+from distprune._common.collectives import attempt, world
+from distprune._common.naming import named_modules
 from distprune.sharding import is_dtensor
 from distprune.wrappers import managed_parameters
 

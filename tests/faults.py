@@ -22,8 +22,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from distprune import collectives, global_pruning, pruning_method
-from distprune.collectives import Communicator
+from distprune import global_pruning, pruning_method
+from distprune._common import collectives
+from distprune._common.collectives import Communicator
 
 GROUP_TIMEOUT = 8.0  # seconds after which gloo gives up on a rank
 # Until a rank of a doomed group is given up on. Machines may be busy.

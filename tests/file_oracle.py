@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from distprune.hashing import hash_keys
-from distprune.natural_order import natural_key
+from distprune._common.hashing import hash_keys
+from distprune._common.natural_order import natural_key
 from reference import prune
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 import distprune
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
 from distprune.geometry import IndexMap, dim_coordinates, index_map
 from distprune.global_pruning import prune_over
 from distprune.report import PruningReport

@@ -114,7 +114,7 @@ def _prune(
     make_recipe: Callable[[], choosing.CommandRecipe],
     stop: ranks.Stop,
 ) -> tuple[Plan, Report]:
-    from distprune.collectives import world
+    from distprune._common.collectives import world
     from distprune.files.pruning import plan_together
     from distprune.files.pruning import prune as carry_out
     from distprune.files.team import Team

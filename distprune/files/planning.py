@@ -14,12 +14,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distprune.amount import resolve_count
+from distprune._common.amount import resolve_count
+from distprune._common.natural_order import natural_key
 from distprune.files.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.header import TensorEntry
 from distprune.files.policy import Choice, choose, input_groups
 from distprune.files.recipe import FileRecipe
-from distprune.natural_order import natural_key
 
 # Of what a plan leads to: raised when the same plan would write other bytes.
 _VERSION = 1

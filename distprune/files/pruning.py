@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune.collectives import Communicator, attempt, world
+from distprune._common.collectives import Communicator, attempt, world
 from distprune.files.deciding import Decision, decide
 from distprune.files.errors import NaNError, SelectionError
 from distprune.files.masks import MaskLayout, mask_layout

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune.hashing import hash_keys
+from distprune._common.hashing import hash_keys
 
 Array = np.ndarray
 

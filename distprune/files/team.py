@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from distprune.collectives import Communicator, attempt
+from distprune._common.collectives import Communicator, attempt
 from distprune.files.errors import (
     CheckpointError,
     FilesError,

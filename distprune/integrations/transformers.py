@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from distprune.collectives import world
+from distprune._common.collectives import world
 from distprune.global_pruning import global_unstructured
 from distprune.local_pruning import is_pruned
 from distprune.methods import L1Unstructured

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distprune._common.lost import lost_mask
+from distprune._common.naming import named_modules
 from distprune.masking import hook as hooks
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.masking.live_property import shard_mask_key
-from distprune.masking.lost import lost_mask
-from distprune.naming import named_modules
 
 Place = tuple[nn.Module, str]
 

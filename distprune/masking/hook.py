@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distprune._common.lost import lost_mask
 from distprune.masking import live_property
-from distprune.masking.lost import lost_mask
 from distprune.masking.record import MaskRecord, Member, Selection
 from distprune.wrappers import is_managed
 

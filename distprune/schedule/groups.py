@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.budget import CEILING, FLOOR, room_for
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import ParameterReport

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from distprune.bounds import SparsityBound
+from distprune._common.bounds import SparsityBound
+from distprune._common.collectives import Communicator, attempt_all, world
+from distprune._common.naming import unwrap
 from distprune.budget import FLOOR
-from distprune.collectives import Communicator, attempt_all, world
 from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
 from distprune.masking.checks import check_removable
 from distprune.masking.hook import find_hook
 from distprune.methods import L1Unstructured
-from distprune.naming import unwrap
 from distprune.pipeline import count_pruned
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import PruningReport

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distprune._common.collectives import Communicator, over_groups, over_mesh
+from distprune._common.naming import unwrap
 from distprune.checksum import checksums
-from distprune.collectives import Communicator, over_groups, over_mesh
 from distprune.masking.live_property import shard_mask_key
-from distprune.naming import unwrap
 from distprune.shard import FlatShard, LocalShard
 from distprune.wrappers import is_flattened, managed_parameters
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import memory
+from distprune._common import memory
+from distprune._common.memory import Array
 from distprune.checksum import checksums, of_shard
 from distprune.fingerprint import fingerprint_part
-from distprune.memory import Array
 from distprune.shard import LocalShard
 
 # Elements at a time: what is made of them stays in the second-level cache.

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from distprune._common.naming import named_modules
 from distprune.masking.hook import PruningHook
 from distprune.masking.record import MaskRecord
-from distprune.naming import named_modules
 
 
 def records_of(model: nn.Module) -> dict[str, list[int]]:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
+from distprune._common.memory import INTEGERS
 from distprune.masking.hook import PruningHook
 from distprune.masking.record import Selection
-from distprune.memory import INTEGERS
 from distprune.shard import LocalShard
 from distprune.verification.sharing import Found, leader_of
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
 from distprune.masking.record import MaskRecord
 from distprune.shard import LocalShard
 from distprune.verification.measuring import Numbers, place_hash

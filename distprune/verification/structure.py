@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from distprune._common.naming import named_modules
 from distprune.masking import live_property, survival
 from distprune.masking.hook import PruningHook, layout_of
 from distprune.masking.record import Member
-from distprune.naming import named_modules
 from distprune.sharding import ShardReader, is_dtensor
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune.collectives import Communicator, attempt, world
+from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.naming import unwrap
 from distprune.masking import live_property
 from distprune.masking.hook import PruningHook
 from distprune.masking.record import MaskRecord
-from distprune.naming import unwrap
 from distprune.shard import LocalShard
 from distprune.sharding import ShardReader
 from distprune.verification import structure

@@ -27,9 +27,9 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from distprune.collectives import over_groups
-from distprune.masking.lost import lost_mask
-from distprune.product import write_product
+from distprune._common.collectives import over_groups
+from distprune._common.lost import lost_mask
+from distprune._common.product import write_product
 
 _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_optim")
 _PIECES = "_distprune_masked_pieces"

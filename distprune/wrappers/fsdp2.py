@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from distprune import live_graphs
-from distprune.masking.lost import lost_mask
-from distprune.product import write_product
+from distprune._common.lost import lost_mask
+from distprune._common.product import write_product
 from distprune.wrappers import private_fields
 from distprune.wrappers.errors import backward_to_come
 

@@ -45,8 +45,8 @@ from measuring import (
 from torch import Tensor, nn
 
 import distprune
+from distprune._common.collectives import world
 from distprune.call import LocalMasks, PruningCall
-from distprune.collectives import world
 from distprune.methods import L1Unstructured, chosen_hook
 from distprune.pipeline import prune_together
 

@@ -76,7 +76,7 @@ def swap(mask, values, *, equal):
 
 
 def one_too_many(stack):
-    count = importlib.import_module("distprune.amount").checked_count
+    count = importlib.import_module("distprune._common.amount").checked_count
     replace(stack, "distprune.ranking", "checked_count", lambda *args: count(*args) + 1)
 
 
@@ -91,13 +91,13 @@ def dense_gradient(stack):
 
 
 def much_traffic(stack):
-    reduce = importlib.import_module("distprune.collectives").Communicator._reduce
+    reduce = importlib.import_module("distprune._common.collectives").Communicator._reduce
 
     def wasteful(self, values, op):
         dist.all_reduce(torch.zeros(100_000))
         return reduce(self, values, op)
 
-    replace(stack, "distprune.collectives", "Communicator._reduce", wasteful)
+    replace(stack, "distprune._common.collectives", "Communicator._reduce", wasteful)
 
 
 def uncompared_amounts(stack):

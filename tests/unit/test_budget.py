@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import distprune as prune
 import reference
-from distprune.bounds import Bounded, Bounds, to_bounds
+from distprune._common.bounds import Bounded, Bounds, to_bounds
 from distprune.budget import room_for, select_within
 from distprune.keys import Order, key_range
 from distprune.passes import write_keep

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distprune._common import memory
 from distprune.checksum import _WORDS, checksums
 
 DTYPES = (
@@ -46,7 +47,7 @@ def by_definition(tensor: torch.Tensor) -> int:
 def test_it_is_what_it_says(dtype, shape):
     tensor = filled(shape, dtype)
     assert checksum(tensor) == by_definition(tensor)
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         assert checksum(tensor) == by_definition(tensor)
 
 
@@ -54,7 +55,7 @@ def test_several_blocks_and_odd_addresses():
     tensor = filled((5 * _WORDS + 77,), torch.float32)
     with mock.patch("distprune.checksum._DEVICE_BLOCKS", 2):
         for numpy in (True, False):
-            with mock.patch("distprune.memory.takes_numpy", lambda device, numpy=numpy: numpy):
+            with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
                 assert checksum(tensor) == by_definition(tensor)
                 assert checksum(tensor[1:]) == by_definition(tensor[1:].clone())
 

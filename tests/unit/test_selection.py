@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
 from distprune.keys import Order, key_range
 from distprune.passes import finish, write_keep
 from distprune.selection import _COLLECT_ALL, select_lowest
@@ -100,7 +100,7 @@ def test_any_data_on_any_layout(data):
 @given(data=st.data())
 def test_any_data_with_the_operations_of_other_devices(data):
     """What a GPU runs, on the CPU."""
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         test_any_data_on_any_layout.hypothesis.inner_test(data)
 
 
@@ -109,7 +109,7 @@ def test_any_data_with_the_operations_of_other_devices(data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
-    monkeypatch.setattr("distprune.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
     monkeypatch.setattr("distprune.passes._CPU_CHUNK", 1 << 15)
     generator = torch.Generator().manual_seed(5)
     shapes = [(211, 307), (5000,), (97, 101)]

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distprune.exclusive import exclusively, raise_waiting_interrupt
+from distprune._common.exclusive import exclusively, raise_waiting_interrupt
 
 T = TypeVar("T")
 
