@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distprune._common.naming import NamedParameter, named_modules
 from distprune.masking.hook import find_hook
-from distprune.wrappers import managed_parameters
+from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader

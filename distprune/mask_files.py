@@ -31,7 +31,7 @@ from distprune.reading import read_together
 from distprune.report import PruningReport
 from distprune.shard import LocalShard
 from distprune.target import Target
-from distprune.wrappers import managed_parameters
+from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,7 +13,7 @@ from distprune._common.collectives import attempt, is_distributed, world
 from distprune._common.naming import unwrap
 from distprune.checkpoint_ties import MASK, ORIGINAL, paired, tied_names
 from distprune.masking.checks import check_ties
-from distprune.wrappers import is_flattened
+from distprune.torch_private.wrapper import is_flattened
 from distprune.writable import check_writable
 
 

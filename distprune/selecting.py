@@ -13,7 +13,7 @@ from torch import nn
 from distprune._common.lost import lost_mask
 from distprune._common.naming import NamedParameter, named_modules
 from distprune.masking.hook import find_hook
-from distprune.wrappers import managed_parameters
+from distprune.torch_private.wrapper import managed_parameters
 
 # Pruning a normalisation's few scales saves nothing and hurts: out by default.
 _NORMS = (

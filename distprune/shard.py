@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distprune.geometry import IndexMap
-from distprune.live_graphs import undisturbed
+from distprune.torch_private.live_graphs import undisturbed
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
     from torch.distributed.tensor import DeviceMesh

@@ -21,7 +21,7 @@ class Target:
         label: its full name, or what stands for it in messages.
         places: where it is on this rank; empty if only other ranks have it.
         is_tied: all places are to be removed together.
-        managed: a wrapper's record of it (wrappers.Managed), if it has one.
+        managed: a wrapper's record of it (torch_private.wrapper.Managed), if it has one.
         shard: this rank's part.
         scores: this rank's part of the importance scores; None if none were given.
         about_scores: what of them must be equal on all ranks.

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.masking import live_property, loading, survival
+from distprune.masking import loading, survival
 from distprune.masking.hook import PruningHook, find_hook
+from distprune.torch_private import live_property
 
 
 class Transaction:
@@ -40,7 +41,7 @@ class Transaction:
         Args:
             hook: what to register; takes the place of the parameter's present hook.
             mask: laid out as the parameter.
-            managed: the wrapper's record of the parameter (wrappers.Managed), if it has one.
+            managed: the wrapper's record (torch_private.wrapper.Managed) of it, if any.
         """
         owners = _owners(module, name, managed)
         self._remember(owners, name, managed)
@@ -67,7 +68,7 @@ class Transaction:
         Args:
             final: the masked values, local, with pruned elements at +0; None leaves the
                 unmasked ones.
-            managed: the wrapper's record of the parameter (wrappers.Managed), if it has one.
+            managed: the wrapper's record (torch_private.wrapper.Managed) of it, if any.
         """
         if managed is not None:
             owners = _owners(module, name, managed)

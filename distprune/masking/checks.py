@@ -19,7 +19,7 @@ from distprune._common.lost import lost_mask
 from distprune._common.naming import named_modules
 from distprune.masking import hook as hooks
 from distprune.masking.hook import PruningHook, find_hook
-from distprune.masking.live_property import shard_mask_key
+from distprune.torch_private.live_property import shard_mask_key
 
 Place = tuple[nn.Module, str]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.lost import lost_mask
-from distprune.masking import live_property
 from distprune.masking.record import MaskRecord, Member, Selection
-from distprune.wrappers import is_managed
+from distprune.torch_private import live_property
+from distprune.torch_private.wrapper import is_managed
 
 # Modules that got a hook, or were copied with one, since somebody asked last.
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -205,7 +205,7 @@ def _tell_ddp(hook: PruningHook | None = None) -> None:
     """
     if "torch.nn.parallel.distributed" not in sys.modules:
         return
-    from distprune.wrappers import ddp
+    from distprune.torch_private import ddp
 
     wrapper = ddp.active_wrapper()
     told = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune.masking import live_property
 from distprune.masking.hook import PruningHook
+from distprune.torch_private import live_property
 
 
 def install(module: nn.Module) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from distprune._common.collectives import Communicator, over_groups, over_mesh
 from distprune._common.naming import unwrap
 from distprune.checksum import checksums
-from distprune.masking.live_property import shard_mask_key
 from distprune.shard import FlatShard, LocalShard
-from distprune.wrappers import is_flattened, managed_parameters
+from distprune.torch_private.live_property import shard_mask_key
+from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
 _FLOAT8 = tuple(
     getattr(torch, name)
@@ -47,7 +47,7 @@ class ShardReader:
         self._ranks: dict[Any, tuple[int, ...]] = {}
 
     def managed(self, module: nn.Module, name: str) -> Any | None:
-        """A wrapper's record (wrappers.Managed) of a parameter, pruned or not.
+        """A wrapper's record (torch_private.wrapper.Managed) of a parameter, pruned or not.
 
         Raises:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.

@@ -15,7 +15,7 @@ def local_shard(name: str, piece: Any, mask: Tensor | None, ranks: tuple[int, ..
 
     Args:
         name: for messages.
-        piece: FSDP1's record (wrappers.fsdp1.FlatPiece) of the parameter.
+        piece: FSDP1's record (torch_private.fsdp1.FlatPiece) of the parameter.
         mask: the mask in force: this rank's run of it, or, on a parameter that was pruned
             before it was wrapped, the whole.
         ranks: those of the piece, one tuple for all pieces of a wrapper.

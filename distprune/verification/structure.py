@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from distprune._common.naming import named_modules
-from distprune.masking import live_property, survival
+from distprune.masking import survival
 from distprune.masking.hook import PruningHook, layout_of
 from distprune.masking.record import Member
 from distprune.sharding import ShardReader, is_dtensor
+from distprune.torch_private import live_property
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 
 import distprune.checkpoint
 import distprune.selection
-import distprune.wrappers.fsdp2
+import distprune.torch_private.fsdp2
 import sequences
 import wraps
 from distprune.kernels import Cut
@@ -41,7 +41,7 @@ def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:
     def copied(values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(values)
 
-    return patch.object(distprune.wrappers.fsdp2, "write_product", copied)
+    return patch.object(distprune.torch_private.fsdp2, "write_product", copied)
 
 
 def rows_of_a_mask_are_exchanged_by_loading() -> AbstractContextManager:

@@ -83,11 +83,13 @@ def one_too_many(stack):
 def idle_mask(stack):
     """The mask is registered and does not act in the all-gather."""
     keep = lambda local, mask, out: out.copy_(local)  # noqa: E731
-    replace(stack, "distprune.wrappers.fsdp2", "write_product", keep)
+    replace(stack, "distprune.torch_private.fsdp2", "write_product", keep)
 
 
 def dense_gradient(stack):
-    replace(stack, "distprune.wrappers.fsdp2", "ShardMask._mask_gradient", lambda self, p: None)
+    replace(
+        stack, "distprune.torch_private.fsdp2", "ShardMask._mask_gradient", lambda self, p: None
+    )
 
 
 def much_traffic(stack):
@@ -134,13 +136,13 @@ def lossy_checkpoint(stack):
 
 
 def renamed_field(stack):
-    fields = importlib.import_module("distprune.wrappers.private_fields").FIELDS
+    fields = importlib.import_module("distprune.torch_private.private_fields").FIELDS
     names = {**fields["FSDP2"], "FSDPParam": ("sharded_param", "_of_tomorrow")}
     stack.enter_context(mock.patch.dict(fields, {"FSDP2": names}))
 
 
 def lost_function(stack):
-    names = importlib.import_module("distprune.wrappers.private_fields").NAMES
+    names = importlib.import_module("distprune.torch_private.private_fields").NAMES
     stack.enter_context(mock.patch.dict(names, {"DTensor": {"torch.distributed.tensor": ("No",)}}))
 
 

@@ -11,6 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
+    ["torch_private"],
     ["_common"],
     ["files", "files.errors", "_common.natural_order", "_common.memory", "_common.exclusive"],
     [
@@ -23,8 +24,14 @@ LEVELS = [
         "report",
         "schedule.functions",
     ],
-    ["live_graphs"],
-    ["files.header", "files.recipe", "_common.lost", "_common.product", "wrappers.private_fields"],
+    ["torch_private.live_graphs"],
+    [
+        "files.header",
+        "files.recipe",
+        "_common.lost",
+        "_common.product",
+        "torch_private.private_fields",
+    ],
     ["files.checkpoint"],
     ["files.policy"],
     ["files.planning"],
@@ -34,11 +41,17 @@ LEVELS = [
         "keys",
         "masking.record",
         "masking.survival",
-        "wrappers.errors",
-        "wrappers.fsdp1_mask",
+        "torch_private.errors",
+        "torch_private.fsdp1_mask",
         "testing.calls",
     ],
-    ["wrappers.dcp", "wrappers.ddp", "wrappers.fsdp1", "wrappers.fsdp2", "testing.worker"],
+    [
+        "torch_private.dcp",
+        "torch_private.ddp",
+        "torch_private.fsdp1",
+        "torch_private.fsdp2",
+        "testing.worker",
+    ],
     [
         "kernels",
         "checksum",
@@ -49,7 +62,7 @@ LEVELS = [
         "sharding.flat",
         "sharding.replicated",
     ],
-    ["wrappers", "masking.live_property", "testing.pool", "passes"],
+    ["torch_private.wrapper", "torch_private.live_property", "testing.pool", "passes"],
     ["files.scores", "files.disk", "files.team"],
     ["files.groups", "files.streaming", "files.masks"],
     ["files.units"],
@@ -161,7 +174,7 @@ def test_private_wrapper_fields_live_in_their_adapter(name):
         r"_local_tensor|_handle\b(?=\.)|_param_infos|_inter_node_pg|_local_shard|_flat_param)\b",
         FILES[name].read_text(),
     )
-    assert not private or name.startswith("wrappers."), private
+    assert not private or name.startswith("torch_private."), private
 
 
 @pytest.mark.parametrize("name", FILES)

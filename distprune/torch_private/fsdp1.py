@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import get_rank
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
-from distprune import live_graphs
-from distprune.wrappers import private_fields
-from distprune.wrappers.errors import backward_to_come
-from distprune.wrappers.fsdp1_mask import FlatMask, is_summoned, local_slice
+from distprune.torch_private import live_graphs, private_fields
+from distprune.torch_private.errors import backward_to_come
+from distprune.torch_private.fsdp1_mask import FlatMask, is_summoned, local_slice
 
 _MANAGED = "_fsdp_flattened"
 
@@ -43,7 +42,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """One parameter inside a flat parameter; a wrappers.Managed.
+    """One parameter inside a flat parameter; a torch_private.wrapper.Managed.
 
     Attributes:
         state: the FSDP1 module that owns the flat parameter.

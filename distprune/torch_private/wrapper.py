@@ -94,7 +94,7 @@ def managed_parameters(
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
-    from distprune.wrappers import fsdp1, fsdp2
+    from distprune.torch_private import fsdp1, fsdp2
 
     if everywhere:
         fsdp1.find_modules()
@@ -111,7 +111,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.wrappers import fsdp2
+    from distprune.torch_private import fsdp2
 
     names = (name, name + "_orig")
     return is_flattened(module, name) or any(fsdp2.is_managed(module, each) for each in names)
@@ -121,6 +121,6 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     """Whether FSDP1 has taken a parameter, pruned or not."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    from distprune.wrappers import fsdp1
+    from distprune.torch_private import fsdp1
 
     return any(fsdp1.is_managed(module, each) for each in (name, name + "_orig"))

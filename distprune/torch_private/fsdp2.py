@@ -28,16 +28,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from distprune import live_graphs
 from distprune._common.lost import lost_mask
 from distprune._common.product import write_product
-from distprune.wrappers import private_fields
-from distprune.wrappers.errors import backward_to_come
+from distprune.torch_private import live_graphs, private_fields
+from distprune.torch_private.errors import backward_to_come
 
 
 @dataclass(frozen=True)
 class ManagedParameter:
-    """One parameter that FSDP2 shards, and the group that gathers it; a wrappers.Managed."""
+    """One parameter that FSDP2 shards, and the group that gathers it; a wrapper.Managed."""
 
     fsdp_param: Any
     group: Any

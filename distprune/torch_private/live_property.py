@@ -78,7 +78,7 @@ def _live_class(base: type, names: tuple[str, ...]) -> type:
     }
     attributes |= {name: _live_value(name) for name in names}
     if hasattr(base, "_orig_cls_mro_index"):
-        from distprune.wrappers import fsdp2
+        from distprune.torch_private import fsdp2
 
         attributes |= fsdp2.subclass_attributes(base)
     return type(base.__name__, (base,), attributes)
