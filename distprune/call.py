@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
-from distprune.shard import LocalShard
+from distprune.shards.shard import LocalShard
 
 
 @dataclass(frozen=True)

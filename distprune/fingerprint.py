@@ -26,7 +26,7 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.hashing import hash_keys
 from distprune._common.memory import Array, Count
-from distprune.shard import FlatShard, LocalShard
+from distprune.shards.shard import FlatShard, LocalShard
 
 _BITS = 32  # of a word
 _TABLE_LOG2 = 15  # words whose weights are looked up in one table

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from distprune._common import memory
 from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Places, Scratch
-from distprune.geometry import IndexMap
 from distprune.keys import Keys
+from distprune.shards.geometry import IndexMap
 
 # Closed interval of keys.
 Interval = tuple[int, int]

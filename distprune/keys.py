@@ -21,7 +21,7 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
 from distprune._common.memory import SERIAL, Array, Places, Scratch
-from distprune.geometry import IndexMap
+from distprune.shards.geometry import IndexMap
 
 
 class Order(Enum):

@@ -29,8 +29,8 @@ from distprune.passes import count_live
 from distprune.pipeline import count_pruned, prune_together
 from distprune.reading import read_together
 from distprune.report import PruningReport
-from distprune.shard import LocalShard
-from distprune.target import Target
+from distprune.shards.shard import LocalShard
+from distprune.shards.target import Target
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:

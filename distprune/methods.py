@@ -15,7 +15,7 @@ from distprune.keys import Order
 from distprune.masking.checks import check_binary
 from distprune.masking.hook import find_hook
 from distprune.pruning_method import BasePruningMethod, PruningContainer, joined
-from distprune.sharding import is_dtensor
+from distprune.shards.reader import is_dtensor
 
 
 class Identity(BasePruningMethod):

@@ -19,7 +19,6 @@ from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune.call import Decision, PruningCall
-from distprune.checksum import checksums, of_shard, replicas_agree
 from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
@@ -27,8 +26,9 @@ from distprune.masking.record import MaskRecord, Member, Selection, join, new_to
 from distprune.passes import count_each_live
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
-from distprune.shard import LocalShard
-from distprune.target import Scores, Target
+from distprune.shards.checksum import checksums, of_shard, replicas_agree
+from distprune.shards.shard import LocalShard
+from distprune.shards.target import Scores, Target
 
 
 class DecidesMasks(Protocol):

@@ -23,7 +23,6 @@ from distprune._common.amount import checked_count
 from distprune._common.collectives import attempt_all
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call import Decision, PruningCall
-from distprune.checksum import checksums
 from distprune.fingerprint import fingerprint_part
 from distprune.keys import Order
 from distprune.masking import checks
@@ -31,7 +30,8 @@ from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.masking.record import MaskRecord, Member, join
 from distprune.pipeline import prune_together
-from distprune.sharding import ShardReader, is_sharded
+from distprune.shards.checksum import checksums
+from distprune.shards.reader import ShardReader, is_sharded
 
 
 class BasePruningMethod(PruningHook, ABC):

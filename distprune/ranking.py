@@ -13,8 +13,6 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS, Count, on_host
 from distprune.budget import choose
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.checksum import checksums
-from distprune.geometry import dim_coordinates, index_map
 from distprune.kernels import Candidates, KeySource
 from distprune.keys import (
     RANDOM_KEYS,
@@ -27,7 +25,9 @@ from distprune.keys import (
 )
 from distprune.passes import count_live, finish, write_keep
 from distprune.selection import select_lowest
-from distprune.sharding import local_part, whole_checksum
+from distprune.shards.checksum import checksums
+from distprune.shards.geometry import dim_coordinates, index_map
+from distprune.shards.reader import local_part, whole_checksum
 
 ComputeMask = Callable[[Tensor, Tensor], Tensor]
 

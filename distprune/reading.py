@@ -16,9 +16,9 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
 from distprune.masking.checks import check_binary, check_idle, check_owners, check_state
 from distprune.score_keys import by_parameter
-from distprune.shard import LocalShard
-from distprune.sharding import ShardReader, local_part, unflattened, whole_checksum
-from distprune.target import Scores, Target
+from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
+from distprune.shards.shard import LocalShard
+from distprune.shards.target import Scores, Target
 
 
 def read_together(

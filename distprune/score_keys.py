@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from distprune._common.naming import unwrap
-from distprune.sharding import ShardReader
-from distprune.target import Scores
+from distprune.shards.reader import ShardReader
+from distprune.shards.target import Scores
 
 Place = tuple[nn.Module, str]
 

@@ -16,9 +16,9 @@ import torch
 
 from distprune._common.collectives import Communicator
 from distprune._common.natural_order import natural_key
-from distprune.geometry import run_index_map
-from distprune.shard import FlatShard
-from distprune.target import Target
+from distprune.shards.geometry import run_index_map
+from distprune.shards.shard import FlatShard
+from distprune.shards.target import Target
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, attempt_all, world
-from distprune.checksum import checksums
 from distprune.masking.attach import Transaction, unregister
 from distprune.masking.checks import (
     check_binary,
@@ -22,8 +21,9 @@ from distprune.masking.checks import (
     check_ties,
 )
 from distprune.masking.hook import PruningHook, find_hook, named_hooks
-from distprune.shard import LocalShard
-from distprune.sharding import ShardReader, is_dtensor
+from distprune.shards.checksum import checksums
+from distprune.shards.reader import ShardReader, is_dtensor
+from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

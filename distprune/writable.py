@@ -9,7 +9,7 @@ from torch import nn
 
 from distprune._common.collectives import attempt, world
 from distprune._common.naming import named_modules
-from distprune.sharding import is_dtensor
+from distprune.shards.reader import is_dtensor
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
@@ -56,7 +56,7 @@ def _check_boxes(model: nn.Module) -> None:
 
 
 def _is_misplaced(name: str, parameter: DTensor) -> bool:
-    from distprune.sharding import dtensor
+    from distprune.shards import dtensor
     from distprune.torch_private import dcp
 
     if not dcp.may_be_misplaced(parameter):

@@ -13,7 +13,7 @@ from distprune.budget import CEILING, FLOOR, room_for
 from distprune.pruning_method import BasePruningMethod
 from distprune.report import ParameterReport
 from distprune.schedule.functions import Schedule
-from distprune.sharding import ShardReader
+from distprune.shards.reader import ShardReader
 
 Pair = tuple[nn.Module, str]
 

@@ -17,7 +17,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS
 from distprune.masking.hook import PruningHook
 from distprune.masking.record import Selection
-from distprune.shard import LocalShard
+from distprune.shards.shard import LocalShard
 from distprune.verification.sharing import Found, leader_of
 
 _UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"

@@ -16,7 +16,7 @@ import torch
 
 from distprune._common.collectives import Communicator
 from distprune.masking.record import MaskRecord
-from distprune.shard import LocalShard
+from distprune.shards.shard import LocalShard
 from distprune.verification.measuring import Numbers, place_hash
 from distprune.verification.report import VerifiedParameter
 

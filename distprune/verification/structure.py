@@ -13,7 +13,7 @@ from distprune._common.naming import named_modules
 from distprune.masking import survival
 from distprune.masking.hook import PruningHook, layout_of
 from distprune.masking.record import Member
-from distprune.sharding import ShardReader, is_dtensor
+from distprune.shards.reader import ShardReader, is_dtensor
 from distprune.torch_private import live_property
 
 

@@ -14,8 +14,8 @@ from distprune._common.collectives import Communicator, attempt, world
 from distprune._common.naming import unwrap
 from distprune.masking.hook import PruningHook
 from distprune.masking.record import MaskRecord
-from distprune.shard import LocalShard
-from distprune.sharding import ShardReader
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
 from distprune.torch_private import live_property
 from distprune.torch_private.wrapper import managed_parameters
 from distprune.verification import structure

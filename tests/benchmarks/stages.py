@@ -23,9 +23,9 @@ from measuring import Options, Table, interleaved, measured, median_seconds, rel
 import distprune
 from distprune import passes
 from distprune._common.memory import Scratch
-from distprune.geometry import IndexMap
 from distprune.kernels import Candidates
 from distprune.keys import KeyRange, Order, TensorKeys, key_range, to_keys
+from distprune.shards.geometry import IndexMap
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
 STAGES = {

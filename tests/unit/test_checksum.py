@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common import memory
-from distprune.checksum import _WORDS, checksums
+from distprune.shards.checksum import _WORDS, checksums
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64,
@@ -27,7 +27,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def by_definition(tensor: torch.Tensor) -> int:
     """In Python's integers, from the bytes."""
-    from distprune.checksum import _block_weight, _weights
+    from distprune.shards.checksum import _block_weight, _weights
 
     raw = tensor.contiguous()
     raw = torch.view_as_real(raw) if raw.is_complex() else raw
@@ -53,7 +53,7 @@ def test_it_is_what_it_says(dtype, shape):
 
 def test_several_blocks_and_odd_addresses():
     tensor = filled((5 * _WORDS + 77,), torch.float32)
-    with mock.patch("distprune.checksum._DEVICE_BLOCKS", 2):
+    with mock.patch("distprune.shards.checksum._DEVICE_BLOCKS", 2):
         for numpy in (True, False):
             with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
                 assert checksum(tensor) == by_definition(tensor)

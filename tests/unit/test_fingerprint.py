@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from distprune import fingerprint
 from distprune.fingerprint import fingerprint_part
-from distprune.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
-from distprune.shard import FlatShard, LocalShard
+from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
+from distprune.shards.shard import FlatShard, LocalShard
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

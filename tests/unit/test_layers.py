@@ -11,6 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
+    ["shards"],
     ["torch_private"],
     ["_common"],
     ["files", "files.errors", "_common.natural_order", "_common.memory", "_common.exclusive"],
@@ -18,7 +19,7 @@ LEVELS = [
         "_common.hashing",
         "_common.amount",
         "_common.bounds",
-        "geometry",
+        "shards.geometry",
         "_common.collectives",
         "_common.naming",
         "report",
@@ -37,7 +38,7 @@ LEVELS = [
     ["files.planning"],
     [
         "strict",
-        "shard",
+        "shards.shard",
         "keys",
         "masking.record",
         "masking.survival",
@@ -54,13 +55,13 @@ LEVELS = [
     ],
     [
         "kernels",
-        "checksum",
+        "shards.checksum",
         "fingerprint",
         "call",
-        "target",
-        "sharding.dtensor",
-        "sharding.flat",
-        "sharding.replicated",
+        "shards.target",
+        "shards.dtensor",
+        "shards.flat",
+        "shards.replicated",
     ],
     ["torch_private.wrapper", "torch_private.live_property", "testing.pool", "passes"],
     ["files.scores", "files.disk", "files.team"],
@@ -73,7 +74,7 @@ LEVELS = [
     ["files.partial"],
     ["files.pruning", "files.verifying"],
     ["files.applying"],
-    ["sharding", "selection", "stages", "masking.hook", "masking", "testing"],
+    ["shards.reader", "selection", "stages", "masking.hook", "masking", "testing"],
     [
         "budget",
         "checkpoint_ties",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, over_groups, over_mesh
 from distprune._common.naming import unwrap
-from distprune.checksum import checksums
-from distprune.shard import FlatShard, LocalShard
+from distprune.shards.checksum import checksums
+from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private.live_property import shard_mask_key
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
@@ -111,7 +111,7 @@ class ShardReader:
         self, module: nn.Module, name: str, label: str, managed: Any | None, mask: Tensor | None
     ) -> LocalShard:
         if _is_flat(managed):
-            from distprune.sharding import flat
+            from distprune.shards import flat
 
             if managed.state not in self._ranks:
                 self._ranks[managed.state] = managed.ranks
@@ -119,7 +119,7 @@ class ShardReader:
         parameter = managed.sharded if managed is not None else _registered(module, name, label)
         _check_kind(label, parameter)
         if is_dtensor(parameter):
-            from distprune.sharding import dtensor
+            from distprune.shards import dtensor
 
             mesh = parameter.device_mesh
             if mesh not in self._places:
@@ -131,7 +131,7 @@ class ShardReader:
                 self._places[mesh],
                 is_from_fsdp2=managed is not None,
             )
-        from distprune.sharding import replicated
+        from distprune.shards import replicated
 
         return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
 
@@ -181,7 +181,7 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
         ValueError: a shape or a layout other than the parameter's.
     """
     if is_dtensor(tensor):
-        from distprune.sharding import dtensor
+        from distprune.shards import dtensor
 
         return dtensor.local_part(label, what, tensor, shard)
     if tensor.shape == shard.shape:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from distprune._common import memory
 from distprune._common.hashing import hash_keys
-from distprune.shard import LocalShard
+from distprune.shards.shard import LocalShard
 
 # 64-bit words in a block: they, their weights and the products stay in the second-level cache.
 _WORDS = 1 << 14

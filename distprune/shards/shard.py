@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from distprune.geometry import IndexMap
+from distprune.shards.geometry import IndexMap
 from distprune.torch_private.live_graphs import undisturbed
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest

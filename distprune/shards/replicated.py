@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from distprune.geometry import dim_coordinates, index_map, memory_order
-from distprune.shard import LocalShard
+from distprune.shards.geometry import dim_coordinates, index_map, memory_order
+from distprune.shards.shard import LocalShard
 
 
 def local_shard(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.shard import LocalShard
+from distprune.shards.shard import LocalShard
 
 Scores = Mapping[tuple[nn.Module, str], Tensor]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from distprune.geometry import run_index_map
-from distprune.shard import FlatShard
+from distprune.shards.geometry import run_index_map
+from distprune.shards.shard import FlatShard
 
 
 def local_shard(name: str, piece: Any, mask: Tensor | None, ranks: tuple[int, ...]) -> FlatShard:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from distprune.geometry import Split, dim_coordinates, index_map, memory_order
-from distprune.shard import LocalShard
+from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
+from distprune.shards.shard import LocalShard
 
 
 @dataclass(frozen=True)
