@@ -26,9 +26,9 @@ from torch import Tensor
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune.call import PruningCall
-from distprune.kernels import Candidates, Cut
-from distprune.keys import KeyRange
-from distprune.selection import Selection, search_lowest, search_together, select_lowest
+from distprune.selection.kernels import Candidates, Cut
+from distprune.selection.keys import KeyRange
+from distprune.selection.search import Selection, search_lowest, search_together, select_lowest
 
 FLOOR, CEILING = "min_sparsity", "max_sparsity"
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from distprune._common.amount import Amount, checked_count, resolve_count
 from distprune._common.collectives import Communicator
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.keys import Order
-from distprune.passes import count_live
 from distprune.ranking import zero_lowest
+from distprune.selection.keys import Order
+from distprune.selection.passes import count_live
 
 # Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
 USES_VECTOR_NORM = torch.__version__ >= (2, 14)

@@ -25,10 +25,10 @@ from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
 from distprune.masking.hook import find_hook
 from distprune.methods import chosen_hook
-from distprune.passes import count_live
 from distprune.pipeline import count_pruned, prune_together
 from distprune.reading import read_together
 from distprune.report import PruningReport
+from distprune.selection.passes import count_live
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target
 from distprune.torch_private.wrapper import managed_parameters

@@ -23,9 +23,9 @@ from distprune.fingerprint import fingerprint_part
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.masking.record import MaskRecord, Member, Selection, join, new_token
-from distprune.passes import count_each_live
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
+from distprune.selection.passes import count_each_live
 from distprune.shards.checksum import checksums, of_shard, replicas_agree
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Scores, Target

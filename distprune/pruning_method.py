@@ -24,12 +24,12 @@ from distprune._common.collectives import attempt_all
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call import Decision, PruningCall
 from distprune.fingerprint import fingerprint_part
-from distprune.keys import Order
 from distprune.masking import checks
 from distprune.masking.attach import Transaction
 from distprune.masking.hook import PruningHook, find_hook
 from distprune.masking.record import MaskRecord, Member, join
 from distprune.pipeline import prune_together
+from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
 

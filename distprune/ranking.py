@@ -13,8 +13,8 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS, Count, on_host
 from distprune.budget import choose
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.kernels import Candidates, KeySource
-from distprune.keys import (
+from distprune.selection.kernels import Candidates, KeySource
+from distprune.selection.keys import (
     RANDOM_KEYS,
     ComputedKeys,
     KeyRange,
@@ -23,8 +23,8 @@ from distprune.keys import (
     TensorKeys,
     key_range,
 )
-from distprune.passes import count_live, finish, write_keep
-from distprune.selection import select_lowest
+from distprune.selection.passes import count_live, finish, write_keep
+from distprune.selection.search import select_lowest
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.reader import local_part, whole_checksum

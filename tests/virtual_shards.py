@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from distprune.kernels import Candidates
-from distprune.keys import TensorKeys
+from distprune.selection.kernels import Candidates
+from distprune.selection.keys import TensorKeys
 from distprune.shards.geometry import Split, dim_coordinates, index_map
 
 

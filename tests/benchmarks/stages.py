@@ -21,18 +21,18 @@ import torch
 from measuring import Options, Table, interleaved, measured, median_seconds, release_memory
 
 import distprune
-from distprune import passes
 from distprune._common.memory import Scratch
-from distprune.kernels import Candidates
-from distprune.keys import KeyRange, Order, TensorKeys, key_range, to_keys
+from distprune.selection import passes
+from distprune.selection.kernels import Candidates
+from distprune.selection.keys import KeyRange, Order, TensorKeys, key_range, to_keys
 from distprune.shards.geometry import IndexMap
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
 STAGES = {
     "read the parameters, agree on them": "distprune.pipeline.read_together",
     "count what is pruned already": "distprune.pipeline._count_and_compare",
-    "sample": "distprune.selection.sample",
-    "one read: keys, counts, drafts of the masks": "distprune.selection.read",
+    "sample": "distprune.selection.search.sample",
+    "one read: keys, counts, drafts of the masks": "distprune.selection.search.read",
     "finish the masks, ties included": "distprune.ranking.finish",
     "write masks anew": "distprune.ranking.write_keep",
     "attach to the modules": "distprune.pipeline._attach_everywhere",

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import distprune.checkpoint
-import distprune.selection
+import distprune.selection.search
 import distprune.torch_private.fsdp2
 import sequences
 import wraps
-from distprune.kernels import Cut
+from distprune.selection.kernels import Cut
 from distprune.testing import run_ranks
 from sequence_plans import draw
 
@@ -34,7 +34,7 @@ def ties_are_cut_off_by_one() -> AbstractContextManager:
     def cut(threshold: int, parameter: int, index: int) -> Cut:
         return Cut(threshold, parameter, index + 1 if index else index)
 
-    return patch.object(distprune.selection, "Cut", cut)
+    return patch.object(distprune.selection.search, "Cut", cut)
 
 
 def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:

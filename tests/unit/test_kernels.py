@@ -7,14 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from distprune import kernels, passes
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
-from distprune.kernels import Cut
-from distprune.keys import Order, key_range
-from distprune.passes import finish
-from distprune.selection import select_lowest
+from distprune.selection import kernels, passes
+from distprune.selection.kernels import Cut
+from distprune.selection.keys import Order, key_range
+from distprune.selection.passes import finish
+from distprune.selection.search import select_lowest
 from virtual_shards import candidates
 
 DTYPES = (
@@ -124,7 +124,7 @@ def prune_on_device(num_parameters, masks=None):
     k = sum(num_live) // 2
     with (
         mock.patch("distprune._common.memory.takes_numpy", lambda device: False),
-        mock.patch("distprune.selection._COLLECT_ALL", 1000),
+        mock.patch("distprune.selection.search._COLLECT_ALL", 1000),
         Waits() as waits,
     ):
         selection = select_lowest(
@@ -162,7 +162,7 @@ def test_a_device_that_had_too_little_room_reads_again():
 
 
 def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
-    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 256)
+    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
     scores = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     totals = [
         passes.read(
@@ -176,12 +176,12 @@ def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
 
 
 def test_an_error_on_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 256)
+    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
     part = part_of(torch.randn(1000))
 
     def fail(*_):
         raise ZeroDivisionError("inside of a chunk")
 
-    monkeypatch.setattr("distprune.kernels.read", fail)
+    monkeypatch.setattr("distprune.selection.kernels.read", fail)
     with pytest.raises(ZeroDivisionError, match="inside of a chunk"):
         passes.read([part], [3], None)

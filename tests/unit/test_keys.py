@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from distprune.keys import RANDOM_KEYS, Order, hash_keys, key_range, to_keys
+from distprune.selection.keys import RANDOM_KEYS, Order, hash_keys, key_range, to_keys
 
 
 @pytest.mark.parametrize("numpy", [True, False])

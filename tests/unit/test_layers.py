@@ -11,6 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
+    ["selection"],
     ["shards"],
     ["torch_private"],
     ["_common"],
@@ -39,7 +40,7 @@ LEVELS = [
     [
         "strict",
         "shards.shard",
-        "keys",
+        "selection.keys",
         "masking.record",
         "masking.survival",
         "torch_private.errors",
@@ -54,7 +55,7 @@ LEVELS = [
         "testing.worker",
     ],
     [
-        "kernels",
+        "selection.kernels",
         "shards.checksum",
         "fingerprint",
         "call",
@@ -63,7 +64,7 @@ LEVELS = [
         "shards.flat",
         "shards.replicated",
     ],
-    ["torch_private.wrapper", "torch_private.live_property", "testing.pool", "passes"],
+    ["torch_private.wrapper", "torch_private.live_property", "testing.pool", "selection.passes"],
     ["files.scores", "files.disk", "files.team"],
     ["files.groups", "files.streaming", "files.masks"],
     ["files.units"],
@@ -74,7 +75,7 @@ LEVELS = [
     ["files.partial"],
     ["files.pruning", "files.verifying"],
     ["files.applying"],
-    ["shards.reader", "selection", "stages", "masking.hook", "masking", "testing"],
+    ["shards.reader", "selection.search", "stages", "masking.hook", "masking", "testing"],
     [
         "budget",
         "checkpoint_ties",

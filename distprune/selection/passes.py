@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import kernels
 from distprune._common.memory import Count, Places, Scratch, concatenate, on_host
-from distprune.kernels import Candidates, Cut, Found, Interval
+from distprune.selection import kernels
+from distprune.selection.kernels import Candidates, Cut, Found, Interval
 
 R = TypeVar("R")
 S = TypeVar("S")

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.memory import concatenate, select
-from distprune.kernels import Candidates, Cut, Interval
-from distprune.keys import KeyRange
-from distprune.passes import Reading, indices_at, read, sample
+from distprune.selection.kernels import Candidates, Cut, Interval
+from distprune.selection.keys import KeyRange
+from distprune.selection.passes import Reading, indices_at, read, sample
 
 T = TypeVar("T")
 

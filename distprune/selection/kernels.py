@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distprune._common import memory
 from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Places, Scratch
-from distprune.keys import Keys
+from distprune.selection.keys import Keys
 from distprune.shards.geometry import IndexMap
 
 # Closed interval of keys.
