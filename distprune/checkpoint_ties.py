@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import NamedParameter, named_modules
-from distprune.masking.hook import find_hook
+from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount
 from distprune._common.naming import unwrap
-from distprune.masking.attach import unregister
-from distprune.masking.hook import PruningHook, find_hook
+from distprune.masks.attach import unregister
+from distprune.masks.hook import PruningHook, find_hook
 from distprune.methods import (
     CustomFromMask,
     Identity,

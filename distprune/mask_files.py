@@ -23,7 +23,7 @@ from distprune.call import Decision, LocalMasks, PruningCall
 from distprune.files.disk import OpenFiles, sync_folder
 from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
-from distprune.masking.hook import find_hook
+from distprune.masks.hook import find_hook
 from distprune.methods import chosen_hook
 from distprune.pipeline import count_pruned, prune_together
 from distprune.reading import read_together

@@ -11,8 +11,8 @@ from distprune import channels, ranking
 from distprune._common.amount import Amount, checked_count, validate_amount
 from distprune._common.collectives import Communicator, is_distributed
 from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.masking.checks import check_binary
-from distprune.masking.hook import find_hook
+from distprune.masks.checks import check_binary
+from distprune.masks.hook import find_hook
 from distprune.pruning_method import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
 from distprune.shards.reader import is_dtensor

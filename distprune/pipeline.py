@@ -19,10 +19,10 @@ from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune.call import Decision, PruningCall
-from distprune.fingerprint import fingerprint_part
-from distprune.masking.attach import Transaction
-from distprune.masking.hook import PruningHook, find_hook
-from distprune.masking.record import MaskRecord, Member, Selection, join, new_token
+from distprune.masks.attach import Transaction
+from distprune.masks.fingerprint import fingerprint_part
+from distprune.masks.hook import PruningHook, find_hook
+from distprune.masks.record import MaskRecord, Member, Selection, join, new_token
 from distprune.reading import read_together
 from distprune.report import ParameterReport, PruningReport
 from distprune.selection.passes import count_each_live

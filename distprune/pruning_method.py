@@ -23,11 +23,11 @@ from distprune._common.amount import checked_count
 from distprune._common.collectives import attempt_all
 from distprune._common.naming import NamedParameter, unwrap
 from distprune.call import Decision, PruningCall
-from distprune.fingerprint import fingerprint_part
-from distprune.masking import checks
-from distprune.masking.attach import Transaction
-from distprune.masking.hook import PruningHook, find_hook
-from distprune.masking.record import MaskRecord, Member, join
+from distprune.masks import checks
+from distprune.masks.attach import Transaction
+from distprune.masks.fingerprint import fingerprint_part
+from distprune.masks.hook import PruningHook, find_hook
+from distprune.masks.record import MaskRecord, Member, join
 from distprune.pipeline import prune_together
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums

@@ -12,7 +12,7 @@ from torch import nn
 
 from distprune._common.lost import lost_mask
 from distprune._common.naming import NamedParameter, named_modules
-from distprune.masking.hook import find_hook
+from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
 
 # Pruning a normalisation's few scales saves nothing and hurts: out by default.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, attempt_all, world
-from distprune.masking.attach import Transaction, unregister
-from distprune.masking.checks import (
+from distprune.masks.attach import Transaction, unregister
+from distprune.masks.checks import (
     check_binary,
     check_hook,
     check_idle,
@@ -20,7 +20,7 @@ from distprune.masking.checks import (
     check_state,
     check_ties,
 )
-from distprune.masking.hook import PruningHook, find_hook, named_hooks
+from distprune.masks.hook import PruningHook, find_hook, named_hooks
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_dtensor
 from distprune.shards.shard import LocalShard

@@ -14,8 +14,8 @@ from distprune._common.naming import unwrap
 from distprune.budget import FLOOR
 from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
-from distprune.masking.checks import check_removable
-from distprune.masking.hook import find_hook
+from distprune.masks.checks import check_removable
+from distprune.masks.hook import find_hook
 from distprune.methods import L1Unstructured
 from distprune.pipeline import count_pruned
 from distprune.pruning_method import BasePruningMethod

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distprune._common import memory
 from distprune._common.memory import Array
-from distprune.fingerprint import fingerprint_part
+from distprune.masks.fingerprint import fingerprint_part
 from distprune.shards.checksum import checksums, of_shard
 from distprune.shards.shard import LocalShard
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS
-from distprune.masking.hook import PruningHook
-from distprune.masking.record import Selection
+from distprune.masks.hook import PruningHook
+from distprune.masks.record import Selection
 from distprune.shards.shard import LocalShard
 from distprune.verification.sharing import Found, leader_of
 

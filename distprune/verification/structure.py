@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from distprune._common.naming import named_modules
-from distprune.masking import survival
-from distprune.masking.hook import PruningHook, layout_of
-from distprune.masking.record import Member
+from distprune.masks import survival
+from distprune.masks.hook import PruningHook, layout_of
+from distprune.masks.record import Member
 from distprune.shards.reader import ShardReader, is_dtensor
 from distprune.torch_private import live_property
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, attempt, world
 from distprune._common.naming import unwrap
-from distprune.masking.hook import PruningHook
-from distprune.masking.record import MaskRecord
+from distprune.masks.hook import PruningHook
+from distprune.masks.record import MaskRecord
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 from distprune.torch_private import live_property

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune import fingerprint
-from distprune.fingerprint import fingerprint_part
+from distprune.masks import fingerprint
+from distprune.masks.fingerprint import fingerprint_part
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
 

@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.lost import lost_mask
 from distprune._common.naming import named_modules
-from distprune.masking import hook as hooks
-from distprune.masking.hook import PruningHook, find_hook
+from distprune.masks import hook as hooks
+from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private.live_property import shard_mask_key
 
 Place = tuple[nn.Module, str]

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.masking import loading, survival
-from distprune.masking.hook import PruningHook, find_hook
+from distprune.masks import loading, survival
+from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
 
 

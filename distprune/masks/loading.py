@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune.masking.hook import PruningHook
+from distprune.masks.hook import PruningHook
 from distprune.torch_private import live_property
 
 

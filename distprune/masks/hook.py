@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.lost import lost_mask
-from distprune.masking.record import MaskRecord, Member, Selection
+from distprune.masks.record import MaskRecord, Member, Selection
 from distprune.torch_private import live_property
 from distprune.torch_private.wrapper import is_managed
 
