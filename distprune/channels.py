@@ -19,8 +19,8 @@ from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count, resolve_count
 from distprune._common.collectives import Communicator
-from distprune.call import Decision, LocalMasks, PruningCall
-from distprune.ranking import zero_lowest
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.ranking import zero_lowest
 from distprune.selection.keys import Order
 from distprune.selection.passes import count_live
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator, attempt_all, world
+from distprune.call.report import PruningReport
+from distprune.call.run import prune_together
 from distprune.methods import chosen_hook
-from distprune.pipeline import prune_together
 from distprune.pruning_method import BasePruningMethod
-from distprune.report import PruningReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

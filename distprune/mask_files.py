@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, attempt, world
 from distprune._common.naming import NamedParameter, named_modules
-from distprune.call import Decision, LocalMasks, PruningCall
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.reading import read_together
+from distprune.call.report import PruningReport
+from distprune.call.run import count_pruned, prune_together
 from distprune.files.disk import OpenFiles, sync_folder
 from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
 from distprune.masks.hook import find_hook
 from distprune.methods import chosen_hook
-from distprune.pipeline import count_pruned, prune_together
-from distprune.reading import read_together
-from distprune.report import PruningReport
 from distprune.selection.passes import count_live
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target

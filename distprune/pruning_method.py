@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune import ranking
 from distprune._common.amount import checked_count
 from distprune._common.collectives import attempt_all
 from distprune._common.naming import NamedParameter, unwrap
-from distprune.call import Decision, PruningCall
+from distprune.call import ranking
+from distprune.call.context import Decision, PruningCall
+from distprune.call.run import prune_together
 from distprune.masks import checks
 from distprune.masks.attach import Transaction
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, join
-from distprune.pipeline import prune_together
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded

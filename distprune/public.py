@@ -7,6 +7,7 @@ from distprune._common.amount import resolve_count as _compute_nparams_toprune
 from distprune._common.amount import validate_amount as _validate_pruning_amount_init
 from distprune._common.amount import validate_count as _validate_pruning_amount
 from distprune._common.naming import NamedParameter
+from distprune.call.report import ParameterReport, PruningReport
 from distprune.global_pruning import global_unstructured
 from distprune.local_pruning import (
     custom_from_mask,
@@ -29,7 +30,6 @@ from distprune.methods import (
 )
 from distprune.methods import compute_norm as _compute_norm
 from distprune.pruning_method import BasePruningMethod, PruningContainer
-from distprune.report import ParameterReport, PruningReport
 from distprune.selecting import select
 from distprune.verification.report import (
     VerificationError,

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from distprune.call import Decision, PruningCall
+    from distprune.call.context import Decision, PruningCall
     from distprune.pruning_method import BasePruningMethod
     from distprune.schedule.pruner import ScheduledPruner
 
@@ -355,8 +355,8 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     """
     import torch
 
+    from distprune.call.ranking import random_decision
     from distprune.methods import RandomUnstructured
-    from distprune.ranking import random_decision
 
     if seed is None:
         return RandomUnstructured

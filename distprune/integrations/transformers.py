@@ -26,12 +26,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from distprune._common.collectives import world
+from distprune.call.report import PruningReport
+from distprune.call.run import count_pruned
 from distprune.global_pruning import global_unstructured
 from distprune.local_pruning import is_pruned
 from distprune.methods import L1Unstructured
-from distprune.pipeline import count_pruned
 from distprune.recipe import Recipe, load_recipe
-from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.selecting import select

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
-from distprune.budget import CEILING, FLOOR, room_for
+from distprune.call.report import ParameterReport
+from distprune.call.within_bounds import CEILING, FLOOR, room_for
 from distprune.pruning_method import BasePruningMethod
-from distprune.report import ParameterReport
 from distprune.schedule.functions import Schedule
 from distprune.shards.reader import ShardReader
 

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import distprune
-from distprune.report import PruningReport
+from distprune.call.report import PruningReport
 from distprune.selection import search as selection
 
 NUM_CORES = os.cpu_count() or 1  # ranks beyond these take turns

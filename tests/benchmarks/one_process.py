@@ -46,9 +46,9 @@ from torch import Tensor, nn
 
 import distprune
 from distprune._common.collectives import world
-from distprune.call import LocalMasks, PruningCall
+from distprune.call.context import LocalMasks, PruningCall
+from distprune.call.run import prune_together
 from distprune.methods import L1Unstructured, chosen_hook
-from distprune.pipeline import prune_together
 
 ROUNDS = 3
 WHOLE = "distprune, the whole call"

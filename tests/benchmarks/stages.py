@@ -29,15 +29,15 @@ from distprune.shards.geometry import IndexMap
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
 STAGES = {
-    "read the parameters, agree on them": "distprune.pipeline.read_together",
-    "count what is pruned already": "distprune.pipeline._count_and_compare",
+    "read the parameters, agree on them": "distprune.call.run.read_together",
+    "count what is pruned already": "distprune.call.run._count_and_compare",
     "sample": "distprune.selection.search.sample",
     "one read: keys, counts, drafts of the masks": "distprune.selection.search.read",
-    "finish the masks, ties included": "distprune.ranking.finish",
-    "write masks anew": "distprune.ranking.write_keep",
-    "attach to the modules": "distprune.pipeline._attach_everywhere",
+    "finish the masks, ties included": "distprune.call.ranking.finish",
+    "write masks anew": "distprune.call.ranking.write_keep",
+    "attach to the modules": "distprune.call.run._attach_everywhere",
 }
-SELECTION = "distprune.budget.select_lowest"
+SELECTION = "distprune.call.within_bounds.select_lowest"
 
 
 class Clock:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import distprune as prune
 import reference
 from distprune._common.bounds import Bounded, Bounds, to_bounds
-from distprune.budget import room_for, select_within
+from distprune.call.within_bounds import room_for, select_within
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep
 from models import Net, fill

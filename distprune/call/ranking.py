@@ -11,8 +11,8 @@ from torch import Tensor
 from distprune._common.amount import Amount, checked_count
 from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS, Count, on_host
-from distprune.budget import choose
-from distprune.call import Decision, LocalMasks, PruningCall
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.within_bounds import choose
 from distprune.selection.kernels import Candidates, KeySource
 from distprune.selection.keys import (
     RANDOM_KEYS,

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
-from distprune.call import Decision, PruningCall
+from distprune.call.context import Decision, PruningCall
+from distprune.call.reading import read_together
+from distprune.call.report import ParameterReport, PruningReport
 from distprune.masks.attach import Transaction
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, Selection, join, new_token
-from distprune.reading import read_together
-from distprune.report import ParameterReport, PruningReport
 from distprune.selection.passes import count_each_live
 from distprune.shards.checksum import checksums, of_shard, replicas_agree
 from distprune.shards.shard import LocalShard

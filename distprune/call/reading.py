@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune import stages
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
+from distprune.call import pipeline_parallel as stages
+from distprune.call.score_keys import by_parameter
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
-from distprune.score_keys import by_parameter
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Scores, Target
