@@ -31,7 +31,7 @@ from distprune.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be
 from distprune.global_pruning import global_unstructured
 from distprune.masks.hook import PruningHook
 from distprune.masks.writable import check_writable
-from distprune.methods import Identity
+from distprune.methods.builtin import Identity
 from distprune.pretrained import fold, save_pretrained
 from distprune.verification.records import put_records, records_of
 

@@ -11,8 +11,8 @@ from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator, attempt_all, world
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_together
-from distprune.methods import chosen_hook
-from distprune.pruning_method import BasePruningMethod
+from distprune.methods.base import BasePruningMethod
+from distprune.methods.builtin import chosen_hook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,8 @@ from distprune._common.amount import Amount
 from distprune._common.naming import unwrap
 from distprune.masks.attach import unregister
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.methods import (
+from distprune.methods.base import BasePruningMethod
+from distprune.methods.builtin import (
     CustomFromMask,
     Identity,
     L1Unstructured,
@@ -18,7 +19,6 @@ from distprune.methods import (
     RandomStructured,
     RandomUnstructured,
 )
-from distprune.pruning_method import BasePruningMethod
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

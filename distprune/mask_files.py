@@ -27,7 +27,7 @@ from distprune.files.disk import OpenFiles, sync_folder
 from distprune.files.header import TensorEntry
 from distprune.files.masks import MASK_FILE, MaskFile, mask_layout, open_masks, read_keep
 from distprune.masks.hook import find_hook
-from distprune.methods import chosen_hook
+from distprune.methods.builtin import chosen_hook
 from distprune.selection.passes import count_live
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target

@@ -20,7 +20,8 @@ from distprune.local_pruning import (
     remove,
 )
 from distprune.mask_files import load_masks, save_masks
-from distprune.methods import (
+from distprune.methods.base import BasePruningMethod, PruningContainer
+from distprune.methods.builtin import (
     CustomFromMask,
     Identity,
     L1Unstructured,
@@ -28,8 +29,7 @@ from distprune.methods import (
     RandomStructured,
     RandomUnstructured,
 )
-from distprune.methods import compute_norm as _compute_norm
-from distprune.pruning_method import BasePruningMethod, PruningContainer
+from distprune.methods.builtin import compute_norm as _compute_norm
 from distprune.selecting import select
 from distprune.verification.report import (
     VerificationError,

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from distprune.call.context import Decision, PruningCall
-    from distprune.pruning_method import BasePruningMethod
+    from distprune.methods.base import BasePruningMethod
     from distprune.schedule.pruner import ScheduledPruner
 
 _GROUP_KEYS = ("score", "method", "sparsity", "schedule", "select", "limits")
@@ -175,7 +175,7 @@ class Recipe:
             ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
                 what only the command line does, such as another scope.
         """
-        from distprune.methods import L1Unstructured
+        from distprune.methods.builtin import L1Unstructured
         from distprune.schedule.pruner import ScheduledPruner
         from distprune.selecting import select
 
@@ -356,7 +356,7 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     import torch
 
     from distprune.call.ranking import random_decision
-    from distprune.methods import RandomUnstructured
+    from distprune.methods.builtin import RandomUnstructured
 
     if seed is None:
         return RandomUnstructured

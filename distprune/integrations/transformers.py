@@ -30,7 +30,7 @@ from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned
 from distprune.global_pruning import global_unstructured
 from distprune.local_pruning import is_pruned
-from distprune.methods import L1Unstructured
+from distprune.methods.builtin import L1Unstructured
 from distprune.recipe import Recipe, load_recipe
 from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner

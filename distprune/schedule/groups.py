@@ -11,7 +11,7 @@ from torch import nn
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.call.report import ParameterReport
 from distprune.call.within_bounds import CEILING, FLOOR, room_for
-from distprune.pruning_method import BasePruningMethod
+from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
 from distprune.shards.reader import ShardReader
 

@@ -19,8 +19,8 @@ from distprune.global_pruning import prune_over
 from distprune.local_pruning import remove
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
-from distprune.methods import L1Unstructured
-from distprune.pruning_method import BasePruningMethod
+from distprune.methods.base import BasePruningMethod
+from distprune.methods.builtin import L1Unstructured
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
 from distprune.verification.report import VerificationReport

@@ -48,7 +48,7 @@ import distprune
 from distprune._common.collectives import world
 from distprune.call.context import LocalMasks, PruningCall
 from distprune.call.run import prune_together
-from distprune.methods import L1Unstructured, chosen_hook
+from distprune.methods.builtin import L1Unstructured, chosen_hook
 
 ROUNDS = 3
 WHOLE = "distprune, the whole call"

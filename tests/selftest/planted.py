@@ -104,7 +104,7 @@ def much_traffic(stack):
 
 def uncompared_amounts(stack):
     describe = classmethod(lambda cls, *arguments: [])
-    replace(stack, "distprune.pruning_method", "BasePruningMethod.describe_arguments", describe)
+    replace(stack, "distprune.methods.base", "BasePruningMethod.describe_arguments", describe)
 
 
 def changed_before_agreed(stack):

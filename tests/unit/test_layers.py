@@ -11,6 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
+    ["methods"],
     ["call"],
     ["masks"],
     ["selection"],
@@ -96,9 +97,9 @@ LEVELS = [
     ["call.reading"],
     ["call.ranking", "masks.attach"],
     ["verification.report"],
-    ["channels", "call.run", "wrapping"],
-    ["pretrained", "pruning_method"],
-    ["methods"],
+    ["methods.structured", "call.run", "wrapping"],
+    ["pretrained", "methods.base"],
+    ["methods.builtin"],
     ["local_pruning", "global_pruning", "schedule.groups"],
     ["verification.measuring", "verification.structure", "verification.records"],
     ["verification.sharing"],

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune import channels
 from distprune._common.amount import Amount, checked_count, validate_amount
 from distprune._common.collectives import Communicator, is_distributed
 from distprune.call import ranking
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
-from distprune.pruning_method import BasePruningMethod, PruningContainer, joined
+from distprune.methods import structured as channels
+from distprune.methods.base import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
 from distprune.shards.reader import is_dtensor
 
