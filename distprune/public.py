@@ -7,9 +7,8 @@ from distprune._common.amount import resolve_count as _compute_nparams_toprune
 from distprune._common.amount import validate_amount as _validate_pruning_amount_init
 from distprune._common.amount import validate_count as _validate_pruning_amount
 from distprune._common.naming import NamedParameter
-from distprune.call.report import ParameterReport, PruningReport
-from distprune.global_pruning import global_unstructured
-from distprune.local_pruning import (
+from distprune.api.global_unstructured import global_unstructured
+from distprune.api.local import (
     custom_from_mask,
     identity,
     is_pruned,
@@ -19,7 +18,10 @@ from distprune.local_pruning import (
     random_unstructured,
     remove,
 )
-from distprune.mask_files import load_masks, save_masks
+from distprune.api.mask_files import load_masks, save_masks
+from distprune.api.select import select
+from distprune.api.wrap_later import masks_aside, shard_masks
+from distprune.call.report import ParameterReport, PruningReport
 from distprune.methods.base import BasePruningMethod, PruningContainer
 from distprune.methods.builtin import (
     CustomFromMask,
@@ -30,11 +32,9 @@ from distprune.methods.builtin import (
     RandomUnstructured,
 )
 from distprune.methods.builtin import compute_norm as _compute_norm
-from distprune.selecting import select
 from distprune.verification.report import (
     VerificationError,
     VerificationReport,
     VerifiedParameter,
 )
 from distprune.verification.verifying import verify
-from distprune.wrapping import masks_aside, shard_masks

@@ -175,9 +175,9 @@ class Recipe:
             ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
                 what only the command line does, such as another scope.
         """
+        from distprune.api.select import select
         from distprune.methods.builtin import L1Unstructured
         from distprune.schedule.pruner import ScheduledPruner
-        from distprune.selecting import select
 
         if foreign := self._only_on_checkpoints():
             raise ValueError(

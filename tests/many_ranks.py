@@ -27,8 +27,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 import distprune
 from distprune._common.collectives import Communicator
+from distprune.api.global_unstructured import prune_over
 from distprune.call.report import PruningReport
-from distprune.global_pruning import prune_over
 from distprune.shards.dtensor import replica_of, splits_of
 from distprune.shards.geometry import IndexMap, dim_coordinates, index_map
 from fake_ranks import run_fake_ranks

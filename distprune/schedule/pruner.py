@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator, attempt_all, world
 from distprune._common.naming import unwrap
+from distprune.api.global_unstructured import prune_over
+from distprune.api.local import remove
 from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned
 from distprune.call.score_keys import without_others
 from distprune.call.within_bounds import FLOOR
-from distprune.global_pruning import prune_over
-from distprune.local_pruning import remove
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod

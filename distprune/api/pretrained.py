@@ -11,7 +11,7 @@ from torch import nn
 
 from distprune._common.collectives import attempt, is_distributed, world
 from distprune._common.naming import unwrap
-from distprune.checkpoint_ties import MASK, ORIGINAL, paired, tied_names
+from distprune.api.checkpoint_ties import MASK, ORIGINAL, paired, tied_names
 from distprune.masks.checks import check_ties
 from distprune.masks.writable import check_writable
 from distprune.torch_private.wrapper import is_flattened
