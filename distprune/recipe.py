@@ -47,8 +47,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distprune.recipes.strict import (
+    Problems,
+    Table,
+    flag,
+    one_of,
+    read_yaml,
+    share,
+    texts,
+    whole_number,
+)
 from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
-from distprune.strict import Problems, Table, flag, one_of, read_yaml, share, texts, whole_number
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,6 +11,7 @@ import distprune
 PACKAGE = Path(distprune.__file__).parent
 # Every module imports lower levels only; a package's level is that of its __init__.
 LEVELS = [
+    ["recipes"],
     ["api"],
     ["methods"],
     ["call"],
@@ -42,7 +43,7 @@ LEVELS = [
     ["files.policy"],
     ["files.planning"],
     [
-        "strict",
+        "recipes.strict",
         "shards.shard",
         "selection.keys",
         "masks.record",

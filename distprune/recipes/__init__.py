@@ -1,0 +1,1 @@
+"""Recipes: what to prune, and how much, as plain values."""
