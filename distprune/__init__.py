@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distprune.public import *
+    from distprune._public import *
 
 __version__ = "0.1.0"
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in __all__ and name not in _OF_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("distprune.public"), name)
+    value = getattr(importlib.import_module("distprune._public"), name)
     globals()[name] = value
     return value
 

@@ -112,7 +112,7 @@ LEVELS = [
     ["schedule"],
     ["recipe"],
     ["integrations", "integrations.accelerate", "integrations.transformers"],
-    ["public"],
+    ["_public"],
     [""],
     ["selftest", "selftest.table", "selftest.ranks", "selftest.models"],
     ["selftest.comparing"],
