@@ -1,6 +1,7 @@
 """Imports point down, private torch fields stay in their adapters, and one place communicates."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -9,127 +10,34 @@ import pytest
 import distprune
 
 PACKAGE = Path(distprune.__file__).parent
-# Every module imports lower levels only; a package's level is that of its __init__.
-LEVELS = [
-    ["recipes"],
-    ["api"],
-    ["methods"],
-    ["call"],
-    ["masks"],
-    ["selection"],
-    ["shards"],
-    ["torch_private"],
-    ["_common"],
-    ["files", "files.errors", "_common.natural_order", "_common.memory", "_common.exclusive"],
-    [
-        "_common.hashing",
-        "_common.amount",
-        "_common.bounds",
-        "shards.geometry",
-        "_common.collectives",
-        "_common.naming",
-        "call.report",
-        "schedule.functions",
-    ],
-    ["torch_private.live_graphs"],
-    [
-        "files.header",
-        "files.recipe",
-        "_common.lost",
-        "_common.product",
-        "torch_private.private_fields",
-    ],
-    ["files.checkpoint"],
-    ["files.policy"],
-    ["files.planning"],
-    [
-        "recipes.strict",
-        "shards.shard",
-        "selection.keys",
-        "masks.record",
-        "masks.survival",
-        "torch_private.errors",
-        "torch_private.fsdp1_mask",
-        "testing.calls",
-    ],
-    [
-        "torch_private.dcp",
-        "torch_private.ddp",
-        "torch_private.fsdp1",
-        "torch_private.fsdp2",
-        "testing.worker",
-    ],
-    [
-        "selection.kernels",
-        "shards.checksum",
-        "masks.fingerprint",
-        "call.context",
-        "shards.target",
-        "shards.dtensor",
-        "shards.flat",
-        "shards.replicated",
-    ],
-    ["torch_private.wrapper", "torch_private.live_property", "testing.pool", "selection.passes"],
-    ["files.scores", "files.disk", "files.team"],
-    ["files.groups", "files.streaming", "files.masks"],
-    ["files.units"],
-    ["files.scanning"],
-    ["files.inspecting", "files.comparing"],
-    ["files.deciding"],
-    ["files.report", "files.rewriting"],
-    ["files.partial"],
-    ["files.pruning", "files.verifying"],
-    ["files.applying"],
-    [
-        "shards.reader",
-        "selection.search",
-        "call.pipeline_parallel",
-        "masks.hook",
-        "testing",
-    ],
-    [
-        "call.within_bounds",
-        "api.checkpoint_ties",
-        "masks.checks",
-        "masks.loading",
-        "call.score_keys",
-        "api.select",
-        "masks.writable",
-    ],
-    ["call.reading"],
-    ["call.ranking", "masks.attach"],
-    ["verification.report"],
-    ["methods.structured", "call.run", "api.wrap_later"],
-    ["api.pretrained", "methods.base"],
-    ["methods.builtin"],
-    ["api.local", "api.global_unstructured", "schedule.groups"],
-    ["verification.measuring", "verification.structure", "verification.records"],
-    ["verification.sharing"],
-    ["verification.reference"],
-    ["verification.expectations"],
-    ["verification.verifying", "verification"],
-    ["schedule.pruner", "checkpoint", "api.mask_files"],
-    ["schedule"],
-    ["recipe"],
-    ["integrations", "integrations.accelerate", "integrations.transformers"],
-    ["_public"],
-    [""],
-    ["selftest", "selftest.table", "selftest.ranks", "selftest.models"],
-    ["selftest.comparing"],
-    ["selftest.checks"],
-    ["selftest.running"],
-    ["cli.exits", "cli.console", "cli.options", "cli.schema", "cli.plotting"],
-    ["cli.ranks", "cli.progress"],
-    ["cli.environment", "cli.recipes"],
-    ["cli.choosing"],
-    ["cli.planning"],
-    ["cli.pruning", "cli.looking", "cli.verifying", "cli.selftesting"],
-    ["cli.applying"],
-    ["cli.app"],
-    ["cli.main", "cli"],
-    ["__main__"],
-]
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+# The rooms of the package, and those that each may import. Top-level modules are rooms too.
+ROOMS = {
+    "_common": set(),
+    "torch_private": {"_common"},
+    "shards": {"_common", "torch_private"},
+    "selection": {"_common", "shards"},
+    "masks": {"_common", "torch_private", "shards"},
+    "call": {"_common", "shards", "selection", "masks"},
+    "methods": {"_common", "shards", "selection", "masks", "call"},
+    "files": {"_common"},
+    "api": {
+        "_common", "torch_private", "shards", "selection", "masks", "call", "methods", "files",
+    },
+    "verification": {"_common", "torch_private", "shards", "masks", "call"},
+    "schedule": {"_common", "shards", "masks", "call", "methods", "api", "verification"},
+    "checkpoint": {"_common", "masks", "methods", "api", "verification"},
+    "recipes": set(),
+    "recipe": {"recipes", "call", "methods", "api", "schedule"},
+    "integrations": {"_common", "call", "methods", "api", "verification", "schedule", "recipe"},
+    "_public": {
+        "_common", "call", "methods", "api", "verification", "schedule", "checkpoint",
+    },
+    "": {"_public"},
+    "testing": set(),
+    "selftest": {"torch_private", ""},
+    "cli": {"_common", "files", "schedule", "recipe", "selftest", ""},
+    "__main__": {"cli"},
+}  # fmt: skip
 
 
 def module_name(path: Path) -> str:
@@ -158,14 +66,21 @@ def imported(path: Path) -> set[str]:
     }
 
 
-def test_every_module_has_a_level():
-    assert set(LEVEL) == set(FILES)
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_point_down(name):
-    for other in imported(FILES[name]):
-        assert LEVEL[other] < LEVEL[name], f"{name or '__init__'} may not import {other}"
+def test_rooms_import_only_the_rooms_that_they_may():
+    imports = {(room_of(name), room_of(other)) for name in FILES for other in imported(FILES[name])}
+    wrong = [(a, b) for a, b in imports if a != b and b not in ROOMS[a]]
+    unused = [(a, b) for a in ROOMS for b in ROOMS[a] if (a, b) not in imports]
+    assert not wrong and not unused, (wrong, unused)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Rooms, and the modules inside them, are layers: imports lead to no circle."""
+    graphlib.TopologicalSorter({name: imported(FILES[name]) for name in FILES}).prepare()
+    graphlib.TopologicalSorter(ROOMS).prepare()
 
 
 @pytest.mark.parametrize("name", FILES)
