@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from distprune.selection.kernels import Candidates
+from distprune.selection.candidates import Candidates
 from distprune.selection.keys import TensorKeys
 from distprune.shards.geometry import Split, dim_coordinates, index_map
 

@@ -52,6 +52,14 @@ def select(flat: Tensor, which: Tensor) -> Tensor:
     return torch.from_numpy(bits[which.numpy()]).view(flat.dtype)
 
 
+def copy(source: Tensor, out: Tensor) -> None:
+    """``out.copy_(source)``, which torch would spread over threads."""
+    if takes_numpy(source.device) and takes_numpy(out.device):
+        np.copyto(out.numpy(), source.numpy())
+    else:
+        out.copy_(source)
+
+
 def on_host(counts: Sequence[Count]) -> list[int]:
     """Counts as numbers. Waits for a device once, for all of them."""
     waiting = [count for count in counts if isinstance(count, Tensor)]

@@ -13,7 +13,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS, Count, on_host
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.within_bounds import choose
-from distprune.selection.kernels import Candidates, KeySource
+from distprune.selection.candidates import Candidates, KeySource
 from distprune.selection.keys import (
     RANDOM_KEYS,
     ComputedKeys,

@@ -26,7 +26,7 @@ from torch import Tensor
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune.call.context import PruningCall
-from distprune.selection.kernels import Candidates, Cut
+from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import KeyRange
 from distprune.selection.search import Selection, search_lowest, search_together, select_lowest
 

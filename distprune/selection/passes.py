@@ -1,7 +1,7 @@
 """The passes over the scores: chunk by chunk, so that scratch memory does not grow.
 
 Selection decides what to count and what to write; a pass does it for this rank's part,
-see kernels.py for what is done to a chunk.
+cpu.py and device.py say what is done to a chunk.
 
 [Note: draft] The read that counts around the k-th key writes masks too, as if the cut were
 where its interval begins: nearly all elements lie on one side of the interval, and are
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Count, Places, Scratch, concatenate, on_host
-from distprune.selection import kernels
-from distprune.selection.kernels import Candidates, Cut, Found, Interval
+from distprune._common.memory import Count, Places, Scratch, concatenate, copy, on_host
+from distprune.selection.candidates import Candidates, ChunkRead, Cut, Found, Interval
+from distprune.selection.kernels import kernels_on
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -69,7 +69,8 @@ def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> 
     """The same of several masks; they come over from a device together."""
 
     def visit(which: int, span: range, scratch: Scratch) -> Count:
-        return kernels.count_live(live[which][span.start : span.stop], scratch)
+        chunk = live[which][span.start : span.stop]
+        return kernels_on(chunk.device).count_live(chunk, scratch)
 
     work = [
         (which, span)
@@ -110,10 +111,11 @@ def read(
 
     def visit(
         which: int, span: range, scratch: Scratch, *, is_again: bool = False
-    ) -> tuple[int, kernels.ChunkRead]:
+    ) -> tuple[int, ChunkRead]:
         out = drafts[which] if writes else None
         room = None if is_again else min(len(span), int(4 * expected_share * len(span)) + 1024)
-        return which, kernels.read(parts[which], span, pivots, interval, out, scratch, room)
+        part = parts[which]
+        return which, kernels_on(part.device).read(part, span, pivots, interval, out, scratch, room)
 
     chunks = _for_each_chunk(visit, parts, only_counted=not writes)
     numbers = iter(
@@ -180,7 +182,9 @@ def finish(
     for position, part in enumerate(parts):
         num_pruned: Count = reading.num_below[position]
         for found in reading.found[position]:
-            number = kernels.prune_found(part, position, cut, found, drafts[position])
+            number = kernels_on(part.device).prune_found(
+                part, position, cut, found, drafts[position]
+            )
             if found.is_counted:
                 num_pruned = num_pruned + number
         counts.append(num_pruned)
@@ -197,7 +201,7 @@ def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tens
     """Global indices in [low, high) of the counted live elements with a key, chunk by chunk."""
     scratch = Scratch()
     for span in _chunks(part.counted, part.device, part.keys.dtype.itemsize):
-        positions = kernels.positions_of(part, span, key, scratch)
+        positions = kernels_on(part.device).positions_of(part, span, key, scratch)
         if positions.numel():
             indices = part.index(positions)
             yield indices[(indices >= low) & (indices < high)].cpu()
@@ -217,7 +221,7 @@ def sample(
     drawn = torch.empty(sum(sizes), dtype=parts[0].keys.dtype, device=parts[0].device)
     for part, where, out in zip(parts, places, drawn.split(sizes), strict=True):
         if out.numel():
-            kernels.copy(kernels.gather(part, where, dead), out)
+            copy(kernels_on(part.device).gather(part, where, dead), out)
     return drawn.cpu()
 
 
@@ -250,7 +254,9 @@ def write_keep(
     """
 
     def visit(_: int, span: range, scratch: Scratch) -> Count:
-        num_pruned = kernels.write(part, span, position, cut, out, previous, scratch)
+        num_pruned = kernels_on(part.device).write(
+            part, span, position, cut, out, previous, scratch
+        )
         return num_pruned if span.start in part.counted else 0
 
     return sum(_for_each_chunk(visit, [part], only_counted=False))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.memory import concatenate, select
-from distprune.selection.kernels import Candidates, Cut, Interval
+from distprune.selection.candidates import Candidates, Cut, Interval
 from distprune.selection.keys import KeyRange
 from distprune.selection.passes import Reading, indices_at, read, sample
 

@@ -23,7 +23,7 @@ from measuring import Options, Table, interleaved, measured, median_seconds, rel
 import distprune
 from distprune._common.memory import Scratch
 from distprune.selection import passes
-from distprune.selection.kernels import Candidates
+from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange, Order, TensorKeys, key_range, to_keys
 from distprune.shards.geometry import IndexMap
 

@@ -14,7 +14,7 @@ import distprune.selection.search
 import distprune.torch_private.fsdp2
 import sequences
 import wraps
-from distprune.selection.kernels import Cut
+from distprune.selection.candidates import Cut
 from distprune.testing import run_ranks
 from sequence_plans import draw
 

@@ -10,8 +10,8 @@ import reference
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
-from distprune.selection import kernels, passes
-from distprune.selection.kernels import Cut
+from distprune.selection import cpu, device, passes
+from distprune.selection.candidates import Cut
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish
 from distprune.selection.search import select_lowest
@@ -51,6 +51,7 @@ def test_every_byte_but_zero_is_true_in_a_bool_mask(byte, numpy, monkeypatch):
         [part], ["w"], [int(live.sum())], 50, key_range(torch.float32, Order.MAGNITUDE),
         Communicator(()), refuse_nan=True,
     ).cut  # fmt: skip
+    kernels = cpu if numpy else device
     assert kernels.write(part, range(300), 0, cut, mask, mask, Scratch()) == 50
     assert mask.tolist() == reference.prune([scores], 50, [live])[0].tolist()
 
@@ -70,8 +71,9 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
         part = part_of(scores, previous)
         untouched = None if previous is None else previous.clone()
         results = []
-        for numpy in (True, False):
+        for kernels in (cpu, device):
             drafted, written = (torch.full((n,), 1).to(new_dtype) for _ in range(2))
+            numpy = kernels is cpu  # of the keys, too
             with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
                 chunk = kernels.read(part, range(n), pivots, (low, high), drafted, Scratch())
                 cut = Cut(high, 0, 150)
@@ -182,6 +184,6 @@ def test_an_error_on_a_thread_is_raised(monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("inside of a chunk")
 
-    monkeypatch.setattr("distprune.selection.kernels.read", fail)
+    monkeypatch.setattr("distprune.selection.cpu.read", fail)
     with pytest.raises(ZeroDivisionError, match="inside of a chunk"):
         passes.read([part], [3], None)
