@@ -14,6 +14,7 @@ from distprune._common.memory import INTEGERS, Count, on_host
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.within_bounds import choose
 from distprune.selection.candidates import Candidates, KeySource
+from distprune.selection.cut import select_lowest
 from distprune.selection.keys import (
     RANDOM_KEYS,
     ComputedKeys,
@@ -24,7 +25,6 @@ from distprune.selection.keys import (
     key_range,
 )
 from distprune.selection.passes import count_live, finish, write_keep
-from distprune.selection.search import select_lowest
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.reader import local_part, whole_checksum

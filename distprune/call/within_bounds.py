@@ -27,8 +27,8 @@ from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune.call.context import PruningCall
 from distprune.selection.candidates import Candidates, Cut
+from distprune.selection.cut import Selection, search_lowest, search_together, select_lowest
 from distprune.selection.keys import KeyRange
-from distprune.selection.search import Selection, search_lowest, search_together, select_lowest
 
 FLOOR, CEILING = "min_sparsity", "max_sparsity"
 

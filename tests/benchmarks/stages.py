@@ -31,8 +31,8 @@ from distprune.shards.geometry import IndexMap
 STAGES = {
     "read the parameters, agree on them": "distprune.call.run.read_together",
     "count what is pruned already": "distprune.call.run._count_and_compare",
-    "sample": "distprune.selection.search.sample",
-    "one read: keys, counts, drafts of the masks": "distprune.selection.search.read",
+    "sample": "distprune.selection.bracket.sample",
+    "one read: keys, counts, drafts of the masks": "distprune.selection.kth_key.read",
     "finish the masks, ties included": "distprune.call.ranking.finish",
     "write masks anew": "distprune.call.ranking.write_keep",
     "attach to the modules": "distprune.call.run._attach_everywhere",

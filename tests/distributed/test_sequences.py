@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import distprune.checkpoint
-import distprune.selection.search
+import distprune.selection.cut
 import distprune.torch_private.fsdp2
 import sequences
 import wraps
@@ -34,7 +34,7 @@ def ties_are_cut_off_by_one() -> AbstractContextManager:
     def cut(threshold: int, parameter: int, index: int) -> Cut:
         return Cut(threshold, parameter, index + 1 if index else index)
 
-    return patch.object(distprune.selection.search, "Cut", cut)
+    return patch.object(distprune.selection.cut, "Cut", cut)
 
 
 def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:

@@ -12,9 +12,9 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
 from distprune.selection import cpu, device, passes
 from distprune.selection.candidates import Cut
+from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish
-from distprune.selection.search import select_lowest
 from virtual_shards import candidates
 
 DTYPES = (
@@ -126,7 +126,8 @@ def prune_on_device(num_parameters, masks=None):
     k = sum(num_live) // 2
     with (
         mock.patch("distprune._common.memory.takes_numpy", lambda device: False),
-        mock.patch("distprune.selection.search._COLLECT_ALL", 1000),
+        mock.patch("distprune.selection.kth_key.COLLECT_ALL", 1000),
+        mock.patch("distprune.selection.bracket.COLLECT_ALL", 1000),
         Waits() as waits,
     ):
         selection = select_lowest(

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 import reference
 from distprune._common.collectives import Communicator
+from distprune.selection.bracket import COLLECT_ALL
+from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish, write_keep
-from distprune.selection.search import _COLLECT_ALL, select_lowest
 from virtual_ranks import run_virtual_ranks
 from virtual_shards import KINDS, LAYOUTS, candidates, fill
 
@@ -113,7 +114,7 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypat
     monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 1 << 15)
     generator = torch.Generator().manual_seed(5)
     shapes = [(211, 307), (5000,), (97, 101)]
-    assert sum(map(math.prod, shapes)) > _COLLECT_ALL
+    assert sum(map(math.prod, shapes)) > COLLECT_ALL
     if kind == "sorted":
         tensors = [torch.arange(math.prod(s)).view(s).float() for s in shapes]
     elif kind == "half zero":
@@ -130,8 +131,9 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypat
 
 def test_a_bracket_that_misses_costs_time_only(monkeypatch):
     """Brackets far too narrow: more rounds, the same masks."""
-    monkeypatch.setattr("distprune.selection.search._SIGMAS", 0.01)
-    monkeypatch.setattr("distprune.selection.search._COLLECT_ALL", 50)
+    monkeypatch.setattr("distprune.selection.bracket._SIGMAS", 0.01)
+    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "ties._KEPT"):
+        monkeypatch.setattr(f"distprune.selection.{name}", 50)
     generator = torch.Generator().manual_seed(5)
     for dtype in (torch.float32, torch.float64):
         tensors = [torch.randn(300, 70, generator=generator).to(dtype), torch.randn(99, 11)]
