@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 
-from distprune.version import __version__ as __version__
+from distprune._version import __version__ as __version__
 
 # What type checkers take for true. The module ``typing`` is not imported for it: this file runs
 # before ``python -m distprune`` takes the current folder off the path.
@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from distprune.public import *
+    from distprune._public import *
 
 __all__ = [
     "BasePruningMethod",
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in __all__ and name not in _OF_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("distprune.public"), name)
+    value = getattr(importlib.import_module("distprune._public"), name)
     globals()[name] = value
     return value
 

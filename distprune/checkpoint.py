@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be_masked
-from distprune.collectives import attempt, world
-from distprune.global_pruning import global_unstructured
-from distprune.masking.hook import PruningHook
-from distprune.methods import Identity
-from distprune.naming import named_modules
-from distprune.pretrained import fold, save_pretrained
+from distprune._common.collectives import attempt, world
+from distprune._common.naming import named_modules
+from distprune.api.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be_masked
+from distprune.api.global_unstructured import global_unstructured
+from distprune.api.pretrained import fold, save_pretrained
+from distprune.masks.hook import PruningHook
+from distprune.masks.writable import check_writable
+from distprune.methods.builtin import Identity
 from distprune.verification.records import put_records, records_of
-from distprune.writable import check_writable
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup

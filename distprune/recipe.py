@@ -51,16 +51,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distprune._common.strict import (
+    Problems,
+    Table,
+    flag,
+    one_of,
+    read_yaml,
+    share,
+    texts,
+    whole_number,
+)
 from distprune.files.recipe import input_dims_pairs
 from distprune.schedule.functions import Cubic, Linear, OneShot, Schedule
-from distprune.strict import Problems, Table, flag, one_of, read_yaml, share, texts, whole_number
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from distprune.call import Decision, PruningCall
-    from distprune.pruning_method import BasePruningMethod
+    from distprune.call.context import Decision, PruningCall
+    from distprune.methods.base import BasePruningMethod
     from distprune.schedule.pruner import ScheduledPruner
 
 _RANKING_KEYS = ("scope", "pattern")
@@ -201,9 +210,9 @@ class Recipe:
             ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
                 what only the command line does, such as another scope.
         """
-        from distprune.methods import L1Unstructured
+        from distprune.api.select import select
+        from distprune.methods.builtin import L1Unstructured
         from distprune.schedule.pruner import ScheduledPruner
-        from distprune.selecting import select
 
         if foreign := self._only_on_checkpoints():
             raise ValueError(
@@ -407,8 +416,8 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     """
     import torch
 
-    from distprune.methods import RandomUnstructured
-    from distprune.ranking import random_decision
+    from distprune.call.ranking import random_decision
+    from distprune.methods.builtin import RandomUnstructured
 
     if seed is None:
         return RandomUnstructured

@@ -22,8 +22,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from distprune import collectives, global_pruning, pruning_method
-from distprune.collectives import Communicator
+from distprune._common import collectives
+from distprune._common.collectives import Communicator
+from distprune.api import global_unstructured as global_pruning
+from distprune.methods import base as pruning_method
 
 GROUP_TIMEOUT = 8.0  # seconds after which gloo gives up on a rank
 # Until a rank of a doomed group is given up on. Machines may be busy.

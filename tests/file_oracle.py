@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from distprune.keys import hash_keys
-from distprune.natural_order import natural_key
+from distprune._common.natural_order import natural_key
+from distprune.selection.keys import hash_keys
 from reference import num_to_prune, prune, prune_bounded
 
 

@@ -26,11 +26,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 import distprune
-from distprune.collectives import Communicator
-from distprune.geometry import IndexMap, dim_coordinates, index_map
-from distprune.global_pruning import prune_over
-from distprune.report import PruningReport
-from distprune.sharding.dtensor import replica_of, splits_of
+from distprune._common.collectives import Communicator
+from distprune.api.global_unstructured import prune_over
+from distprune.call.report import PruningReport
+from distprune.shards.dtensor import replica_of, splits_of
+from distprune.shards.geometry import IndexMap, dim_coordinates, index_map
 from fake_ranks import run_fake_ranks
 from virtual_ranks import run_virtual_ranks
 
@@ -231,7 +231,7 @@ def prune_on(
         return prune_over(communicator, targets, distprune.L1Unstructured, amount=amount)
 
     # Placements and cuts are those of fully_shard, but no fully_shard has made them.
-    with mock.patch("distprune.sharding.dtensor._check_strided"):
+    with mock.patch("distprune.shards.dtensor._check_strided"):
         reports = run_virtual_ranks(prune, len(parts))
     masks = [torch.full((weight.numel(),), -1, dtype=torch.int8) for weight in whole]
     for mine, modules in zip(parts, sharded, strict=True):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import distprune as prune
 import reference
 import wraps
-from distprune.naming import named_modules
+from distprune._common.naming import named_modules
 from models import Net, fill, target
 
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]

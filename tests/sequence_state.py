@@ -16,7 +16,7 @@ import distprune as prune
 import wraps
 from checks import changes, snapshot, wrong_masks
 from distprune import schedule
-from distprune.naming import named_modules
+from distprune._common.naming import named_modules
 from models import fill
 from sequence_oracle import Counts, Oracle, Refused
 from sequence_plans import FAMILIES, Operation, Plan

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distprune.collectives import Communicator
+from distprune._common.collectives import Communicator
 
 
 class _Stopped(Exception):

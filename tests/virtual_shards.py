@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from distprune.geometry import Split, dim_coordinates, index_map
-from distprune.kernels import Candidates
-from distprune.keys import TensorKeys
+from distprune.selection.candidates import Candidates
+from distprune.selection.keys import TensorKeys
+from distprune.shards.geometry import Split, dim_coordinates, index_map
 
 
 def fill(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

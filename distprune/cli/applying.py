@@ -100,7 +100,7 @@ def _apply(
     follow_links: bool,
     take_over: bool,
 ) -> tuple[Checkpoint, Applied]:
-    from distprune.collectives import world
+    from distprune._common.collectives import world
     from distprune.files.applying import Application
     from distprune.files.team import Team
 

@@ -9,7 +9,7 @@ import typer
 from distprune.cli import recipes
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.files.recipe_file import fields_of
+from distprune.recipes.checkpoints import fields_of
 
 _PANEL = "What to prune (each option takes the place of what the recipe says)"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from distprune._common.natural_order import natural_key
 from distprune.files.kinds import Place, place_of, short_names
-from distprune.natural_order import natural_key
 
 OTHERS = "others"
 

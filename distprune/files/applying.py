@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distprune.collectives import Communicator, world
+from distprune._common.collectives import Communicator, world
 from distprune.files.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.destination import resolve_destination
 from distprune.files.disk import WRITE, OpenFiles, copy_range, read_into, write_from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distprune.bounds import Bounded, to_bounds
+from distprune._common.bounds import Bounded, to_bounds
 from distprune.files.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, counted
 from distprune.files.header import TensorEntry

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from distprune._version import __version__
 from distprune.files import front_matter
 from distprune.files.checkpoint import Checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.kinds import place_of
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.report import Report, TensorReport
-from distprune.version import __version__
 
 _TAGS = ("pruned", "sparse")
 # They tell of the source, and the hub would show them as facts about the result.

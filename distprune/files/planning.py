@@ -15,7 +15,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distprune.amount import resolve_count
+from distprune._common.amount import resolve_count
+from distprune._common.natural_order import natural_key
 from distprune.files.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.grouping import choose_groups, limits_of
@@ -23,7 +24,6 @@ from distprune.files.header import TensorEntry
 from distprune.files.layouts import Layout, Layouts
 from distprune.files.policy import Choice
 from distprune.files.recipe import FileRecipe
-from distprune.natural_order import natural_key
 
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distprune.collectives import Communicator, world
+from distprune._common.collectives import Communicator, world
 from distprune.files.deciding import Decision, bytes_to_count, decide
 from distprune.files.destination import resolve_destination
 from distprune.files.disk import OpenFiles

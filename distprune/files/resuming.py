@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from distprune.collectives import attempt
+from distprune._common.collectives import attempt
 from distprune.files.disk import OpenFiles
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, sized
 from distprune.files.journal import Journal

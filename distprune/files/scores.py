@@ -1,6 +1,6 @@
 """Stored numbers as integers in the order of their scores, 16 bits of which are counted at a time.
 
-The keys are those of distprune.keys: magnitude bits, or a hash of the index. Keys of all tensors
+The keys are those of selection.keys: magnitude bits, or a hash of the index. Keys of all tensors
 that are ranked together have one width: 16 bits if all are bf16, or all fp16; 32 if fp16, bf16 and
 fp32 mix; 64 with fp64 and for hashes. Widening is exact.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune.keys import hash_keys
+from distprune._common.hashing import hash_keys
 
 Array = np.ndarray
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distprune.collectives import Communicator, attempt
+from distprune._common.collectives import Communicator, attempt
 from distprune.files.errors import (
     CheckpointError,
     FilesError,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distprune.collectives import Communicator, world
+from distprune._common.collectives import Communicator, world
 from distprune.files.claims import (
     CUT_FIELDS,
     recipe_of,

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from distprune.collectives import world
-from distprune.global_pruning import global_unstructured
-from distprune.local_pruning import is_pruned
-from distprune.methods import L1Unstructured
-from distprune.pipeline import count_pruned
+from distprune._common.collectives import world
+from distprune.api.global_unstructured import global_unstructured
+from distprune.api.local import is_pruned
+from distprune.api.select import select
+from distprune.call.report import PruningReport
+from distprune.call.run import count_pruned
+from distprune.methods.builtin import L1Unstructured
 from distprune.recipe import Recipe, load_recipe
-from distprune.report import PruningReport
 from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
-from distprune.selecting import select
 from distprune.verification.records import put_records, records_of
 from distprune.verification.verifying import verify
 

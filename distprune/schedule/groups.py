@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from distprune.bounds import Bounded, Bounds, SparsityBound, to_bounds
-from distprune.budget import CEILING, FLOOR, room_for
-from distprune.pruning_method import BasePruningMethod
-from distprune.report import ParameterReport
+from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune.call.report import ParameterReport
+from distprune.call.within_bounds import CEILING, FLOOR, room_for
+from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
-from distprune.sharding import ShardReader
+from distprune.shards.reader import ShardReader
 
 Pair = tuple[nn.Module, str]
 

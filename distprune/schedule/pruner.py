@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from distprune.bounds import SparsityBound
-from distprune.budget import FLOOR
-from distprune.collectives import Communicator, attempt_all, world
-from distprune.global_pruning import prune_over
-from distprune.local_pruning import remove
-from distprune.masking.checks import check_removable
-from distprune.masking.hook import find_hook
-from distprune.methods import L1Unstructured
-from distprune.naming import unwrap
-from distprune.pipeline import count_pruned
-from distprune.pruning_method import BasePruningMethod
-from distprune.report import PruningReport
+from distprune._common.bounds import SparsityBound
+from distprune._common.collectives import Communicator, attempt_all, world
+from distprune._common.naming import unwrap
+from distprune.api.global_unstructured import prune_over
+from distprune.api.local import remove
+from distprune.call.report import PruningReport
+from distprune.call.run import count_pruned
+from distprune.call.score_keys import without_others
+from distprune.call.within_bounds import FLOOR
+from distprune.masks.checks import check_removable
+from distprune.masks.hook import find_hook
+from distprune.methods.base import BasePruningMethod
+from distprune.methods.builtin import L1Unstructured
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
-from distprune.score_keys import without_others
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 

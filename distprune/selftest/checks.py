@@ -26,7 +26,8 @@ from distprune.selftest.comparing import (
     wrong_masks,
 )
 from distprune.selftest.models import WEIGHTS, Case, held, net, reference_masks, weights_of
-from distprune.wrappers import managed_parameters, private_fields
+from distprune.torch_private import private_fields
+from distprune.torch_private.wrapper import managed_parameters
 
 _AMOUNTS = (0.3, 17, 0.5)  # of prunings one after the other
 _TRAFFIC_LIMIT = 256_000  # bytes that one pruning may send per rank, whatever the model's size

@@ -66,7 +66,7 @@ class Wrapping:
     Attributes:
         name: as the table has it.
         wrap: what it does with a model on ``device``, over ranks of a mesh of ``shape``.
-        adapters: whose private fields it stands on, keys of wrappers.private_fields.
+        adapters: whose private fields it stands on, keys of torch_private.private_fields.
         least: how many ranks it needs.
         num_axes: of its mesh; two need an even number of ranks.
         batch_axes: those of them whose ranks have different parts of a batch.

@@ -23,7 +23,7 @@ from distprune.selftest.checks import CHECKS, Found, NotTried, remove_checkpoint
 from distprune.selftest.models import WRAPPINGS, Case
 from distprune.selftest.ranks import LostError, Ranks
 from distprune.selftest.table import FAILED, NOT_TRIED, OK, Report, Result
-from distprune.wrappers.private_fields import TESTED
+from distprune.torch_private.private_fields import TESTED
 
 _MARGIN = 20.0  # seconds after a deadline, in which the backend and the store give up first
 _MAX_SHOWN = 8  # sentences of one check

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune.naming import unwrap
-from distprune.report import PruningReport
+from distprune._common.naming import unwrap
+from distprune.call.report import PruningReport
 from distprune.verification.report import VerificationReport
 from distprune.verification.sharing import Shared
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune import memory
-from distprune.checksum import checksums, of_shard
-from distprune.fingerprint import fingerprint_part
-from distprune.memory import Array
-from distprune.shard import LocalShard
+from distprune._common import memory
+from distprune._common.memory import Array
+from distprune.masks.fingerprint import fingerprint_part
+from distprune.shards.checksum import checksums, of_shard
+from distprune.shards.shard import LocalShard
 
 # Elements at a time: what is made of them stays in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 25

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from distprune.masking.hook import PruningHook
-from distprune.masking.record import MaskRecord
-from distprune.naming import named_modules
+from distprune._common.naming import named_modules
+from distprune.masks.hook import PruningHook
+from distprune.masks.record import MaskRecord
 
 
 def records_of(model: nn.Module) -> dict[str, list[int]]:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune.collectives import Communicator
-from distprune.masking.hook import PruningHook
-from distprune.masking.record import Selection
-from distprune.memory import INTEGERS
-from distprune.shard import LocalShard
+from distprune._common.collectives import Communicator
+from distprune._common.memory import INTEGERS
+from distprune.masks.hook import PruningHook
+from distprune.masks.record import Selection
+from distprune.shards.shard import LocalShard
 from distprune.verification.sharing import Found, leader_of
 
 _UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distprune.collectives import Communicator
-from distprune.masking.record import MaskRecord
-from distprune.shard import LocalShard
+from distprune._common.collectives import Communicator
+from distprune.masks.record import MaskRecord
+from distprune.shards.shard import LocalShard
 from distprune.verification.measuring import Numbers, place_hash
 from distprune.verification.report import VerifiedParameter
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune.masking import live_property, survival
-from distprune.masking.hook import PruningHook, layout_of
-from distprune.masking.record import Member
-from distprune.naming import named_modules
-from distprune.sharding import ShardReader, is_dtensor
+from distprune._common.naming import named_modules
+from distprune.masks import survival
+from distprune.masks.hook import PruningHook, layout_of
+from distprune.masks.record import Member
+from distprune.shards.reader import ShardReader, is_dtensor
+from distprune.torch_private import live_property
 
 
 @dataclass

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune.collectives import Communicator, attempt, world
-from distprune.masking import live_property
-from distprune.masking.hook import PruningHook
-from distprune.masking.record import MaskRecord
-from distprune.naming import unwrap
-from distprune.shard import LocalShard
-from distprune.sharding import ShardReader
+from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.naming import unwrap
+from distprune.masks.hook import PruningHook
+from distprune.masks.record import MaskRecord
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
+from distprune.torch_private import live_property
+from distprune.torch_private.wrapper import managed_parameters
 from distprune.verification import structure
 from distprune.verification.expectations import Expected, Wanted, compare_with_reports, wanted_of
 from distprune.verification.measuring import measure
@@ -24,7 +25,6 @@ from distprune.verification.reference import Recomputed, recompute
 from distprune.verification.report import VerificationError, VerificationReport
 from distprune.verification.sharing import Found, Shared, share
 from distprune.verification.structure import Place
-from distprune.wrappers import managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

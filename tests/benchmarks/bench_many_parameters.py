@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune
-from distprune import methods, pipeline
+from distprune.call import run as pipeline
+from distprune.methods import builtin as methods
 
 STAGES = {
     "read and agree": (pipeline, "read_together"),

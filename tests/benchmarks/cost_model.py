@@ -33,8 +33,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 import distprune
-from distprune import selection
-from distprune.report import PruningReport
+from distprune.call.report import PruningReport
+from distprune.selection import bracket
 
 NUM_CORES = os.cpu_count() or 1  # ranks beyond these take turns
 AMOUNT = 0.5
@@ -232,14 +232,14 @@ def _seconds(call: Any) -> float:
 
 
 def scratch_keys(num_elements: int) -> tuple[float, float]:
-    """Keys that one call samples, and keys between the brackets, over all ranks: as selection.py.
+    """Keys that one call samples, and keys between the brackets, over all ranks: as bracket.py.
 
     For an amount of 0.5, which takes the most, and a dtype of many keys.
     """
-    if num_elements <= selection._COLLECT_ALL:
+    if num_elements <= bracket.COLLECT_ALL:
         return 0.0, num_elements
-    num_sampled = selection.sample_size(num_elements)
-    margin = selection.margin_of(num_sampled / 2, num_sampled)
+    num_sampled = bracket.sample_size(num_elements)
+    margin = bracket.margin_of(num_sampled / 2, num_sampled)
     return num_sampled, 2 * margin / num_sampled * num_elements
 
 
@@ -247,7 +247,7 @@ def scratch_keys(num_elements: int) -> tuple[float, float]:
 def count_sampled() -> Iterator[list[int]]:
     """How many keys this rank samples inside, time by time."""
     counts: list[int] = []
-    original = selection.sample
+    original = bracket.sample
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         drawn = original(*args, **kwargs)
@@ -255,12 +255,12 @@ def count_sampled() -> Iterator[list[int]]:
         counts.append(sum(tensor.numel() for tensor in tensors))
         return drawn
 
-    with mock.patch.object(selection, "sample", counted):
+    with mock.patch.object(bracket, "sample", counted):
         yield counts
 
 
 def check_sample(num_elements: int, sampled: Sequence[int]) -> None:
-    """Whether :func:`scratch_keys` still says what selection.py does.
+    """Whether :func:`scratch_keys` still says what bracket.py does.
 
     Raises:
         CheckFailed: shows both.
@@ -271,7 +271,7 @@ def check_sample(num_elements: int, sampled: Sequence[int]) -> None:
     if abs(int(found) - expected) > 0.3 * expected + 10_000:
         raise CheckFailed(
             f"{int(found):,} keys of {num_elements:,} were sampled; scratch_keys expects "
-            f"{expected:,.0f}. Bring it in line with selection.py."
+            f"{expected:,.0f}. Bring it in line with bracket.py."
         )
 
 

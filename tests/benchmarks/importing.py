@@ -12,9 +12,9 @@ from measuring import Bound, CheckFailed, Options, Table, Verdict, interleaved
 ROUNDS = 11
 CONTESTANTS = {
     "import distprune": "import distprune",
-    "... and distprune.public": "import distprune, distprune.public",
+    "... and distprune._public": "import distprune, distprune._public",
     "... and every public name of it": (
-        "import distprune, distprune.public\n"
+        "import distprune, distprune._public\n"
         "for name in distprune.__all__: getattr(distprune, name)\n"
         "for name in distprune.schedule.__all__: getattr(distprune.schedule, name)"
     ),

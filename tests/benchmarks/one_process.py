@@ -45,10 +45,10 @@ from measuring import (
 from torch import Tensor, nn
 
 import distprune
-from distprune.call import LocalMasks, PruningCall
-from distprune.collectives import world
-from distprune.methods import L1Unstructured, chosen_hook
-from distprune.pipeline import prune_together
+from distprune._common.collectives import world
+from distprune.call.context import LocalMasks, PruningCall
+from distprune.call.run import prune_together
+from distprune.methods.builtin import L1Unstructured, chosen_hook
 
 ROUNDS = 3
 WHOLE = "distprune, the whole call"

@@ -47,7 +47,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import distprune
-from distprune.report import PruningReport
+from distprune.call.report import PruningReport
 from traffic import Traffic
 
 AMOUNT = 0.5

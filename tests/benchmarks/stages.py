@@ -21,23 +21,23 @@ import torch
 from measuring import Options, Table, interleaved, measured, median_seconds, release_memory
 
 import distprune
-from distprune import passes
-from distprune.geometry import IndexMap
-from distprune.kernels import Candidates
-from distprune.keys import KeyRange, Order, TensorKeys, key_range, to_keys
-from distprune.memory import Scratch
+from distprune._common.memory import Scratch
+from distprune.selection import passes
+from distprune.selection.candidates import Candidates
+from distprune.selection.keys import KeyRange, Order, TensorKeys, key_range, to_keys
+from distprune.shards.geometry import IndexMap
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
 STAGES = {
-    "read the parameters, agree on them": "distprune.pipeline.read_together",
-    "count what is pruned already": "distprune.pipeline._count_and_compare",
-    "sample": "distprune.selection.sample",
-    "one read: keys, counts, drafts of the masks": "distprune.selection.read",
-    "finish the masks, ties included": "distprune.ranking.finish",
-    "write masks anew": "distprune.ranking.write_keep",
-    "attach to the modules": "distprune.pipeline._attach_everywhere",
+    "read the parameters, agree on them": "distprune.call.run.read_together",
+    "count what is pruned already": "distprune.call.run._count_and_compare",
+    "sample": "distprune.selection.bracket.sample",
+    "one read: keys, counts, drafts of the masks": "distprune.selection.kth_key.read",
+    "finish the masks, ties included": "distprune.call.ranking.finish",
+    "write masks anew": "distprune.call.ranking.write_keep",
+    "attach to the modules": "distprune.call.run._attach_everywhere",
 }
-SELECTION = "distprune.budget.select_lowest"
+SELECTION = "distprune.call.within_bounds.select_lowest"
 
 
 class Clock:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distprune.files.recipe import FileRecipe
-from distprune.files.recipe_file import load_file_recipe
+from distprune.recipes.checkpoints import load_file_recipe
 from tiny_checkpoints import load, save, tree_digest
 
 RUN = ("distprune/run.json",)

@@ -10,7 +10,7 @@ import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
-from distprune.keys import hash_keys
+from distprune._common.hashing import hash_keys
 from distprune.testing import run_ranks
 from models import Net, fill, target
 from traffic import Traffic

@@ -22,7 +22,7 @@ import distprune as prune
 import wraps
 from checks import assembled, assert_nothing_wrong
 from distprune import checkpoint, schedule
-from distprune.naming import named_modules
+from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill, fqns, target
 

@@ -8,7 +8,7 @@ import torch
 import distprune as prune
 import wraps
 from checks import assert_nothing_wrong
-from distprune.naming import unwrap
+from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill
 

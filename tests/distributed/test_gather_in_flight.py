@@ -11,7 +11,7 @@ import distprune as prune
 import wraps
 from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from distprune.wrappers.fsdp2 import managed_parameters
+from distprune.torch_private.fsdp2 import managed_parameters
 from models import Net, seeded
 
 

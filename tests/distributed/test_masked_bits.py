@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 import distprune as prune
 import wraps
 from checks import assert_nothing_wrong
-from distprune import product
-from distprune.naming import named_modules
+from distprune._common import product
+from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
 from models import Net, fill
 

@@ -11,7 +11,7 @@ from torch import nn
 import distprune as prune
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot
-from distprune.naming import unwrap
+from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from models import EVEN_HIDDEN, Net, fill
 

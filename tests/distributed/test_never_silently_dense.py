@@ -11,7 +11,7 @@ import distprune as prune
 import reference
 import wraps
 from checks import assert_nothing_wrong, wrong_masks
-from distprune.naming import named_modules
+from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
 from models import Net, fill, target
 

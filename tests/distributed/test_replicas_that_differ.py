@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import distprune as prune
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot
-from distprune.naming import NamedParameter
+from distprune._common.naming import NamedParameter
 from distprune.testing import run_ranks
 from models import EVEN, Net, fill, target
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import distprune.checkpoint
-import distprune.selection
-import distprune.wrappers.fsdp2
+import distprune.selection.cut
+import distprune.torch_private.fsdp2
 import sequences
 import wraps
-from distprune.kernels import Cut
+from distprune.selection.candidates import Cut
 from distprune.testing import run_ranks
 from sequence_plans import draw
 
@@ -34,14 +34,14 @@ def ties_are_cut_off_by_one() -> AbstractContextManager:
     def cut(threshold: int, parameter: int, index: int) -> Cut:
         return Cut(threshold, parameter, index + 1 if index else index)
 
-    return patch.object(distprune.selection, "Cut", cut)
+    return patch.object(distprune.selection.cut, "Cut", cut)
 
 
 def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:
     def copied(values: torch.Tensor, mask: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(values)
 
-    return patch.object(distprune.wrappers.fsdp2, "write_product", copied)
+    return patch.object(distprune.torch_private.fsdp2, "write_product", copied)
 
 
 def rows_of_a_mask_are_exchanged_by_loading() -> AbstractContextManager:

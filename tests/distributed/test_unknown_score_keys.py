@@ -15,7 +15,7 @@ import reference
 import wraps
 from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune import schedule
-from distprune.naming import unwrap
+from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
 from models import Net, fill, target
 

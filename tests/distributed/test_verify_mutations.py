@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import distprune as prune
 import wraps
-from distprune.masking.hook import find_hook
-from distprune.naming import named_modules
+from distprune._common.naming import named_modules
+from distprune.masks.hook import find_hook
 from distprune.testing import run_ranks
 from models import Net, fill
 

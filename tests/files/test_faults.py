@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tiny_checkpoints
 from crashes import Steps, disk_is_full, kill_self, run_forked
-from distprune.collectives import world
+from distprune._common.collectives import world
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
 from distprune.files.placing import discard

@@ -10,8 +10,8 @@ from distprune.files import planning, pruning
 from distprune.files.disk import OpenFiles
 from distprune.files.masks import open_masks, read_keep
 from distprune.files.recipe import FileRecipe
-from distprune.files.recipe_file import file_recipe
 from distprune.recipe import parse_recipe
+from distprune.recipes.checkpoints import file_recipe
 from distprune.testing import run_ranks
 
 

@@ -9,8 +9,8 @@ import torch
 import tiny_checkpoints
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
-from distprune.files.recipe_file import load_file_recipe
 from distprune.recipe import load_recipe
+from distprune.recipes.checkpoints import load_file_recipe
 
 yaml = pytest.importorskip("yaml")
 RECIPES = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.collectives import world
+from distprune._common.collectives import world
 from distprune.files import findings, planning, pruning
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
 from distprune.files.header import read_header

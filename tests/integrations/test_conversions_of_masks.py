@@ -11,9 +11,9 @@ from transformers import conversion_mapping
 from transformers import core_model_loading as loading
 
 import distprune as prune
+from distprune._transformers.table import MOVING_OPERATIONS
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
-from distprune.transformers_table import MOVING_OPERATIONS
 
 
 def index(*shape: int, start: int = 0) -> torch.Tensor:

@@ -76,33 +76,35 @@ def swap(mask, values, *, equal):
 
 
 def one_too_many(stack):
-    count = importlib.import_module("distprune.amount").checked_count
-    replace(stack, "distprune.ranking", "checked_count", lambda *args: count(*args) + 1)
+    count = importlib.import_module("distprune._common.amount").checked_count
+    replace(stack, "distprune.call.ranking", "checked_count", lambda *args: count(*args) + 1)
 
 
 def idle_mask(stack):
     """The mask is registered and does not act in the all-gather."""
     keep = lambda local, mask, out: out.copy_(local)  # noqa: E731
-    replace(stack, "distprune.wrappers.fsdp2", "write_product", keep)
+    replace(stack, "distprune.torch_private.fsdp2", "write_product", keep)
 
 
 def dense_gradient(stack):
-    replace(stack, "distprune.wrappers.fsdp2", "ShardMask._mask_gradient", lambda self, p: None)
+    replace(
+        stack, "distprune.torch_private.fsdp2", "ShardMask._mask_gradient", lambda self, p: None
+    )
 
 
 def much_traffic(stack):
-    reduce = importlib.import_module("distprune.collectives").Communicator._reduce
+    reduce = importlib.import_module("distprune._common.collectives").Communicator._reduce
 
     def wasteful(self, values, op):
         dist.all_reduce(torch.zeros(100_000))
         return reduce(self, values, op)
 
-    replace(stack, "distprune.collectives", "Communicator._reduce", wasteful)
+    replace(stack, "distprune._common.collectives", "Communicator._reduce", wasteful)
 
 
 def uncompared_amounts(stack):
     describe = classmethod(lambda cls, *arguments: [])
-    replace(stack, "distprune.pruning_method", "BasePruningMethod.describe_arguments", describe)
+    replace(stack, "distprune.methods.base", "BasePruningMethod.describe_arguments", describe)
 
 
 def changed_before_agreed(stack):
@@ -134,13 +136,13 @@ def lossy_checkpoint(stack):
 
 
 def renamed_field(stack):
-    fields = importlib.import_module("distprune.wrappers.private_fields").FIELDS
+    fields = importlib.import_module("distprune.torch_private.private_fields").FIELDS
     names = {**fields["FSDP2"], "FSDPParam": ("sharded_param", "_of_tomorrow")}
     stack.enter_context(mock.patch.dict(fields, {"FSDP2": names}))
 
 
 def lost_function(stack):
-    names = importlib.import_module("distprune.wrappers.private_fields").NAMES
+    names = importlib.import_module("distprune.torch_private.private_fields").NAMES
     stack.enter_context(mock.patch.dict(names, {"DTensor": {"torch.distributed.tensor": ("No",)}}))
 
 

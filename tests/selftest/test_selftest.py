@@ -191,7 +191,11 @@ main(["selftest"])
     ("module", "expected", "message"),
     [
         ("torch", 2, "the self-test needs torch and numpy"),
-        ("distprune.wrappers.private_fields", 1, "FAILED: distprune does not import with torch"),
+        (
+            "distprune.torch_private.private_fields",
+            1,
+            "FAILED: distprune does not import with torch",
+        ),
     ],
 )
 def test_a_torch_that_lacks_a_module(module, expected, message):

@@ -3,7 +3,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from distprune.amount import checked_count, resolve_count, validate_amount
+from distprune._common.amount import checked_count, resolve_count, validate_amount
 
 
 @pytest.mark.parametrize(

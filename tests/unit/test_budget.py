@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import distprune as prune
 import reference
-from distprune.bounds import Bounded, Bounds, to_bounds
-from distprune.budget import room_for, select_within
-from distprune.keys import Order, key_range
-from distprune.passes import write_keep
+from distprune._common.bounds import Bounded, Bounds, to_bounds
+from distprune.call.within_bounds import room_for, select_within
+from distprune.selection.keys import Order, key_range
+from distprune.selection.passes import write_keep
 from models import Net, fill
 from virtual_ranks import run_virtual_ranks
 from virtual_shards import KINDS, LAYOUTS, candidates

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.checksum import _WORDS, checksums
+from distprune._common import memory
+from distprune.shards.checksum import _WORDS, checksums
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64,
@@ -26,7 +27,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def by_definition(tensor: torch.Tensor) -> int:
     """In Python's integers, from the bytes."""
-    from distprune.checksum import _block_weight, _weights
+    from distprune.shards.checksum import _block_weight, _weights
 
     raw = tensor.contiguous()
     raw = torch.view_as_real(raw) if raw.is_complex() else raw
@@ -46,15 +47,15 @@ def by_definition(tensor: torch.Tensor) -> int:
 def test_it_is_what_it_says(dtype, shape):
     tensor = filled(shape, dtype)
     assert checksum(tensor) == by_definition(tensor)
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         assert checksum(tensor) == by_definition(tensor)
 
 
 def test_several_blocks_and_odd_addresses():
     tensor = filled((5 * _WORDS + 77,), torch.float32)
-    with mock.patch("distprune.checksum._DEVICE_BLOCKS", 2):
+    with mock.patch("distprune.shards.checksum._DEVICE_BLOCKS", 2):
         for numpy in (True, False):
-            with mock.patch("distprune.memory.takes_numpy", lambda device, numpy=numpy: numpy):
+            with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
                 assert checksum(tensor) == by_definition(tensor)
                 assert checksum(tensor[1:]) == by_definition(tensor[1:].clone())
 

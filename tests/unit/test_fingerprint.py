@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune import fingerprint
-from distprune.fingerprint import fingerprint_part
-from distprune.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
-from distprune.shard import FlatShard, LocalShard
+from distprune.masks import fingerprint
+from distprune.masks.fingerprint import fingerprint_part
+from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
+from distprune.shards.shard import FlatShard, LocalShard
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -72,14 +72,14 @@ def by_definition(mask):
 def test_it_is_what_it_says(dtype, shape):
     mask = random_mask(shape, dtype=dtype)
     assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
 
 
 def test_several_tables_and_blocks():
     mask = random_mask((3, 500_000))
     assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
     columns = [part_of(mask, [Split(1, 3, which)]) for which in range(3)]
     assert fingerprint_of(columns) == by_definition(mask)
@@ -93,7 +93,7 @@ def test_no_sharding_changes_it(shape, order, numpy):
     expected = by_definition(mask)
     back = sorted(range(4), key=order.__getitem__)
     mask = mask.permute(order).contiguous().permute(back)  # another order of memory
-    with mock.patch("distprune.memory.takes_numpy", lambda device: numpy):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: numpy):
         for dim in range(4):
             for size in (2, 3, 8):
                 parts = [part_of(mask, [Split(dim, size, which)]) for which in range(size)]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.geometry import Split, dim_coordinates, index_map, memory_order
+from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from distprune.sharding import ShardReader, dtensor
+from distprune.shards import dtensor
+from distprune.shards.reader import ShardReader
 from fake_ranks import run_fake_ranks
 
 

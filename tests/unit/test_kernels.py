@@ -7,13 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from distprune import kernels, passes
-from distprune.collectives import Communicator
-from distprune.kernels import Cut
-from distprune.keys import Order, key_range
-from distprune.memory import Scratch, on_host
-from distprune.passes import finish
-from distprune.selection import select_lowest
+from distprune._common import memory
+from distprune._common.collectives import Communicator
+from distprune._common.memory import Scratch, on_host
+from distprune.selection import cpu, device, passes
+from distprune.selection.candidates import Cut
+from distprune.selection.cut import select_lowest
+from distprune.selection.keys import Order, key_range
+from distprune.selection.passes import finish
 from virtual_shards import candidates
 
 DTYPES = (
@@ -40,7 +41,7 @@ def previous_masks(dtype, n):
 @pytest.mark.parametrize("byte", [1, 2, 255])
 def test_every_byte_but_zero_is_true_in_a_bool_mask(byte, numpy, monkeypatch):
     """Bytes of a file that are read as bool need not be 0 or 1."""
-    monkeypatch.setattr("distprune.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
     scores = torch.arange(1.0, 301.0)
     live = torch.arange(300) % 3 != 0
     mask = (live.to(torch.uint8) * byte).view(torch.bool)
@@ -50,6 +51,7 @@ def test_every_byte_but_zero_is_true_in_a_bool_mask(byte, numpy, monkeypatch):
         [part], ["w"], [int(live.sum())], 50, key_range(torch.float32, Order.MAGNITUDE),
         Communicator(()), refuse_nan=True,
     ).cut  # fmt: skip
+    kernels = cpu if numpy else device
     assert kernels.write(part, range(300), 0, cut, mask, mask, Scratch()) == 50
     assert mask.tolist() == reference.prune([scores], 50, [live])[0].tolist()
 
@@ -69,9 +71,10 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
         part = part_of(scores, previous)
         untouched = None if previous is None else previous.clone()
         results = []
-        for numpy in (True, False):
+        for kernels in (cpu, device):
             drafted, written = (torch.full((n,), 1).to(new_dtype) for _ in range(2))
-            with mock.patch("distprune.memory.takes_numpy", lambda device, numpy=numpy: numpy):
+            numpy = kernels is cpu  # of the keys, too
+            with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
                 chunk = kernels.read(part, range(n), pivots, (low, high), drafted, Scratch())
                 cut = Cut(high, 0, 150)
                 count = kernels.write(part, range(n), 0, cut, written, previous, Scratch())
@@ -122,8 +125,9 @@ def prune_on_device(num_parameters, masks=None):
     keys = key_range(torch.float32, Order.MAGNITUDE)
     k = sum(num_live) // 2
     with (
-        mock.patch("distprune.memory.takes_numpy", lambda device: False),
-        mock.patch("distprune.selection._COLLECT_ALL", 1000),
+        mock.patch("distprune._common.memory.takes_numpy", lambda device: False),
+        mock.patch("distprune.selection.kth_key.COLLECT_ALL", 1000),
+        mock.patch("distprune.selection.bracket.COLLECT_ALL", 1000),
         Waits() as waits,
     ):
         selection = select_lowest(
@@ -153,7 +157,7 @@ def test_a_device_that_had_too_little_room_reads_again():
     parts = [part_of(each) for each in scores]
     low, high = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 2.0))
     drafts = [torch.empty(n, dtype=torch.bool) for _ in parts]
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         reading = passes.read(parts, [high], (low, high), drafts, expected_share=0.01)
     assert reading.counts == [[0], [n]] and reading.num_below == [0, 0]
     assert reading.sizes == [0, n] and reading.keys.numel() == n
@@ -161,7 +165,7 @@ def test_a_device_that_had_too_little_room_reads_again():
 
 
 def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
-    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 256)
+    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
     scores = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     totals = [
         passes.read(
@@ -175,12 +179,12 @@ def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
 
 
 def test_an_error_on_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 256)
+    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
     part = part_of(torch.randn(1000))
 
     def fail(*_):
         raise ZeroDivisionError("inside of a chunk")
 
-    monkeypatch.setattr("distprune.kernels.read", fail)
+    monkeypatch.setattr("distprune.selection.cpu.read", fail)
     with pytest.raises(ZeroDivisionError, match="inside of a chunk"):
         passes.read([part], [3], None)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from distprune import live_graphs
-from distprune.live_graphs import reaches, undisturbed
+from distprune.torch_private import live_graphs
+from distprune.torch_private.live_graphs import reaches, undisturbed
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import reference
-from distprune.sharding import dtensor
+from distprune.shards import dtensor
 from fake_ranks import run_fake_ranks
 from many_ranks import (
     Block,

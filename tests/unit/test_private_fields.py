@@ -6,7 +6,8 @@ import torch
 import distprune as prune
 import wraps
 from distprune.testing import run_ranks
-from distprune.wrappers import managed_parameters, private_fields
+from distprune.torch_private import private_fields
+from distprune.torch_private.wrapper import managed_parameters
 from models import Net, seeded
 
 FIELDS, NAMES = private_fields.FIELDS, private_fields.NAMES

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
-from distprune.collectives import Communicator
-from distprune.keys import Order, key_range
-from distprune.passes import finish, write_keep
-from distprune.selection import _COLLECT_ALL, select_lowest
+from distprune._common.collectives import Communicator
+from distprune.selection.bracket import COLLECT_ALL
+from distprune.selection.cut import select_lowest
+from distprune.selection.keys import Order, key_range
+from distprune.selection.passes import finish, write_keep
 from virtual_ranks import run_virtual_ranks
 from virtual_shards import KINDS, LAYOUTS, candidates, fill
 
@@ -100,7 +101,7 @@ def test_any_data_on_any_layout(data):
 @given(data=st.data())
 def test_any_data_with_the_operations_of_other_devices(data):
     """What a GPU runs, on the CPU."""
-    with mock.patch("distprune.memory.takes_numpy", lambda device: False):
+    with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
         test_any_data_on_any_layout.hypothesis.inner_test(data)
 
 
@@ -109,11 +110,11 @@ def test_any_data_with_the_operations_of_other_devices(data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
-    monkeypatch.setattr("distprune.memory.takes_numpy", lambda device: numpy)
-    monkeypatch.setattr("distprune.passes._CPU_CHUNK", 1 << 15)
+    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 1 << 15)
     generator = torch.Generator().manual_seed(5)
     shapes = [(211, 307), (5000,), (97, 101)]
-    assert sum(map(math.prod, shapes)) > _COLLECT_ALL
+    assert sum(map(math.prod, shapes)) > COLLECT_ALL
     if kind == "sorted":
         tensors = [torch.arange(math.prod(s)).view(s).float() for s in shapes]
     elif kind == "half zero":
@@ -130,8 +131,9 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypat
 
 def test_a_bracket_that_misses_costs_time_only(monkeypatch):
     """Brackets far too narrow: more rounds, the same masks."""
-    monkeypatch.setattr("distprune.selection._SIGMAS", 0.01)
-    monkeypatch.setattr("distprune.selection._COLLECT_ALL", 50)
+    monkeypatch.setattr("distprune.selection.bracket._SIGMAS", 0.01)
+    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "ties._KEPT"):
+        monkeypatch.setattr(f"distprune.selection.{name}", 50)
     generator = torch.Generator().manual_seed(5)
     for dtype in (torch.float32, torch.float64):
         tensors = [torch.randn(300, 70, generator=generator).to(dtype), torch.randn(99, 11)]
@@ -185,7 +187,7 @@ def test_nan_rank_last_by_index_where_they_are_allowed(k, kept):
     scores = torch.tensor([math.nan, 1.0, math.nan, -2.0, math.nan])
     if k == 4:
         kept = [0, 0, 0, 0, 1]
-    from distprune.ranking import zero_lowest
+    from distprune.call.ranking import zero_lowest
 
     mask = torch.ones(5)
     zero_lowest(mask, scores, k, Order.MAGNITUDE)
@@ -199,7 +201,7 @@ def test_orders(order, dtype):
     scores = (torch.randn(400, generator=generator) * 20).to(dtype)
     if dtype.is_floating_point:
         scores[:2] = torch.tensor([-math.inf, math.inf])
-    from distprune.ranking import zero_lowest
+    from distprune.call.ranking import zero_lowest
 
     values = scores.double()
     sort_by = {

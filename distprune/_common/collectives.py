@@ -1,0 +1,394 @@
+"""All communication of the library: sums, minima and maxima of a few integers.
+
+A :class:`Communicator` is the set of ranks that take part in one call. It only
+ever all-reduces int64 tensors, so it runs on any backend, over a process group
+or over every axis of a device mesh, and the order in which ranks are added can
+not change a result.
+
+[Note: all or none] A rank that raises while the others wait in a collective would hang them, and
+its next call would meet their present one. So whatever may fail on one rank alone is a *local
+step* of the collective that follows it: :meth:`Communicator.sum_of` runs the step, and sends a
+word for "it failed" along with what it returns. The size of what is sent is known before the step
+runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
+Between a collective and the next local step there is only code that does the same on every rank:
+it works on values that all ranks share, and if it raises, it raises everywhere.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distprune._common.exclusive import exclusively, raise_waiting_interrupt
+
+T = TypeVar("T")
+
+_INT64_MAX = 2**63 - 1
+# Raised under their own type on every rank; any other becomes a RuntimeError.
+_SHARED_ERRORS = {
+    "AssertionError", "AttributeError", "IndexError", "KeyError", "MemoryError",
+    "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
+}  # fmt: skip
+_MESSAGE_BYTES = 2048
+
+
+class Communicator:
+    """The ranks of one call; counts what it sends.
+
+    Args:
+        groups: process groups to reduce over, one after the other: one group,
+            or one per axis of a mesh. Empty for a single process.
+        ranks: global ranks of all that take part; the first one leads.
+        rank: this rank, one of them.
+        device: where the backend wants the integers.
+
+    Attributes:
+        index: this rank's place among ``ranks``.
+        size: how many ranks take part.
+        num_collectives: all-reduces so far.
+        bytes_sent: payload of those, per rank.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._groups = tuple(groups)
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.index = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self._device = torch.device(device)
+        self.num_collectives = 0
+        self.bytes_sent = 0
+
+    def sum_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """Run a local step on every rank and sum what it returns; see [Note: all or none].
+
+        Args:
+            size: of the result; a value that all ranks share.
+            step: local work that may fail; returns int64 [size].
+
+        Raises:
+            BaseException: what the step raised on this rank, if it failed on all; otherwise what it
+                raised on the first rank where it failed, on every rank.
+
+        Cost: one all-reduce of ``size`` + 1 words.
+        """
+        return self._share(size, step, dist.ReduceOp.SUM, 1)
+
+    def max_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """The elementwise maximum of what a local step returns; see :meth:`sum_of`."""
+        return self._share(size, step, dist.ReduceOp.MAX, 1)
+
+    def min_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """The elementwise minimum of what a local step returns; see :meth:`sum_of`."""
+        return self._share(size, step, dist.ReduceOp.MIN, -1)
+
+    def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """What a local step returns on the leader; see :meth:`sum_of`. It runs on every rank."""
+
+        def of_leader() -> Tensor:
+            values = step()
+            return values if self.index == 0 else torch.zeros_like(values)
+
+        return self.sum_of(size, of_leader)
+
+    def run(
+        self,
+        step: Callable[[], T],
+        facts_of: Callable[[T], Sequence[tuple[str, str]]] | None = None,
+    ) -> T:
+        """Run a local step whose result stays on this rank; see :meth:`sum_of`.
+
+        Args:
+            step: local work that may fail.
+            facts_of: from its result to (label, text) pairs that must be equal on all ranks.
+
+        Raises:
+            BaseException: as :meth:`sum_of`, and as :meth:`agree`.
+
+        Cost: one all-reduce of 40 bytes when all is well.
+        """
+
+        def run_step() -> tuple[T, Sequence[tuple[str, str]]]:
+            result = step()
+            return result, () if facts_of is None else facts_of(result)
+
+        done, error = attempt_all(run_step)
+        self.agree(() if done is None else done[1], error)
+        assert done is not None
+        return done[0]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum an int64 tensor over all ranks (modulo 2**64).
+
+        For values that are at hand: what may fail belongs in :meth:`sum_of`.
+        """
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def min(self, values: Tensor) -> Tensor:
+        """Elementwise minimum of an int64 tensor over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Elementwise maximum of an int64 tensor over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
+        """The different texts among those of all ranks, and which of them each rank has.
+
+        Args:
+            text: this rank's, of any length.
+
+        Returns:
+            The texts, in the order of the first ranks that have them; and per rank, in
+            the order of ``ranks``, a position in that list.
+
+        Cost: two all-reduces: 16 bytes per rank, and all different texts once.
+        """
+        raw = _encoded(text)
+        table = torch.zeros(2, self.size, dtype=torch.int64)
+        table[:, self.index] = torch.tensor([_digest(text), len(raw)])
+        digests, lengths = self.sum(table).tolist()
+        kinds = list(dict.fromkeys(digests))
+        firsts = [digests.index(digest) for digest in kinds]
+        # Eight bytes to an integer; every text begins at an integer of its own.
+        num_words = [-(-lengths[first] // 8) for first in firsts]
+        words = torch.zeros(sum(num_words), dtype=torch.int64)
+        starts = [sum(num_words[:which]) for which in range(len(kinds))]
+        if self.index in firsts:
+            which = firsts.index(self.index)
+            padded = raw.ljust(8 * num_words[which], b"\0")
+            if padded:
+                mine = torch.frombuffer(bytearray(padded), dtype=torch.int64)
+                words[starts[which] : starts[which] + num_words[which]] = mine
+        joined = self.sum(words).numpy().tobytes()
+        texts = [
+            joined[8 * start : 8 * start + lengths[first]].decode()
+            for start, first in zip(starts, firsts, strict=True)
+        ]
+        return texts, [kinds.index(digest) for digest in digests]
+
+    def agree(
+        self, facts: Sequence[tuple[str, str]] = (), error: BaseException | None = None
+    ) -> None:
+        """Raise on every rank if any rank failed, or if the ranks differ in a fact.
+
+        Args:
+            facts: (label, text) pairs that must be equal on all ranks.
+            error: what went wrong on this rank, if anything did.
+
+        Raises:
+            BaseException: ``error`` itself when every rank failed; otherwise, on
+                every rank, the first failing rank's error. An interrupted rank raises
+                KeyboardInterrupt, the others a RuntimeError.
+            ValueError: the ranks differ in a fact; names it and shows two values.
+
+        Cost: one all-reduce of 40 bytes when all is well.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        digest = _digest("\n".join(f"{label}={text}" for label, text in facts))
+        mine = [int(error is not None), len(facts), -len(facts), digest, -digest]
+        shared = self.max(torch.tensor(mine)).tolist()
+        if shared[0]:
+            self._raise_everywhere(error)
+        if shared[1] != -shared[2] or shared[3] != -shared[4]:
+            self._raise_difference(facts, num_common=-shared[2])
+
+    def _share(self, size: int, step: Callable[[], Tensor], op: Any, failed: int) -> Tensor:
+        if self.size == 1:
+            return step()
+        values, error = attempt_all(step)
+        shared = torch.zeros(size + 1, dtype=torch.int64)
+        if error is None:
+            assert values is not None
+            if values.shape != (size,):
+                error = AssertionError(f"a step returned {tuple(values.shape)}, not ({size},).")
+            else:
+                shared[:size] = values
+        if error is not None:
+            shared[size] = failed
+        shared = self._reduce(shared, op)
+        if int(shared[size]):
+            self._raise_everywhere(error)
+        return shared[:size]
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Keep other calls off these process groups, and interrupts waiting: see exclusive.py.
+
+        Raises:
+            RuntimeError: another call is under way on one of these groups; nothing was sent.
+        """
+        return exclusively(self._groups if self.size > 1 else ())
+
+    def _reduce(self, values: Tensor, op: Any) -> Tensor:
+        if self.size == 1:
+            return values
+        reduced = values.to(self._device, copy=True)
+        for group in self._groups:
+            dist.all_reduce(reduced, op=op, group=group)
+            self.num_collectives += 1
+            self.bytes_sent += reduced.numel() * reduced.element_size()
+        return reduced.to(values.device)
+
+    def _from_rank(self, values: Tensor, rank: int) -> Tensor:
+        return self.sum(values if self.rank == rank else torch.zeros_like(values))
+
+    def _text_from_rank(self, text: str, rank: int) -> str:
+        raw = _encoded(text)[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        shared = self._from_rank(torch.tensor(list(raw)), rank)
+        return bytes(shared.tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def _raise_everywhere(self, error: BaseException | None) -> NoReturn:
+        failed = self.sum(torch.tensor([int(error is not None)]))
+        first = self.min(torch.tensor([self.rank if error is not None else _INT64_MAX]))
+        text = "" if error is None else f"{type(error).__name__}\n{_text_of(error)}"
+        kind, _, message = self._text_from_rank(text, int(first[0])).partition("\n")
+        is_interrupt = error is not None and not isinstance(error, Exception)
+        if error is not None and (int(failed[0]) == self.size or is_interrupt):
+            raise error
+        where = f"on rank {int(first[0])}: "
+        if kind in _SHARED_ERRORS:
+            raise getattr(builtins, kind)(where + message) from error
+        raise RuntimeError(f"{where}{kind}: {message}") from error
+
+    def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> None:
+        digests = [_digest(f"{label}={text}") for label, text in facts[:num_common]]
+        # Last, in case that one rank's facts are a part of another's.
+        digests.append(len(facts))
+        texts = [f"{label}: {text}" for label, text in facts[:num_common]]
+        texts.append(f"{len(facts)} facts in all")
+        shared = torch.tensor(digests)
+        low, high = self.min(shared), self.max(shared)
+        which = int((low != high).nonzero()[0])
+        mine, text, low, high = shared[which], texts[which], low[which], high[which]
+        examples = []
+        for value in (low, high):
+            candidate = self.rank if bool(mine == value) else _INT64_MAX
+            rank = int(self.min(torch.tensor([candidate]))[0])
+            examples.append((rank, self._text_from_rank(text, rank)))
+        examples.sort()
+        shown = "; ".join(f"rank {rank} has {example}" for rank, example in examples)
+        raise ValueError(
+            f"the ranks were called with different arguments: {shown}. Expected the same "
+            "parameters, in the same order, and the same arguments on every rank. If this "
+            "call is meant for one rank alone, pass a group that holds only that rank."
+        )
+
+
+def world(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The ranks of ``group``, every rank by default; a single process without one.
+
+    Raises:
+        ValueError: this rank is not a member of ``group``.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Communicator(())
+    if group is None:
+        group = dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of group={group}; "
+            "expected the call only on the ranks of the group."
+        )
+    return Communicator(
+        [group],
+        ranks=dist.get_process_group_ranks(group),
+        rank=dist.get_rank(),
+        device=_reduction_device(group),
+    )
+
+
+def over_mesh(mesh: dist.DeviceMesh) -> Communicator:
+    """The ranks of a device mesh: reductions go over one axis after the other.
+
+    Raises:
+        ValueError: this rank is outside the mesh.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is outside the mesh of the parameter ({mesh}); expected "
+            "the call only on the ranks of the mesh."
+        )
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    device = _reduction_device(groups[0]) if groups else "cpu"
+    return Communicator(groups, ranks, dist.get_rank(), device)
+
+
+def over_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] = ()) -> Communicator:
+    """Ranks that several process groups join like the axes of a grid; see :func:`over_mesh`.
+
+    Args:
+        groups: this rank's group along every axis.
+        ranks: all global ranks of the grid; by default those of the only group.
+    """
+    ranks = ranks or dist.get_process_group_ranks(groups[0])
+    groups = [group for group in groups if group.size() > 1]
+    device = _reduction_device(groups[0]) if groups else "cpu"
+    return Communicator(groups, ranks, dist.get_rank(), device)
+
+
+def is_distributed() -> bool:
+    """Whether a process group is initialised: plain modules may then be replicas."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
+    """Call and return (result, None) or (None, error): see [Note: all or none]."""
+    try:
+        return function(*args), None
+    except Exception as error:  # whatever it is, every rank is to raise it
+        return None, error
+
+
+def attempt_all(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
+    """The same, and interrupts and exits are errors too: what ends this rank ends the call.
+
+    So is an interrupt that waits; see :meth:`Communicator.exclusively`.
+    """
+    try:
+        result = function(*args)
+        raise_waiting_interrupt()
+    except BaseException as error:
+        return None, error
+    return result, None
+
+
+def _reduction_device(group: dist.ProcessGroup) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _text_of(error: BaseException) -> str:
+    """What an error says, even if that fails."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its text raised {type(other).__name__})"
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8; lone surrogates, as file names have them, are escaped."""
+    return text.encode(errors="backslashreplace")
+
+
+def _digest(text: str) -> int:
+    """62 bits of SHA-256, so that the value and its negative fit in an int64."""
+    return int.from_bytes(hashlib.sha256(_encoded(text)).digest()[:8], "big") >> 2

@@ -1,0 +1,156 @@
+"""``global_unstructured``: one ranking over many parameters and all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from distprune._common.bounds import SparsityBound
+from distprune._common.collectives import Communicator, attempt_all, world
+from distprune.call.report import PruningReport
+from distprune.call.run import prune_together
+from distprune.methods.base import BasePruningMethod
+from distprune.methods.builtin import chosen_hook
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def global_unstructured(
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: type[BasePruningMethod],
+    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
+    **kwargs: Any,
+) -> PruningReport:
+    """Prune many parameters together: one ranking over all of them, and over all ranks.
+
+    The mask that each rank gets is, bit for bit, its slice of the mask that one
+    process would compute. Elements are ordered by (score, position of the
+    parameter in the list, row-major index in the whole parameter), and exactly as many
+    as asked for are pruned. (RandomUnstructured is the one exception: a process without a
+    process group draws torch's own random numbers, as a drop-in has to; with a group, of one
+    rank or a thousand, the mask is the same.)
+
+    Every rank of ``group`` has to call this with the same list and arguments when
+    a process group is initialised, for plain modules too: nothing tells the
+    inside of a DDP replica from a module of one rank. A single rank says so with a
+    group of its own.
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them. A tied
+            parameter counts once.
+        pruning_method: a class with ``PRUNING_TYPE`` "unstructured", such as
+            ``L1Unstructured`` or ``RandomUnstructured``.
+        importance_scores: rank by |scores| instead of |values|: by (module, name), a
+            tensor of the parameter's shape; for a sharded parameter whole, or a
+            DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
+            of the parameter's memory, as its gradient is. Parameters that are not in it rank by
+            value. A tied parameter may stand under any of its names; any other key is an error.
+        group: the ranks that take part; every rank by default.
+        min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
+            the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from
+            (module, name), or from full names, for some. Of n elements at least ceil(min_sparsity
+            * n) and at most floor(max_sparsity * n); a parameter that is pruned further already
+            just gets no more. Exactly as many elements are pruned overall: first the lowest of
+            each parameter up to its floor, then in total order, passing over parameters at
+            their ceiling. For methods that rank: L1Unstructured, RandomUnstructured (which then
+            draws the same numbers with and without a process group), and ``DISTRIBUTED =
+            "scores"``.
+        pipeline_parallel: the ranks hold different parts of one model, and each passes the
+            parameters that it has (an empty list if none), with full names as ``select`` gives
+            them. One ranking goes over the union of all lists; its ties go by name ("layers.2"
+            before "layers.10") and not by position, in a single process that holds everything,
+            too. Parameters of one name are replicas and count once; replicas that differ are an
+            error, and if they are meant to (experts, say), give them different names:
+            ``NamedParameter(module, name, fqn)``.
+        kwargs: passed to the method, ``amount`` above all: a fraction of what is
+            unpruned, or a count.
+
+    Returns:
+        A report, the same on every rank.
+
+    Raises:
+        TypeError: a method that is not unstructured, or arguments of a wrong type.
+        ValueError: scores of a parameter that is not in the list; a NaN score, an amount out of
+            range, an empty list; an amount that is too small for the floors or too large for the
+            ceilings; ranks that differ in their arguments. Named, on every rank.
+        NotImplementedError: a layout or wrapper that is not supported; a method that does
+            not say how it works on shards, or that does not rank, with bounds.
+
+    On an error no module has changed, on any rank.
+
+    Cost: two reads of the scores and one write of the masks; a dozen all-reduces,
+    about 100 KB in all whatever the size of the model; memory for the masks and a
+    few megabytes. With bounds, two to four times as much in practice (one ranking per
+    round of budget.[Note: active set]), and about 100 KB more per parameter that is held at one.
+    """
+    return prune_over(
+        world(group),
+        parameters,
+        pruning_method,
+        importance_scores,
+        min_sparsity=min_sparsity,
+        max_sparsity=max_sparsity,
+        pipeline_parallel=pipeline_parallel,
+        **kwargs,
+    )
+
+
+def prune_over(
+    communicator: Communicator,
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: type[BasePruningMethod],
+    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    *,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
+    **kwargs: Any,
+) -> PruningReport:
+    """:func:`global_unstructured` over ranks that the caller talks to already."""
+    made, error = attempt_all(_make_method, parameters, pruning_method, importance_scores, kwargs)
+    method, facts = (None, []) if made is None else made
+    return prune_together(
+        parameters,
+        method,
+        chosen_hook,
+        communicator,
+        scores=importance_scores,
+        facts=facts,
+        error=error,
+        amount=kwargs.get("amount"),
+        min_sparsity=min_sparsity,
+        max_sparsity=max_sparsity,
+        pipeline_parallel=pipeline_parallel,
+    )
+
+
+def _make_method(
+    parameters: Any, pruning_method: Any, importance_scores: Any, kwargs: dict[str, Any]
+) -> tuple[BasePruningMethod, list[tuple[str, str]]]:
+    """The method, and what must be equal on all ranks of it and its arguments."""
+    if not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; expected an iterable of "
+            "(module, name) pairs."
+        )
+    if importance_scores is not None and not isinstance(importance_scores, Mapping):
+        raise TypeError(
+            f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
+            "(module, name) to a tensor."
+        )
+    method = pruning_method(**kwargs)
+    kind = getattr(method, "PRUNING_TYPE", None)
+    if kind != "unstructured":
+        raise TypeError(
+            'Only "unstructured" PRUNING_TYPE is supported for the `pruning_method`: '
+            f"{pruning_method} has type {kind!r}."
+        )
+    return method, method.describe_arguments((), kwargs)

@@ -1,0 +1,208 @@
+"""``save_masks``: the masks of a live model, in a folder.
+
+    distprune.save_masks(model, "masks")  # `distprune apply masks SRC DST` prunes a checkpoint so
+
+The form is that of distprune.files.masks: one bit per element of the whole parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.naming import NamedParameter
+from distprune._transformers.saving import SavedMasks, as_saved
+from distprune.api.parameter_places import all_places, find_places
+from distprune.call.reading import read_together
+from distprune.call.run import count_pruned
+from distprune.files.disk import sync_folder
+from distprune.files.header import TensorEntry
+from distprune.files.masks import MASK_FILE, mask_layout
+from distprune.masks.hook import find_hook
+from distprune.shards.shard import LocalShard
+from distprune.shards.target import Target
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_CHUNK = 1 << 20  # elements
+
+
+def save_masks(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    names: Literal["checkpoint", "model"] = "checkpoint",
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+) -> None:
+    """Write the masks of a pruned model, in the form that ``distprune prune`` writes. Collective.
+
+    The first rank writes ``folder/distprune/masks.safetensors``; a file that is there is replaced
+    at the end, or stays as it was.
+
+    Args:
+        model: plain or wrapped; a stage, with ``pipeline_parallel``.
+        folder: where to; made if it is not there. It may be that of a checkpoint.
+        names: whose names and shapes masks have. "checkpoint": those of the files that
+            ``save_pretrained`` writes of a model of transformers, as ``distprune apply`` needs
+            them (experts that are one tensor in the model are several there). "model": those of
+            the model; always so for a model of another kind, and with ``pipeline_parallel``.
+        group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of the model.
+
+    Raises:
+        ValueError: nothing is pruned; replicas have different masks. On every rank.
+        NotImplementedError: transformers computes with a parameter when it saves it; on every
+            rank. names="model" writes its mask.
+        OSError: the folder cannot be written to; a RuntimeError on the other ranks.
+
+    Cost: an all-reduce of an eighth of a byte per element; memory for that of one parameter. On
+    the first rank also three bytes per element of a parameter that has another shape in the
+    files, or of several that are one tensor there.
+    """
+    communicator = world(group)
+    parameters, error = attempt(_pruned, model, names, pipeline_parallel)
+    # Compares replicas; then nothing is left that could differ.
+    count_pruned(
+        parameters or [],
+        communicator,
+        facts=[("names", str(names))],
+        error=error,
+        pipeline_parallel=pipeline_parallel,
+    )
+    assert parameters is not None
+    with torch.inference_mode(False), torch.no_grad():
+        targets, _ = read_together(
+            parameters, None, communicator, (), None, pipeline_parallel=pipeline_parallel
+        )
+        keeps_names = names == "model" or pipeline_parallel
+        plan = communicator.run(lambda: _as_saved(model, targets, keeps_names))
+        writer, error = None, None
+        if communicator.index == 0:
+            writer, error = attempt(_Writer, Path(folder), plan, targets)
+        for target in targets:
+            try:
+                words = _whole_bits(target.shard, communicator)
+            except BaseException:  # of a step on any rank, or of the network
+                if writer is not None:
+                    writer.abandon()
+                raise
+            if error is None and writer is not None:
+                _, error = attempt(writer.add, target.label, words)
+        if error is None and writer is not None:
+            _, error = attempt(writer.finish)
+        if error is not None and writer is not None:
+            writer.abandon()
+        communicator.agree(error=error)
+
+
+class _Writer:
+    """Writes a mask file, one parameter after the other, and puts it in place at the end.
+
+    Args:
+        folder: where to.
+        plan: what is written of which parameters.
+        targets: all parameters, in the order in which they will be added.
+    """
+
+    def __init__(self, folder: Path, plan: list[SavedMasks], targets: list[Target]) -> None:
+        order = {target.label: position for position, target in enumerate(targets)}
+        self._shapes = {target.label: tuple(target.shard.shape) for target in targets}
+        # What is made of several parameters is written when the last one has come.
+        plan = sorted(plan, key=lambda saved: max(order[name] for name in saved.parameters))
+        self._saved_of = {name: saved for saved in plan for name in saved.parameters}
+        self._waiting: dict[str, Tensor] = {}
+        entries = [
+            TensorEntry(name, "", shape, "", 0, 0)
+            for saved in plan
+            for name, shape in saved.tensors.items()
+        ]
+        is_changed = any(saved.parameters != (*saved.tensors,) for saved in plan)
+        layout = mask_layout(entries, (), is_of_checkpoint=is_changed)
+        self._path = folder / MASK_FILE
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._unfinished = self._path.with_suffix(".new")
+        self._file: BinaryIO = self._unfinished.open("wb")
+        self._file.write(layout.header)
+
+    def add(self, parameter: str, words: Tensor) -> None:
+        saved = self._saved_of[parameter]
+        if saved.conversion is None:
+            size = -(-math.prod(self._shapes[parameter]) // 8)
+            self._file.write(_bytes_of(words)[:size])
+            return
+        self._waiting[parameter] = words
+        if not all(name in self._waiting for name in saved.parameters):
+            return
+        masks = {name: self._unpacked(name) for name in saved.parameters}
+        made = saved.make(masks)
+        del masks
+        for name in saved.tensors:
+            bits = made.pop(name).reshape(-1).numpy()
+            self._file.write(np.packbits(bits, bitorder="little").tobytes())
+
+    def _unpacked(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        packed = np.frombuffer(_bytes_of(self._waiting.pop(name)), dtype=np.uint8)
+        bits = np.unpackbits(packed, bitorder="little", count=math.prod(shape)).view(bool)
+        return torch.from_numpy(bits).view(shape)
+
+    def finish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._unfinished.replace(self._path)
+        sync_folder(self._path.parent)
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
+
+def _as_saved(model: nn.Module, targets: list[Target], keeps_names: bool) -> list[SavedMasks]:
+    shapes = {target.label: tuple(target.shard.shape) for target in targets}
+    if keeps_names:
+        return [SavedMasks((name,), {name: shape}, None, {}) for name, shape in shapes.items()]
+    everything = {place.pair.fqn: place.shape for place in all_places(model)}
+    return as_saved(model, everything | shapes, shapes)
+
+
+def _bytes_of(words: Tensor) -> bytes:
+    return words.cpu().numpy().astype("<i8", copy=False).tobytes()
+
+
+def _pruned(model: nn.Module, names: str, pipeline_parallel: bool) -> list[NamedParameter]:
+    if names not in ("checkpoint", "model"):
+        raise ValueError(f"names={names!r}; expected 'checkpoint' or 'model'.")
+    found = find_places(model, lambda place: find_hook(*place.pair) is not None)
+    if not found and not pipeline_parallel:
+        raise ValueError("nothing is pruned in this model; expected at least one parameter.")
+    return found
+
+
+def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
+    """The bits of a whole mask, 64 to an int64, the first in the lowest; the same on all ranks."""
+    num_words = -(-shard.numel // 64)
+
+    def own_bits() -> Tensor:
+        words = torch.zeros(num_words, dtype=torch.int64)
+        if shard.values.numel():
+            assert shard.mask is not None
+            flat = shard.flat(shard.mask)
+            for start in range(shard.counted.start, shard.counted.stop, _CHUNK):
+                positions = torch.arange(start, min(start + _CHUNK, shard.counted.stop))
+                keep = flat[positions[0] : positions[-1] + 1].cpu() != 0
+                kept = shard.index(positions.to(flat.device)).cpu()[keep]
+                # Each bit is set by one rank: a sum of them is as good as a union.
+                words.scatter_add_(0, kept >> 6, torch.ones_like(kept) << (kept & 63))
+        return words
+
+    return communicator.sum_of(num_words, own_bits)

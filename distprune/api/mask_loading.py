@@ -1,0 +1,318 @@
+"""``load_masks``: the masks of a folder onto a live model.
+
+    distprune.load_masks(model, "Llama-3-8B-sparse")  # wrapped or not: train with the zeros held
+
+The folder is what ``distprune prune`` or ``save_masks`` wrote; see distprune.files.masks.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.collectives import attempt, world
+from distprune._common.naming import NamedParameter, unwrap
+from distprune._transformers.mask_matching import (
+    MaskSource,
+    Matching,
+    match_masks,
+    with_close_names,
+)
+from distprune._transformers.names import rules_for
+from distprune.api.parameter_places import Place, all_places
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.report import MaskLoadingReport
+from distprune.call.run import prune_together
+from distprune.files.checkpoint import open_checkpoint
+from distprune.files.disk import OpenFiles
+from distprune.files.errors import CheckpointError
+from distprune.files.masks import MaskFile, open_masks, read_keep
+from distprune.methods.builtin import chosen_hook
+from distprune.selection.passes import count_live
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NUM_SHOWN = 200
+_NOT_STRICT = (
+    "Pass strict=False to load the other masks and leave such parameters as they are (the report "
+    "lists these names)."
+)
+
+
+def load_masks(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    parameters: Iterable[tuple[nn.Module, str]] | None = None,
+    strict: bool = True,
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+) -> MaskLoadingReport:
+    """Put the masks of a pruned checkpoint onto a model, whatever wraps it. Collective.
+
+    Each rank gets its slice. Parameters are found by their names in the checkpoint. A model of
+    transformers may be any that ``from_pretrained`` makes of the checkpoint: with or without the
+    prefix of the base model, with parameters that are renamed on loading, and with those that are
+    merged, split or transposed (the experts of a mixture), whose masks go the same way. A
+    parameter that is pruned already keeps its zeros, too. The weights do not change; what was
+    pruned is zero in the forward, whichever weights the model has.
+
+    Args:
+        model: plain or wrapped in anything that distprune supports; a stage, with
+            ``pipeline_parallel``.
+        folder: what ``distprune prune`` or :func:`save_masks` wrote, on every rank's disk.
+        parameters: (module, name) pairs, as ``select`` lists them, that are to get a mask; masks
+            of other parameters are left out. Every parameter that has one, by default.
+        strict: raise if a mask fits no parameter, or if one of ``parameters`` has no mask. If
+            not, the report lists them; and such parameters stay as they are. (A fine-tuned model
+            has another head than the checkpoint.)
+        group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of the model.
+
+    Returns:
+        A report, the same on every rank. Under ``pipeline_parallel`` its ``missing_keys`` and
+        ``mismatched_keys`` are those of the calling rank.
+
+    Raises:
+        ValueError: a mask whose parameter the model does not have, or has in another shape, or
+            of which transformers makes something that has no mask, all by name, with the names
+            that are most alike; no mask at all fits; names of a tied parameter with different
+            masks; ranks that read different masks. On every rank; no module has changed then.
+        FilesError: no masks, or malformed ones; on every rank (a RuntimeError where only some
+            ranks failed).
+
+    Cost: every rank reads the masks, an eighth of a byte per element; memory for its part of the
+    masks and, for a moment, one byte per element of one parameter (two if it is merged or
+    permuted on loading).
+    """
+    communicator = world(group)
+    plan, error = attempt(_plan, model, folder, parameters, strict, pipeline_parallel)
+    method = MasksFromFile(plan, strict=strict) if plan is not None else None
+    facts = []
+    if plan is not None:
+        facts = [("crc32 of the masks", str(plan.crc)), ("strict", str(strict))]
+    report = prune_together(
+        [] if plan is None else plan.parameters,
+        method,  # type: ignore[arg-type]  # None only with an error
+        chosen_hook,
+        communicator,
+        facts=facts,
+        error=error,
+        pipeline_parallel=pipeline_parallel,
+    )
+    assert plan is not None and method is not None
+    return MaskLoadingReport.of(
+        report, plan.missing, tuple(method.unexpected), tuple(plan.matching.mismatched)
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which masks go where, on this rank.
+
+    Attributes:
+        folder, masks: as they were found.
+        crc: of the masks' file.
+        matching: of all masks.
+        parameters: to be pruned, with all their places.
+        sources: by the full name of a parameter, one mask or more: a tied one may have several.
+        missing: parameters without a mask.
+        known: names of all parameters.
+        pipeline_parallel: other ranks may have the parameters of other masks.
+    """
+
+    folder: str | os.PathLike[str]
+    masks: MaskFile
+    crc: int
+    matching: Matching
+    parameters: list[NamedParameter]
+    sources: dict[str, list[MaskSource]]
+    missing: tuple[str, ...]
+    known: tuple[str, ...]
+    pipeline_parallel: bool
+
+
+class MasksFromFile:
+    """Decides on masks by reading them; see pipeline.DecidesMasks.
+
+    Attributes:
+        unexpected: masks that no rank has a parameter for; known when it has decided.
+    """
+
+    READS_VALUES = False
+
+    def __init__(self, plan: _Plan, *, strict: bool) -> None:
+        self._plan = plan
+        self._strict = strict
+        self.unexpected: dict[str, str] = plan.matching.unexpected
+
+    def decide(self, call: PruningCall) -> Decision:
+        if self._plan.pipeline_parallel:
+            self._leave_to_other_ranks(call)
+
+        def finish() -> LocalMasks:
+            files = OpenFiles(os.O_RDONLY)
+            try:
+                return self._read(call, files)
+            finally:
+                files.close()
+
+        return Decision(finish)
+
+    def _leave_to_other_ranks(self, call: PruningCall) -> None:
+        """Expect those masks that another rank has a parameter for."""
+        plan = self._plan
+        names = list(plan.masks.shapes)
+
+        def claimed() -> Tensor:
+            own = [name not in plan.matching.unexpected for name in names]
+            return torch.tensor(own, dtype=torch.int64)
+
+        counts = call.communicator.sum_of(len(names), claimed).tolist()
+        nobody = [name for name, count in zip(names, counts, strict=True) if not count]
+        self.unexpected = {name: plan.matching.unexpected[name] for name in nobody}
+        if self.unexpected and self._strict:
+            raise _unexpected(plan.folder, self.unexpected, plan.known)
+
+    def _read(self, call: PruningCall, files: OpenFiles) -> LocalMasks:
+        stored = self._plan.masks
+
+        def read_mask(name: str) -> Tensor:
+            shape = torch.Size(stored.shapes[name])
+            return torch.from_numpy(read_keep(stored, files, name, 0, shape.numel())).view(shape)
+
+        masks, num_pruned = [], []
+        for which, shard in enumerate(call.shards):
+            mask = call.start_mask(which)
+            before = count_live(shard.flat(mask), shard.counted)
+            if mask.numel():
+                whole = self._whole(shard.name, read_mask)
+                mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
+                del whole
+            masks.append(mask)
+            num_pruned.append(before - count_live(shard.flat(mask), shard.counted))
+        return LocalMasks(masks, num_pruned)
+
+    def _whole(self, name: str, read_mask: Callable[[str], Tensor]) -> Tensor:
+        first, *others = self._plan.sources[name]
+        whole = first.read(read_mask)
+        for other in others:
+            if not torch.equal(other.read(read_mask), whole):
+                raise ValueError(
+                    f"{name} is tied, and {self._plan.folder} has different masks under its names "
+                    f"({', '.join([*first.names, *other.names][:4])}); expected equal ones."
+                )
+        return whole
+
+
+def _plan(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    parameters: Iterable[tuple[nn.Module, str]] | None,
+    strict: bool,
+    pipeline_parallel: bool,
+) -> _Plan:
+    """Local: find the parameters of all masks; raises what there is to say under ``strict``."""
+    masks = open_masks(folder)
+    places = list(all_places(model))
+    shapes = {place.pair.fqn: place.shape for place in places}
+    matching = match_masks(
+        masks.shapes,
+        shapes,
+        rules_for(model),
+        is_checkpoint=masks.is_of_checkpoint,
+        others=_names_of_checkpoint(folder) if masks.header_crcs else (),
+    )
+    asked = None if parameters is None else _keys_of(parameters, places)
+    grouped: dict[Hashable, list[Place]] = {}
+    for place in places:
+        if asked is None or place.key in asked:
+            grouped.setdefault(place.key, []).append(place)
+    chosen: list[NamedParameter] = []
+    sources: dict[str, list[MaskSource]] = {}
+    missing = []
+    for of_one in grouped.values():
+        named = [place for place in of_one if place.pair.fqn in matching.sources]
+        if named:
+            chosen.append(named[0].pair.with_places(place.pair for place in of_one))
+            sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
+        elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
+            missing.append(of_one[0].pair.fqn)
+    plan = _Plan(
+        folder, masks, _file_crc(masks.path), matching, chosen, sources, tuple(missing),
+        tuple(shapes), pipeline_parallel,
+    )  # fmt: skip
+    if strict:
+        _check(plan, [] if asked is None else missing)
+    if not chosen and not pipeline_parallel:
+        raise _unexpected(folder, matching.unexpected | matching.mismatched, plan.known)
+    return plan
+
+
+def _check(plan: _Plan, missing: Sequence[str]) -> None:
+    matching, folder = plan.matching, plan.folder
+    if matching.unexpected and not plan.pipeline_parallel:
+        raise _unexpected(folder, matching.unexpected, plan.known)
+    if matching.mismatched:
+        differences = "; ".join(list(matching.mismatched.values())[:_NUM_SHOWN])
+        raise ValueError(
+            f"{differences}. {len(matching.mismatched)} of {len(plan.masks.shapes)} masks in "
+            f"{folder} have another shape than the model's parameters; expected the model that "
+            f"the masks are for. {_NOT_STRICT}"
+        )
+    if missing:
+        raise ValueError(
+            f"{folder} has no mask of {len(missing)} of the given parameters:\n"
+            f"{with_close_names(missing, plan.masks.shapes)}\n{_NOT_STRICT}"
+        )
+
+
+def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place]) -> set[Hashable]:
+    key_of = {(id(place.pair[0]), place.pair[1]): place.key for place in places}
+    found = set()
+    for position, pair in enumerate(parameters):
+        module, name = pair
+        key = key_of.get((id(unwrap(module)), name))
+        if key is None:
+            label = getattr(pair, "fqn", f"{type(module).__name__}.{name}")
+            raise ValueError(
+                f"parameters[{position}] is {label}, which the model does not have; expected "
+                "(module, name) pairs of its parameters, as select(model) lists them."
+            )
+        found.add(key)
+    return found
+
+
+def _names_of_checkpoint(folder: str | os.PathLike[str]) -> list[str]:
+    """All tensors that lie beside the masks, if they do."""
+    try:
+        return [tensor.name for tensor in open_checkpoint(folder).tensors]
+    except CheckpointError:  # the masks were moved away from the weights, say
+        return []
+
+
+def _unexpected(
+    folder: str | os.PathLike[str], names: Mapping[str, str], known: Iterable[str]
+) -> ValueError:
+    reasons = "".join(f"\n  {name}: {reason}" for name, reason in names.items() if reason)
+    return ValueError(
+        f"the model has no parameter for {len(names)} of the masks in {folder}:\n"
+        f"{with_close_names(list(names), known)}{reasons}\n"
+        "Expected a model that the checkpoint is for, or the part of yours that is one "
+        f"(load_masks(model.backbone, ...)). {_NOT_STRICT}"
+    )
+
+
+def _file_crc(path: str) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc

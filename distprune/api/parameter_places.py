@@ -1,0 +1,56 @@
+"""Every parameter of a model with all its places, pruned or not, on any wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from distprune._common.naming import NamedParameter, named_modules
+from distprune.torch_private.wrapper import managed_parameters
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model has a parameter.
+
+    Attributes:
+        key: the same for all places of a tied parameter.
+        shape: of the whole parameter.
+        pair: (module, name), with the plain full name.
+    """
+
+    key: Hashable
+    shape: tuple[int, ...]
+    pair: NamedParameter
+
+
+def all_places(model: nn.Module) -> Iterable[Place]:
+    """Every parameter at every place, in the order of registration."""
+    managed = managed_parameters(model)
+    names_of: dict[int, list[str]] = {}
+    for module_id, name in managed:
+        names_of.setdefault(module_id, []).append(name)
+    for path, module in named_modules(model):
+        registered = [name for name, value in module._parameters.items() if value is not None]
+        for name in dict.fromkeys([*registered, *names_of.get(id(module), ())]):
+            record = managed.get((id(module), name))
+            key = record.key if record is not None else id(module._parameters[name])
+            shape = record.shape if record is not None else module._parameters[name].shape
+            plain = name.removesuffix("_orig")
+            if plain != name and plain + "_mask" not in module._buffers:
+                plain = name
+            fqn = f"{path}.{plain}" if path else plain
+            yield Place(key, tuple(shape), NamedParameter(module, plain, fqn))
+
+
+def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:
+    """Some parameters; a tied one once, with all its places."""
+    places: dict[Hashable, list[NamedParameter]] = {}
+    found: dict[Hashable, NamedParameter] = {}
+    for place in all_places(model):
+        places.setdefault(place.key, []).append(place.pair)
+        if is_wanted(place):
+            found.setdefault(place.key, place.pair)
+    return [pair.with_places(places[key]) for key, pair in found.items()]

@@ -1,0 +1,1 @@
+"""One pruning call: read, agree, decide, attach."""

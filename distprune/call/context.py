@@ -1,0 +1,95 @@
+"""PruningCall: what every stage of one pruning call works on, and what it decides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distprune._common.bounds import Bounds
+from distprune._common.collectives import Communicator
+from distprune.shards.shard import LocalShard
+
+
+@dataclass(frozen=True)
+class PruningCall:
+    """One call to prune, read and agreed on by all ranks, before anything is decided.
+
+    Attributes:
+        shards: this rank's part of every parameter; the same list on all ranks.
+        scores: this rank's part of the importance scores, N-d as the values; None
+            where the caller gave none.
+        num_live: unpruned elements of every whole parameter.
+        mask_dtypes: what dtype each parameter's mask is to have.
+        communicator: the ranks that take part.
+        bounds: how much of every parameter is to be pruned after the call; None: no bounds.
+    """
+
+    shards: Sequence[LocalShard]
+    scores: Sequence[Tensor | None]
+    num_live: Sequence[int]
+    mask_dtypes: Sequence[torch.dtype]
+    communicator: Communicator
+    bounds: Bounds | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every parameter is whole on this rank, and on every other."""
+        return not any(shard.is_sharded for shard in self.shards)
+
+    def score_or_value(self, which: int) -> Tensor:
+        """The given scores of a parameter, or its values; N-d."""
+        scores = self.scores[which]
+        return self.shards[which].values if scores is None else scores
+
+    def score_dtype(self) -> torch.dtype:
+        """The dtype in which scores of different dtypes compare exactly: torch's promotion."""
+        dtypes = [self.score_or_value(i).dtype for i in range(len(self.shards))]
+        return functools.reduce(torch.promote_types, dtypes)
+
+    def start_mask(self, which: int) -> Tensor:
+        """A local mask to prune in: the mask in force, or ones.
+
+        A new tensor at every pruning: masks of earlier rounds are never changed.
+        """
+        shard = self.shards[which]
+        mask = shard.new_mask(self.mask_dtypes[which])
+        return mask.fill_(1) if shard.mask is None else mask.copy_(shard.mask)
+
+
+@dataclass(frozen=True)
+class LocalMasks:
+    """The new masks on this rank.
+
+    Attributes:
+        masks: local, N-d, 1 = keep; earlier masks are included.
+        num_pruned: newly pruned elements among those that this rank counts, per parameter.
+    """
+
+    masks: Sequence[Tensor]
+    num_pruned: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pruning method decided: the same on every rank, but for what ``finish`` returns.
+
+    Attributes:
+        finish: a local step, which may fail: writes this rank's masks.
+        threshold: the score at which the order was cut, if scores were ranked.
+        num_ties: elements that have exactly this score ...
+        num_ties_pruned: ... and those of them that were pruned.
+        held_at: the bound, if any, that decided how much of each parameter was pruned;
+            None from a method that knows no bounds.
+        is_by_magnitude: whether the smallest |value| of all parameters were pruned, and no others.
+    """
+
+    finish: Callable[[], LocalMasks]
+    threshold: float | None = None
+    num_ties: int = 0
+    num_ties_pruned: int = 0
+    held_at: Sequence[str | None] | None = None
+    is_by_magnitude: bool = False

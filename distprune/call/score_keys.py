@@ -1,0 +1,117 @@
+"""Which parameter of a call each key of ``importance_scores`` stands for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from distprune._common.naming import unwrap
+from distprune.shards.reader import ShardReader
+from distprune.shards.target import Scores
+
+Place = tuple[nn.Module, str]
+
+
+def by_parameter(
+    scores: Scores,
+    places: Mapping[Hashable, Sequence[Place]],
+    labels: Mapping[Hashable, str],
+    reader: ShardReader,
+) -> dict[Hashable, list[Tensor]]:
+    """Group what was given by parameter; a tied parameter is found under any of its names.
+
+    Args:
+        scores: by (module, name), as the caller gave them.
+        places: the (module, name) pairs of every parameter of the call.
+        labels: their names, for messages.
+        reader: knows which names are tied.
+
+    Raises:
+        TypeError: a key that is no (module, name) pair.
+        ValueError: a pair that is none of the parameters. Scores that nobody reads would leave
+            the parameter that was meant to be ranked by its values, in silence.
+    """
+    owner = {(id(m), name): key for key, known in places.items() for m, name in known}
+    found: dict[Hashable, list[Tensor]] = {}
+    for given, tensor in scores.items():
+        place = _checked(given, labels)
+        key = owner.get((id(place[0]), place[1]))
+        if key is None:
+            key = _identity(place, reader)
+        if key not in places:
+            raise ValueError(
+                f"importance_scores has ({type(place[0]).__name__}, {place[1]!r}), which is none "
+                f"of the parameters of this call; expected (module, name) pairs among them"
+                f"{_closest(place, places, labels)}."
+            )
+        found.setdefault(key, []).append(tensor)
+    return found
+
+
+def without_others(
+    scores: Scores | None, mine: Sequence[Place], others: Sequence[Place]
+) -> Scores | None:
+    """The scores without those of parameters that another call prunes.
+
+    What belongs to neither stays: :func:`by_parameter` refuses it.
+    """
+    if not others or not isinstance(scores, Mapping):
+        return scores
+    reader = ShardReader()
+    own = {_identity(place, reader) for place in mine}
+    foreign = {_identity(place, reader) for place in others} - own - {None}
+    return {
+        key: tensor
+        for key, tensor in scores.items()
+        if not (_is_place(key) and _identity(key, reader) in foreign)
+    }
+
+
+def _identity(place: Place, reader: ShardReader) -> Hashable | None:
+    """What is the same for all names of a parameter; None if there is no such parameter."""
+    try:
+        return reader.identity(*place)[0]
+    except (AttributeError, TypeError):
+        return None
+
+
+def _is_place(key: Any) -> bool:
+    is_pair = isinstance(key, tuple) and len(key) == 2
+    return is_pair and isinstance(key[0], nn.Module) and isinstance(key[1], str)
+
+
+def _checked(key: Any, labels: Mapping[Hashable, str]) -> Place:
+    if _is_place(key):
+        return unwrap(key[0]), key[1]
+    close = difflib.get_close_matches(str(key), list(labels.values()), n=1)
+    hint = f" Did you mean the parameter {close[0]!r}?" if close else ""
+    raise TypeError(
+        f"importance_scores has the key {_shown(key)}; expected (module, name) pairs, as "
+        f"select(model) lists them: {{pair: scores[pair.fqn] for pair in select(model)}}.{hint}"
+    )
+
+
+def _shown(key: Any) -> str:
+    if isinstance(key, tuple):
+        return f"({', '.join(type(each).__name__ for each in key)})"
+    return repr(key) if isinstance(key, str | int | float) else type(key).__name__
+
+
+def _closest(
+    place: Place, places: Mapping[Hashable, Sequence[Place]], labels: Mapping[Hashable, str]
+) -> str:
+    """The parameter that was most likely meant: another name of the module, or a like module."""
+    module, name = place
+    names = {n: key for key, known in places.items() for m, n in known if m is module}
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.3)
+    if close:
+        return f"; did you mean ({type(module).__name__}, {close[0]!r}), {labels[names[close[0]]]}?"
+    same = [
+        labels[key]
+        for key, known in places.items()
+        if any(n == name and type(m) is type(module) for m, n in known)
+    ]
+    return f", such as {(same or list(labels.values()) or ['(none)'])[0]}"

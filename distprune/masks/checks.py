@@ -1,0 +1,224 @@
+"""What must hold before a mask is put on a module, taken off it, or cut into shards.
+
+Every check raises before anything changes, with the parameter's name. They run on one rank
+alone: where several ranks act together, the caller shares the error.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from distprune._common.lost import lost_mask
+from distprune._common.naming import named_modules
+from distprune.masks import hook as hooks
+from distprune.masks.hook import PruningHook, find_hook
+from distprune.torch_private.live_property import shard_mask_key
+
+Place = tuple[nn.Module, str]
+
+_CALL = nn.Module._call_impl.__code__
+# The modules on which a parameter is pruned.
+_pruned_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def check_state(module: nn.Module, name: str) -> None:
+    """Raise if ``module.<name>`` is pruned, but not as this library leaves it.
+
+    Raises:
+        RuntimeError: its mask is gone.
+        ValueError: torch.nn.utils.prune has pruned it. Two hooks would multiply two masks, and
+            the one that is left after a removal fails at the next forward.
+    """
+    if find_hook(module, name) is not None:
+        if not isinstance(module._buffers.get(name + "_mask"), Tensor):
+            raise lost_mask(module, name)
+        return
+    torch_prune = sys.modules.get("torch.nn.utils.prune")
+    if torch_prune is None:
+        return
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, torch_prune.BasePruningMethod) and hook._tensor_name == name:
+            raise ValueError(
+                f"{type(module).__name__}.{name} was pruned by torch.nn.utils.prune already; "
+                "expected a parameter that it has not pruned. To keep its mask, take it over: "
+                f"mask = module.{name}_mask; torch.nn.utils.prune.remove(module, {name!r}); "
+                f"distprune.custom_from_mask(module, {name!r}, mask)."
+            )
+
+
+def check_idle(module: nn.Module, label: str) -> None:
+    """Raise inside a backward, or inside a forward that the module takes part in.
+
+    For parameters that FSDP gathers: their gathered copy was made with the mask in force, and
+    FSDP expects to find it as it left it.
+
+    Raises:
+        RuntimeError: names the parameter and what is running.
+
+    Cost: one look at each frame of the stack.
+    """
+    running = None
+    if torch._C._current_graph_task_id() != -1:
+        running = "a backward"
+    frame = sys._getframe()
+    while running is None and frame is not None:
+        if frame.f_code is _CALL:
+            called = frame.f_locals["self"]
+            if any(each is module for each in called.modules()):
+                running = f"the forward of {type(called).__name__}"
+        frame = frame.f_back
+    if running is not None:
+        raise RuntimeError(
+            f"{label} is sharded by FSDP, and {running} is running, which has gathered it; "
+            "expected a call between two steps, such as after optimizer.step(), and none from a "
+            "hook of a module or of a tensor."
+        )
+
+
+def check_binary(mask: Tensor, label: str) -> None:
+    """Raise if a mask has another value than 0 and 1.
+
+    Raises:
+        ValueError: names the parameter and the value.
+    """
+    if mask.dtype == torch.bool:
+        return
+    other = (mask != 0) & (mask != 1)
+    if bool(other.any()):
+        raise ValueError(
+            f"{label}: its mask has the value {float(mask[other][0]):g}; expected 0 and 1 only, "
+            "because the mask of a sharded parameter says what is kept, and scales nothing. "
+            "Multiply the factors into the parameter, and pass (mask != 0)."
+        )
+
+
+def check_hook(hook: PruningHook, label: str) -> None:
+    """Raise if a method applies its mask in a way of its own, which only plain modules know.
+
+    Raises:
+        NotImplementedError: names the parameter and the method.
+    """
+    if not hook.multiplies:
+        raise NotImplementedError(
+            f"{label}: {type(hook).__name__} has an apply_mask of its own, and the parameter is "
+            "sharded, where a mask acts without it; expected the apply_mask of BasePruningMethod."
+        )
+
+
+def check_removable(module: nn.Module, name: str) -> None:
+    """Raise if the pruning of ``module.<name>`` cannot be made final.
+
+    Raises:
+        RuntimeError: see :func:`check_state`.
+        ValueError: the parameter is tied, and pruned differently under another name. As one
+            parameter it can hold the zeros of one mask only.
+    """
+    check_state(module, name)
+    parameter = module._parameters.get(name + "_orig")
+    if parameter is None or shard_mask_key(name) in module.__dict__:
+        return
+    mask = module._buffers[name + "_mask"]
+    for other, other_name in _pruned_places(parameter):
+        if not _is_same(mask, other._buffers.get(other_name + "_mask")):
+            raise _different(
+                f"{type(module).__name__}.{name}", f"{type(other).__name__}.{other_name}"
+            )
+
+
+def check_ties(model: nn.Module) -> None:
+    """Raise if a tied parameter of a model is pruned differently under its names, or under one.
+
+    Args:
+        model: plain.
+
+    Raises:
+        RuntimeError: see :func:`check_state`.
+        ValueError: names both.
+    """
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in named_modules(model):
+        for registered, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = registered.removesuffix("_orig")
+            if name == registered or find_hook(module, name) is None:
+                name = registered
+            else:
+                check_state(module, name)
+            fqn = f"{path}.{name}" if path else name
+            places.setdefault(id(parameter), []).append((fqn, module, name))
+    for tied in places.values():
+        _check_equal(tied)
+
+
+def check_owners(owners: Iterable[Place], name: str) -> None:
+    """Raise if a parameter that FSDP masks under all its names has other masks under some.
+
+    That is so if it was pruned on a plain module, and wrapped afterwards.
+
+    Args:
+        owners: (module, registered name), as the wrapper knows them.
+
+    Raises:
+        ValueError: names both.
+    """
+    places = [(module, registered.removesuffix("_orig")) for module, registered in owners]
+    if any(shard_mask_key(name) in module.__dict__ for module, _ in places):
+        return
+    _check_equal([(f"{type(module).__name__}.{n}", module, n) for module, n in places])
+
+
+def _check_equal(tied: Sequence[tuple[str, nn.Module, str]]) -> None:
+    if len(tied) < 2:
+        return
+    masks = []
+    for _, module, name in tied:
+        is_pruned = find_hook(module, name) is not None
+        masks.append(module._buffers.get(name + "_mask") if is_pruned else None)
+    for (label, _, _), mask in zip(tied[1:], masks[1:], strict=True):
+        if not _is_same(masks[0], mask):
+            raise _different(tied[0][0], label)
+
+
+def _different(label: str, other: str) -> ValueError:
+    return ValueError(
+        f"{label} is tied to {other}, and pruned differently there; expected equal masks, because "
+        "one parameter can hold the zeros of one mask only, and the other name would lose its "
+        "own. Prune all names together (select lists them as one), or give each name the other's "
+        "mask too, by custom_from_mask: then both have the zeros of both."
+    )
+
+
+def _pruned_places(parameter: Tensor) -> list[Place]:
+    """Every (module, name) of this process under which a plain parameter is pruned."""
+    for module in hooks.take_bound():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PruningHook):
+                original = module._parameters.get(hook._tensor_name + "_orig")
+                if original is not None:
+                    if original not in _pruned_on:
+                        _pruned_on[original] = weakref.WeakSet()
+                    _pruned_on[original].add(module)
+    return [
+        (module, hook._tensor_name)
+        for module in _pruned_on.get(parameter, ())
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, PruningHook)
+        and module._parameters.get(hook._tensor_name + "_orig") is parameter
+    ]
+
+
+def _is_same(mask: Any, other: Any) -> bool:
+    if mask is None or other is None:
+        return mask is other
+    if mask is other:
+        return True
+    held = [each.to_local() if hasattr(each, "to_local") else each for each in (mask, other)]
+    return torch.equal(held[0], held[1].to(held[0].device, held[0].dtype))

@@ -1,0 +1,234 @@
+"""The forward pre-hook that marks a pruned parameter and keeps its masked value fresh."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.lost import lost_mask
+from distprune.masks.record import MaskRecord, Member, Selection
+from distprune.torch_private import live_property
+from distprune.torch_private.wrapper import is_managed
+
+# Modules that got a hook, or were copied with one, since somebody asked last.
+_bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class PruningHook:
+    """Base of every pruning method: what torch keeps in ``module._forward_pre_hooks``.
+
+    Attributes:
+        _tensor_name: which parameter of the module is pruned.
+        record: what the last pruning of the parameter left; None if that is not known.
+        member: the parameter among those that it was pruned with, if that is known.
+        selection: how the last pruning chose the mask; None if that is not known.
+        layout: how the parameter lay when the mask was put on it; None if a wrapper has it.
+    """
+
+    _tensor_name: str
+    record: MaskRecord | None = None
+    member: Member | None = None
+    selection: Selection | None = None
+    layout: str | None = None
+    # Of the parameter, then. (torch.utils.swap_tensors refuses what a weak reference refers to.)
+    _parameter_id: int | None = None
+    # The module that the hook is on; not pickled, bound again at the next forward.
+    _module_ref: weakref.ref[nn.Module] | None = None
+    # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
+    tied_places: tuple[tuple[nn.Module, str], ...] = ()
+    # Of the parameter that was looked at last: another one tells of a wrapper. None: it was told.
+    _seen: int | None = 0
+    # The DDP wrapper that was told about the mask.
+    _ddp_ref: weakref.ref[nn.Module] | None = None
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Recompute ``module.<name>`` before forward, as torch does."""
+        name = self._tensor_name
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and module._buffers.get(name + "_mask") is None:
+            raise lost_mask(module, name)
+        if live_property.is_live(module, name):
+            shard_mask = module.__dict__.get(live_property.shard_mask_key(name))
+            if shard_mask is not None and not is_compiling:
+                _check_attached(module, name, shard_mask)
+            return
+        if is_compiling:
+            _tell_ddp()
+        else:
+            self._before_forward(module)
+        setattr(module, name, self.apply_mask(module))
+
+    def apply_mask(self, module: nn.Module) -> Tensor:
+        """The product of mask and original parameter, in the parameter's dtype.
+
+        Returns:
+            A tensor of the parameter's shape, part of the autograd graph.
+        """
+        name = getattr(self, "_tensor_name", None)
+        assert name is not None, f"Module {module} has to be pruned"
+        mask = getattr(module, name + "_mask")
+        original = getattr(module, name + "_orig")
+        return mask.to(dtype=original.dtype) * original
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the mask is multiplied in, as usual; if not, the method has a way of its own."""
+        return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
+
+    def bind(self, module: nn.Module) -> None:
+        """Remember the module, for :meth:`__deepcopy__` and :func:`take_bound`."""
+        self._module_ref = weakref.ref(module)
+        _bound.add(module)
+
+    def note_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
+        """Remember which parameter the mask is for."""
+        parameter = module._parameters.get(self._tensor_name + "_orig")
+        self.layout = None if is_managed or parameter is None else layout_of(parameter)
+        self._parameter_id = None
+        self.note_again(module)
+
+    def note_again(self, module: nn.Module) -> None:
+        """The same after something that may replace the parameter: loading, or moving."""
+        parameter = module._parameters.get(self._tensor_name + "_orig")
+        if self.layout is not None and parameter is not None:
+            self._parameter_id = id(parameter)
+
+    def is_another(self, parameter: Tensor) -> bool:
+        """Whether a parameter is known not to be the one that the mask is for."""
+        return self._parameter_id not in (None, id(parameter))
+
+    def _before_forward(self, module: nn.Module) -> None:
+        if self._module_ref is None or self._module_ref() is not module:
+            self.bind(module)
+        original = module._parameters.get(self._tensor_name + "_orig")
+        if self._seen is not None and id(original) != self._seen:
+            self._seen = id(original)
+            _bound.add(module)
+            self._check_wrapping(module, original)
+        _tell_ddp(self)
+
+    def _check_wrapping(self, module: nn.Module, original: Tensor | None) -> None:
+        """Tell those who pruned first and wrapped second what is left to do."""
+        name = self._tensor_name
+        label = f"{type(module).__name__}.{name}"
+        mask = module._buffers[name + "_mask"]
+        is_parallel = hasattr(original, "placements")
+        if is_parallel and not hasattr(mask, "placements"):
+            raise RuntimeError(
+                f"{label} was parallelised after it had been pruned, and its mask is whole; "
+                "expected a mask that is sharded like the parameter. Call "
+                "distprune.shard_masks(model) after parallelize_module."
+            )
+        is_spread = is_parallel and mask.placements != original.placements
+        if is_spread or is_managed(module, name):
+            # FSDP registers another tensor at every forward: look no more.
+            self._seen = None
+            warnings.warn(
+                f"{label} was wrapped after it had been pruned: its mask is whole on every rank, "
+                "and FSDP cannot free the masked weights. Call distprune.shard_masks(model) after "
+                "wrapping.",
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_module_ref", None)
+        state.pop("_ddp_ref", None)
+        state.pop("_seen", None)
+        state.pop("_parameter_id", None)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
+        # [Note: deepcopy] ``module.<name>`` is a product inside the autograd graph,
+        # which torch refuses to copy. A module's hooks are copied before its plain
+        # attributes, so the copied product can be entered in the memo here.
+        module = self._module_ref() if self._module_ref is not None else None
+        in_copy = module is not None and id(module) in memo
+        if in_copy:
+            assert module is not None
+            name = self._tensor_name
+            product = module.__dict__.get(name)
+            if isinstance(product, Tensor) and not product.is_leaf and id(product) not in memo:
+                mask = copy.deepcopy(module._buffers[name + "_mask"], memo)
+                original = copy.deepcopy(module._parameters[name + "_orig"], memo)
+                memo[id(product)] = mask.to(dtype=original.dtype) * original
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        if in_copy:
+            clone.bind(memo[id(module)])
+        return clone
+
+
+def layout_of(parameter: Tensor) -> str:
+    """How a parameter that no wrapper has is spread over the ranks, in words."""
+    if not hasattr(parameter, "placements"):
+        return "whole"
+    return f"{parameter.placements} on a mesh of shape {tuple(parameter.device_mesh.shape)}"
+
+
+def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
+    """The pruning hook of a parameter and its key in ``_forward_pre_hooks``."""
+    for key, hook in module._forward_pre_hooks.items():
+        if isinstance(hook, PruningHook) and hook._tensor_name == name:
+            return key, hook
+    return None
+
+
+def take_bound() -> list[nn.Module]:
+    """The modules that were bound to a hook since the last call."""
+    modules = list(_bound)
+    _bound.clear()
+    return modules
+
+
+def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
+    """(module's name, parameter's name, hook) of every pruned parameter below a module."""
+    for prefix, module in root.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PruningHook):
+                yield prefix, hook._tensor_name, hook
+
+
+def _tell_ddp(hook: PruningHook | None = None) -> None:
+    """Tell the DDP wrapper whose forward is running to leave the masks below it alone.
+
+    Args:
+        hook: which may know that it has been told.
+    """
+    if "torch.nn.parallel.distributed" not in sys.modules:
+        return
+    from distprune.torch_private import ddp
+
+    wrapper = ddp.active_wrapper()
+    told = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
+    if wrapper is None or told is wrapper:
+        return
+    hooks = list(named_hooks(wrapper.module))
+    masks = (f"{prefix}.{name}_mask" if prefix else f"{name}_mask" for prefix, name, _ in hooks)
+    ddp.ignore_buffers(wrapper, masks)
+    for _, _, each in hooks:
+        each._ddp_ref = weakref.ref(wrapper)
+
+
+# For Dynamo: call it while tracing, and leave nothing of it in the graph. (A second model that
+# runs code compiled for a first one is not told.) The decorator for this,
+# torch.compiler.assume_constant_result, imports Dynamo.
+_tell_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
+    if not shard_mask.is_attached():
+        raise RuntimeError(
+            f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
+            "swapped behind the back of FSDP2, by .to() or to_empty() on a module that is not "
+            "an FSDPModule itself. Expected the call on the FSDP root; put the mask back with "
+            f"custom_from_mask(module, {name!r}, module.{name}_mask)."
+        )

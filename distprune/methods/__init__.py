@@ -1,0 +1,1 @@
+"""Pruning methods: the base class, the container, and those that come with the library."""

@@ -1,0 +1,424 @@
+"""What a pruning method is: the contract of torch.nn.utils.prune, and its counterpart on shards.
+
+``compute_mask`` is the contract of torch: a whole tensor of scores in, a mask out.
+``decide`` is its counterpart for sharded parameters and for global pruning. On
+unsharded parameters a method behaves as in torch; on shards the result is this rank's
+slice of what one process would have computed.
+"""
+
+from __future__ import annotations
+
+import numbers
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distprune._common.amount import checked_count
+from distprune._common.collectives import attempt_all
+from distprune._common.naming import NamedParameter, unwrap
+from distprune.call import ranking
+from distprune.call.context import Decision, PruningCall
+from distprune.call.run import prune_together
+from distprune.masks import checks
+from distprune.masks.attach import Transaction
+from distprune.masks.fingerprint import fingerprint_part
+from distprune.masks.hook import PruningHook, find_hook
+from distprune.masks.record import MaskRecord, Member, join
+from distprune.selection.keys import Order
+from distprune.shards.checksum import checksums
+from distprune.shards.reader import ShardReader, is_sharded
+
+
+class BasePruningMethod(PruningHook, ABC):
+    """Base of all pruning methods, as in torch.nn.utils.prune.
+
+    Subclasses implement :meth:`compute_mask` and set ``PRUNING_TYPE``. A subclass
+    written for torch works on unsharded modules as it is. To work on sharded
+    parameters it says, in ``DISTRIBUTED``, how its mask may be computed:
+
+    - ``"elementwise"``: ``compute_mask`` is a function of each element alone (a
+      threshold, say). It is called shard by shard, on 1-d chunks of unpruned scores.
+    - ``"scores"``: the method ranks by scores of its own. It defines
+      ``compute_scores(t)``, elementwise on 1-d chunks, and has an ``amount``; the
+      lowest scores, signed, are pruned, exactly and over all ranks.
+    - ``"gather"``: ``compute_mask`` has to see everything. All scores are brought
+      to every rank first: 8 bytes of communication per element, and memory for
+      all of them on every rank.
+
+    Attributes:
+        PRUNING_TYPE: "unstructured", "structured" or "global": see
+            :class:`PruningContainer`.
+        DISTRIBUTED: see above; None if the method cannot tell.
+        READS_VALUES: whether the mask depends on the scores, so that replicas
+            have to be equal.
+    """
+
+    PRUNING_TYPE: Literal["unstructured", "structured", "global"]
+    DISTRIBUTED: Literal["elementwise", "scores", "gather"] | None = None
+    READS_VALUES = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherits_mask = getattr(cls.compute_mask, "__isabstractmethod__", False)
+        if cls.DISTRIBUTED == "scores" and inherits_mask:
+            cls.compute_mask = _mask_from_scores  # type: ignore[method-assign]
+
+    @abstractmethod
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Compute a mask for a whole tensor.
+
+        Args:
+            t: importance scores.
+            default_mask: mask in force, same shape; the result keeps its zeros.
+
+        Returns:
+            A new mask, same shape, 1 = keep.
+        """
+
+    def decide(self, call: PruningCall) -> Decision:
+        """Compute the masks of a call on all its ranks: see ``DISTRIBUTED``.
+
+        Raises:
+            NotImplementedError: a parameter is sharded, and the method does not say
+                how its mask may be computed on shards.
+        """
+        if self.PRUNING_TYPE == "structured":
+            raise NotImplementedError(
+                f"{call.shards[0].name}: {type(self).__name__} is a structured method of your "
+                "own, and the parameter is sharded. Compute the mask yourself and pass it to "
+                "custom_from_mask."
+            )
+        if self.DISTRIBUTED == "elementwise":
+            return ranking.elementwise_decision(call, self.compute_mask)
+        if self.DISTRIBUTED == "scores":
+            return ranking.scored_decision(call, self.amount, self.compute_scores)
+        if self.DISTRIBUTED == "gather":
+            return ranking.whole_decision(call, self.compute_mask, gather=not call.is_local)
+        if self.DISTRIBUTED is not None:
+            raise ValueError(
+                f"{type(self).__name__}.DISTRIBUTED={self.DISTRIBUTED!r}; expected "
+                "'elementwise', 'scores', 'gather' or None."
+            )
+        if call.is_local:
+            return ranking.whole_decision(call, self.compute_mask, gather=False)
+        raise NotImplementedError(
+            f"{_first_sharded(call)} is sharded, and {type(self).__name__} does not say how its "
+            "mask may be computed on shards. Set the class attribute DISTRIBUTED to one of: "
+            "'elementwise' (the mask is a function of each element alone), 'scores' (define "
+            "compute_scores and amount; the lowest are pruned), or 'gather' (bring all scores to "
+            "every rank: memory and traffic for the whole model)."
+        )
+
+    @classmethod
+    def describe_arguments(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, str]]:
+        """What must be equal on all ranks of the method and its arguments: (label, text) pairs."""
+        facts = [("pruning method", f"{cls.__module__}.{cls.__qualname__}")]
+        for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
+            facts.append((label, _describe_argument(value)))
+        return facts
+
+    @classmethod
+    def apply(
+        cls,
+        module: nn.Module,
+        name: str,
+        *args: Any,
+        importance_scores: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BasePruningMethod:
+        """Prune ``module.<name>`` and register what keeps it pruned.
+
+        On a sharded parameter this is collective over the ranks of its mesh.
+
+        Args:
+            module: owns the parameter.
+            name: of the parameter.
+            args, kwargs: passed to the method's constructor.
+            importance_scores: rank by these instead of the values; the
+                parameter's shape (or, sharded, a DTensor laid out like it).
+
+        Returns:
+            The hook that is registered now: the method, or a container of all
+            methods that were applied so far.
+
+        Raises:
+            Exception: as in torch; the module has not changed then.
+        """
+        module = unwrap(module)
+        if is_sharded(module, name):
+            return cls._apply_sharded(module, name, args, kwargs, importance_scores)
+        checks.check_state(module, name)
+        method = cls(*args, **kwargs)
+        method._tensor_name = name
+        shard = ShardReader().read(module, name, f"{type(module).__name__}.{name}")
+        present = find_hook(module, name)
+        scores = importance_scores
+        if scores is None:
+            scores = shard.parameter if present is None else shard.live_values()
+        assert scores.shape == shard.shape, (
+            f"importance_scores has shape {tuple(scores.shape)}; expected the parameter's shape "
+            f"{tuple(shard.shape)}."
+        )
+        if present is None:
+            default_mask = torch.ones_like(shard.parameter, requires_grad=False)
+            mask = method.compute_mask(scores, default_mask=default_mask)
+        else:
+            default_mask = shard.mask.clone(memory_format=torch.contiguous_format)
+            mask = _combined_mask(method, scores, default_mask)
+        hook = hook_with(module, name, method)
+        transaction = Transaction()
+        try:
+            transaction.attach(module, name, hook, mask.detach(), None)
+        except Exception:
+            transaction.rollback()
+            raise
+        mask = mask.detach()
+        num_pruned = int((mask == 0).sum())
+        hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)
+        hook.member = Member(shard.name, False, module)
+        hook.selection = None
+        join([hook.member], [None if present is None else present[1].member])
+        return hook
+
+    @classmethod
+    def _apply_sharded(
+        cls,
+        module: nn.Module,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        importance_scores: Tensor | None,
+    ) -> BasePruningMethod:
+        label = f"{type(module).__name__}.{name}"
+
+        def make() -> tuple[BasePruningMethod, list[tuple[str, str]]]:
+            method = cls(*args, **kwargs)
+            method._tensor_name = name
+            checks.check_hook(method, label)
+            return method, cls.describe_arguments(args, kwargs)
+
+        made, error = attempt_all(make)
+        method, facts = (None, []) if made is None else made
+        scores = None if importance_scores is None else {(module, name): importance_scores}
+        prune_together(
+            [NamedParameter(module, name, label)],
+            method,
+            lambda owner, tensor_name: hook_with(owner, tensor_name, method),
+            ShardReader().communicator(module, name),
+            scores=scores,
+            facts=facts,
+            error=error,
+        )
+        found = find_hook(module, name)
+        assert found is not None
+        return found[1]
+
+    def prune(
+        self, t: Tensor, default_mask: Tensor | None = None, importance_scores: Tensor | None = None
+    ) -> Tensor:
+        """A pruned copy of a tensor; no module is involved.
+
+        Args:
+            t: what to prune.
+            default_mask: mask in force, same shape; ones by default.
+            importance_scores: rank by these instead of ``t``.
+        """
+        scores = t if importance_scores is None else importance_scores
+        assert scores.shape == t.shape, (
+            f"importance_scores has shape {tuple(scores.shape)}; expected that of t, "
+            f"{tuple(t.shape)}."
+        )
+        default_mask = default_mask if default_mask is not None else torch.ones_like(t)
+        return t * self.compute_mask(scores, default_mask=default_mask)
+
+    def remove(self, module: nn.Module) -> None:
+        """Make the pruning final: the parameter holds the masked values under its own name.
+
+        Local on every rank, sharded or not. Pruned elements become +0, unless the method has an
+        ``apply_mask`` of its own: then the parameter holds what that makes of it. As in torch,
+        the hook itself stays registered for the caller to delete; the function ``remove``
+        does both.
+
+        Raises:
+            ValueError: the parameter is tied, and pruned differently under another name.
+            RuntimeError: the mask is gone; FSDP shards the parameter, and a forward or a
+                backward of it is running. Nothing has changed then.
+        """
+        name = self._tensor_name
+        assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
+        reader, label = ShardReader(), f"{type(module).__name__}.{name}"
+        checks.check_removable(module, name)
+        managed = reader.managed(module, name)
+        if managed is not None:
+            checks.check_idle(module, label)
+            checks.check_owners(managed.owners, name)
+        with torch.no_grad():
+            shard = reader.read(module, name, label)
+            assert shard.mask is not None
+            final = shard.live_values() if shard.is_sharded else self.apply_mask(module)
+            if shard.is_sharded or self.multiplies:
+                # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
+                final = final.masked_fill(shard.mask == 0, 0)
+            present = find_hook(module, name)
+            Transaction().detach(module, name, final, managed)
+        if present is not None and present[1].member is not None:
+            present[1].member.forget()
+
+
+class PruningContainer(BasePruningMethod):
+    """The methods that were applied to one parameter, oldest first.
+
+    Only the last one computes a mask, on what the earlier ones left: single
+    elements for an "unstructured" method, channels that are not entirely pruned for a
+    "structured" one, everything for a "global" one.
+
+    Args:
+        args: pruning methods, of the same parameter.
+    """
+
+    def __init__(self, *args: BasePruningMethod) -> None:
+        self._pruning_methods: tuple[BasePruningMethod, ...] = ()
+        if not isinstance(args, Iterable) or not args:
+            return
+        self._tensor_name = args[0]._tensor_name
+        for method in args:
+            self.add_pruning_method(method)
+
+    def add_pruning_method(self, method: BasePruningMethod | None) -> None:
+        """Append a method.
+
+        Raises:
+            TypeError: not a pruning method.
+            ValueError: a method of another parameter.
+        """
+        if not isinstance(method, BasePruningMethod) and method is not None:
+            raise TypeError(f"{type(method)} is not a BasePruningMethod subclass")
+        if method is not None and self._tensor_name != method._tensor_name:
+            raise ValueError(
+                "Can only add pruning methods acting on the parameter named "
+                f"'{self._tensor_name}' to PruningContainer {self}. Found '{method._tensor_name}'"
+            )
+        self._pruning_methods += (method,)
+
+    def bind(self, module: nn.Module) -> None:
+        super().bind(module)
+        # A schedule leaves one method a hundred times: see methods.chosen_hook.
+        for method in {id(each): each for each in self._pruning_methods}.values():
+            method.bind(module)
+
+    def __len__(self) -> int:
+        return len(self._pruning_methods)
+
+    def __iter__(self) -> Iterator[BasePruningMethod]:
+        return iter(self._pruning_methods)
+
+    def __getitem__(self, idx: Any) -> Any:
+        return self._pruning_methods[idx]
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The last method's mask, on what the default mask leaves.
+
+        Raises:
+            AttributeError: a structured method without ``dim``.
+            IndexError: its ``dim`` is out of range.
+            ValueError: its ``PRUNING_TYPE`` is unknown.
+        """
+        return _combined_mask(self._pruning_methods[-1], t, default_mask)
+
+
+def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePruningMethod:
+    """The method alone, or a container of what is registered already and the method.
+
+    A new container, so that nothing has changed if the pruning fails after all.
+    """
+    present = find_hook(module, name)
+    return method if present is None else joined(present[1], method)
+
+
+def joined(earlier: PruningHook, method: BasePruningMethod) -> PruningContainer:
+    """A container of the methods that a hook stands for, and another one."""
+    assert isinstance(earlier, BasePruningMethod)
+    container = PruningContainer(method)
+    # Not one by one: they have been checked, and may be many.
+    past = earlier._pruning_methods if isinstance(earlier, PruningContainer) else (earlier,)
+    container._pruning_methods = (*past, method)
+    return container
+
+
+def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) -> Tensor:
+    """``compute_mask`` of a method with ``DISTRIBUTED = "scores"`` that has none of its own."""
+    k = checked_count(self.amount, t.nelement())
+    mask = default_mask.clone(memory_format=torch.contiguous_format)
+    if k:
+        scores = self.compute_scores(t.reshape(-1)).view(t.shape)
+        ranking.zero_lowest(mask, scores, k, Order.ASCENDING)
+    return mask
+
+
+def _combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
+    """A method's mask on what an earlier mask leaves, and zeros elsewhere; dtype of ``t``."""
+    new_mask = mask.to(dtype=t.dtype, copy=True)
+    kind = method.PRUNING_TYPE
+    if kind == "unstructured":
+        where: Any = mask == 1
+    elif kind == "structured":
+        if not hasattr(method, "dim"):
+            raise AttributeError(
+                "Pruning methods of PRUNING_TYPE 'structured' need a 'dim' attribute; "
+                f"{type(method).__name__} has none."
+            )
+        if not isinstance(method.dim, numbers.Integral):
+            raise TypeError(
+                f"dim={method.dim!r} is a {type(method.dim).__name__}; expected an int."
+            )
+        dim = method.dim + t.dim() if method.dim < 0 else method.dim
+        if not 0 <= dim < t.dim():
+            raise IndexError(
+                f"dim={method.dim} is out of range for a tensor of shape {tuple(t.shape)}."
+            )
+        where = [slice(None)] * t.dim()
+        where[dim] = mask.sum(dim=[other for other in range(t.dim()) if other != dim]) != 0
+        where = tuple(where)
+    elif kind == "global":
+        where = (slice(None),) * t.dim()
+    else:
+        raise ValueError(
+            f"PRUNING_TYPE {kind!r} is not recognised; expected 'unstructured', 'structured' or "
+            "'global'."
+        )
+    partial = method.compute_mask(t[where], default_mask=mask[where])
+    new_mask[where] = partial.to(dtype=new_mask.dtype)
+    return new_mask
+
+
+def _first_sharded(call: PruningCall) -> str:
+    return next(shard.name for shard in call.shards if shard.is_sharded)
+
+
+def _describe_argument(value: Any) -> str:
+    """What must be equal on all ranks of an argument; of what has no values to compare, its type.
+
+    Whatever else differs shows in the masks: those of replicas are compared.
+    """
+    if isinstance(value, Tensor):
+        kind = f"tensor {tuple(value.shape)} {value.dtype}"
+        if type(value) is not Tensor or value.is_meta:  # a DTensor is another one on each rank
+            return kind
+        return f"{kind}, checksum {checksums([value])[0]}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype}, crc32 {zlib.crc32(value.tobytes())}"
+    if isinstance(value, (bool, numbers.Number, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {', '.join(map(_describe_argument, value))}"
+    if isinstance(value, Mapping):
+        entries = [_describe_argument(each) for entry in value.items() for each in entry]
+        return f"{type(value).__name__} of {', '.join(entries)}"
+    return type(value).__name__

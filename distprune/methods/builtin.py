@@ -1,0 +1,343 @@
+"""The pruning methods of torch.nn.utils.prune."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.amount import Amount, checked_count, validate_amount
+from distprune._common.collectives import Communicator, is_distributed
+from distprune.call import ranking
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.masks.checks import check_binary
+from distprune.masks.hook import find_hook
+from distprune.methods import structured as channels
+from distprune.methods.base import BasePruningMethod, PruningContainer, joined
+from distprune.selection.keys import Order
+from distprune.shards.reader import is_dtensor
+
+
+class Identity(BasePruningMethod):
+    """Prunes nothing: gives a parameter a mask of ones."""
+
+    PRUNING_TYPE = "unstructured"
+    READS_VALUES = False
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The default mask."""
+        return default_mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        def finish() -> LocalMasks:
+            masks = [call.start_mask(which) for which in range(len(call.shards))]
+            return LocalMasks(masks, [0] * len(masks))
+
+        return Decision(finish)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str) -> BasePruningMethod:  # type: ignore[override]
+        """Give ``module.<name>`` a mask of ones; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name)
+
+
+class RandomUnstructured(BasePruningMethod):
+    """Prunes elements at random.
+
+    On unsharded parameters of one process the random numbers are torch's, from
+    the same seed. On sharded parameters, or with a process group, they are a
+    function of a seed, drawn from torch's generator on the leading rank, and of
+    the element's global index: the same mask on any sharding.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    PRUNING_TYPE = "unstructured"
+    READS_VALUES = False
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the elements of ``k`` largest random numbers."""
+        k = checked_count(self.amount, t.nelement())
+        mask = default_mask.clone(memory_format=torch.contiguous_format)
+        if k:
+            ranking.zero_lowest(mask, torch.rand_like(t), k, Order.DESCENDING)
+        return mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        # Torch's own numbers go with torch's own arguments.
+        is_torch = call.is_local and call.bounds is None and not is_distributed()
+        if _overrides(self, RandomUnstructured) or is_torch:
+            return super().decide(call)
+        return ranking.random_decision(call, self.amount)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount)
+
+
+class L1Unstructured(BasePruningMethod):
+    """Prunes the elements of smallest magnitude; equal ones by ascending index.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` elements of smallest |t|; NaN rank last, as in torch."""
+        k = checked_count(self.amount, t.nelement())
+        mask = default_mask.clone(memory_format=torch.contiguous_format)
+        if k:
+            ranking.zero_lowest(mask, t, k, Order.MAGNITUDE)
+        return mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, L1Unstructured):
+            return super().decide(call)
+        return ranking.magnitude_decision(call, self.amount)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: Amount,
+        importance_scores: Tensor | None = None,
+    ) -> BasePruningMethod:
+        """Prune ``module.<name>`` by magnitude; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, importance_scores=importance_scores)
+
+
+class RandomStructured(BasePruningMethod):
+    """Prunes whole channels at random.
+
+    Args:
+        amount: a fraction of the channels in [0, 1], or a count.
+        dim: the channels' dimension.
+    """
+
+    PRUNING_TYPE = "structured"
+    READS_VALUES = False
+
+    def __init__(self, amount: Amount, dim: int = -1) -> None:
+        validate_amount(amount)
+        self.amount = amount
+        self.dim = dim
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the channels of ``k`` smallest random numbers."""
+        axis = channels.checked_dim(t.shape, self.dim)
+        k = checked_count(self.amount, t.shape[axis])
+        if not k:
+            return default_mask
+        keep = channels.drop_lowest_channels(torch.rand(t.shape[axis]), k)
+        return _channel_mask(t, axis, keep, default_mask)
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, RandomStructured):
+            return super().decide(call)
+        return channels.random_decision(call, self.amount, self.dim)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: Amount, dim: int = -1
+    ) -> BasePruningMethod:
+        """Prune channels of ``module.<name>`` at random; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, dim=dim)
+
+
+class LnStructured(BasePruningMethod):
+    """Prunes whole channels of smallest L_n norm; equal norms by ascending index.
+
+    Norms are summed exactly, so that no order of summation, and no sharding, can
+    change which channels go; they are rounded to the dtype of the scores.
+
+    Args:
+        amount: a fraction of the channels in [0, 1], or a count.
+        n: order of the norm, as in ``torch.norm``. None is 2 before torch 2.14, and a TypeError
+            since, as in torch's own pruning.
+        dim: the channels' dimension.
+    """
+
+    PRUNING_TYPE = "structured"
+
+    def __init__(self, amount: Amount, n: Any, dim: int = -1) -> None:
+        validate_amount(amount)
+        self.amount = amount
+        self.n = n
+        self.dim = dim
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` channels of smallest norm."""
+        axis = channels.checked_dim(t.shape, self.dim)
+        k = checked_count(self.amount, t.shape[axis])
+        norms = compute_norm(t, self.n, axis)
+        if not k:
+            return default_mask
+        keep = channels.drop_lowest_channels(norms, k)
+        return _channel_mask(t, axis, keep, default_mask)
+
+    def decide(self, call: PruningCall) -> Decision:
+        if _overrides(self, LnStructured):
+            return super().decide(call)
+        return channels.norm_decision(call, self.amount, self.n, self.dim)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        name: str,
+        amount: Amount,
+        n: Any,
+        dim: int,
+        importance_scores: Tensor | None = None,
+    ) -> BasePruningMethod:
+        """Prune channels of ``module.<name>`` by norm; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(
+            module, name, amount=amount, n=n, dim=dim, importance_scores=importance_scores
+        )
+
+
+class CustomFromMask(BasePruningMethod):
+    """Prunes where a given mask is 0.
+
+    Args:
+        mask: the parameter's shape; on a sharded parameter also a DTensor laid out
+            like it. A whole mask must be equal on all ranks. Values are 0 and 1; on a parameter
+            that is not sharded others are multiplied in, as in torch.
+    """
+
+    PRUNING_TYPE = "global"
+    READS_VALUES = False
+
+    def __init__(self, mask: Tensor | None) -> None:
+        # None: a global pruning chose the mask, and the module's buffer is the only copy.
+        self._mask = mask
+        self._is_in_buffer = mask is None
+
+    @property
+    def mask(self) -> Tensor:
+        """The given mask; after a global pruning, the mask that is in force on the module."""
+        if self._mask is not None:
+            return self._mask
+        module = self._module_ref() if self._module_ref is not None else None
+        if module is None:
+            raise RuntimeError("the module that held this mask is gone.")
+        return module._buffers[self._tensor_name + "_mask"]
+
+    def bind(self, module: nn.Module) -> None:
+        super().bind(module)
+        if self._is_in_buffer:
+            self._mask = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._mask is None and self._module_ref is not None:
+            state["_mask"] = self.mask  # stored once, with the buffer
+        return state
+
+    @classmethod
+    def describe_arguments(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[str, str]]:
+        """Not the mask: a rank may give its part only. ``decide`` compares whole ones."""
+        return super().describe_arguments((), {})
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """The product of both masks."""
+        assert default_mask.shape == self.mask.shape, (
+            f"mask has shape {tuple(self.mask.shape)}; expected {tuple(default_mask.shape)}."
+        )
+        return default_mask * self.mask.to(dtype=default_mask.dtype)
+
+    def decide(self, call: PruningCall) -> Decision:
+        call.communicator.run(lambda: _check_given(call, self.mask))
+        return ranking.given_decision(call, self.mask)
+
+    @classmethod
+    def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
+        """Prune ``module.<name>`` by a mask; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, mask=mask)
+
+
+def chosen_hook(module: nn.Module, name: str) -> BasePruningMethod:
+    """What to register for a mask that a global pruning chose.
+
+    All those masks are the module's buffer, so one object stands for every global pruning of a
+    parameter, however often it is in the container: a schedule's history takes no memory.
+    """
+    present = find_hook(module, name)
+    last = None if present is None else present[1]
+    if isinstance(last, PruningContainer) and len(last):
+        last = last[-1]
+    if type(last) is not CustomFromMask or not last._is_in_buffer:
+        last = CustomFromMask(None)
+        last._tensor_name = name
+    return last if present is None else joined(present[1], last)
+
+
+def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
+    """The L_n norm of every channel of a whole tensor, in its dtype, [t.shape[dim]].
+
+    Orders that are not a number mean what they mean in the installed torch's pruning.
+
+    Raises:
+        TypeError: ``n`` is None and torch is 2.14 or later, or ``n`` is of no known kind.
+    """
+    axis = dim % t.ndim
+    channels.refuse_no_order(n)
+    if channels.is_norm_order(n) and t.is_floating_point():
+        norms = channels.channel_norms(
+            t.movedim(axis, 0),
+            2.0 if n is None else float(n),
+            torch.arange(t.shape[axis]),
+            t.shape[axis],
+            t.numel() // max(t.shape[axis], 1),
+            Communicator(()),
+        )
+        return norms.to(device=t.device, dtype=t.dtype)
+    dims = [other for other in range(t.ndim) if other != axis]
+    if not channels.USES_VECTOR_NORM:
+        return torch.norm(t, p=n, dim=dims)
+    if n == "nuc" or (n == "fro" and len(dims) == 2):
+        matrix_dims = dims if len(dims) == 2 else (-2, -1)
+        return torch.linalg.matrix_norm(t, ord=n, dim=matrix_dims)
+    return torch.linalg.vector_norm(t, ord=2 if n == "fro" else n, dim=dims)
+
+
+def _check_given(call: PruningCall, mask: Tensor) -> None:
+    """Refuse factors: torch multiplies them in, and a mask on shards only says what is kept."""
+    shard = call.shards[0]
+    if shard.is_sharded:
+        check_binary(mask.to_local() if is_dtensor(mask) else mask, shard.name)
+
+
+def _channel_mask(t: Tensor, axis: int, keep: Tensor, default_mask: Tensor) -> Tensor:
+    mask = torch.zeros_like(t)
+    where: list[Any] = [slice(None)] * t.dim()
+    where[axis] = keep.to(t.device)
+    mask[tuple(where)] = 1
+    return mask.mul_(default_mask.to(dtype=mask.dtype))
+
+
+def _overrides(method: BasePruningMethod, cls: type[BasePruningMethod]) -> bool:
+    """Whether the mask of a built-in method was replaced, by a subclass or on the class."""
+    return type(method).compute_mask is not _BUILT_IN[cls]
+
+
+_BUILT_IN = {
+    cls: cls.compute_mask
+    for cls in (RandomUnstructured, L1Unstructured, RandomStructured, LnStructured)
+}

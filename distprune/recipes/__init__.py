@@ -1,0 +1,1 @@
+"""Recipes for checkpoints on disk; those for models are distprune.recipe."""

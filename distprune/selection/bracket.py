@@ -1,0 +1,151 @@
+"""A sample of the keys, and the bracket around the k-th key that it suggests.
+
+Source: Floyd and Rivest, "Expected time bounds for selection", CACM 1975.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune.selection.candidates import Candidates, Interval
+from distprune.selection.passes import sample
+from distprune.selection.radix import BINS, Search, binning, descend, histogram_of, within
+
+# A bracket this many standard deviations wide misses about once in a million.
+_SIGMAS = 5.0
+# Up to so many elements in all are collected outright: a sample would not pay.
+COLLECT_ALL = 1 << 16
+# A key that holds a larger share of the sample than this is counted, not collected.
+_HEAVY = 0.01
+
+
+@dataclass
+class _Sample:
+    """Keys that a local step drew, or narrowed down, for later ones: 1-d, on the CPU."""
+
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class Around:
+    """What to read around the k-th key.
+
+    Attributes:
+        pivots: keys to count up to.
+        interval: of keys to collect, if any.
+        sample: what the interval was chosen by; None: it holds everything.
+    """
+
+    pivots: set[int]
+    interval: Interval | None
+    sample: _Sample | None = None
+
+    def expected_share(self) -> float:
+        """About how much of this rank's elements there is to collect."""
+        if self.interval is None:
+            return 0.0
+        if self.sample is None:
+            return 1.0
+        inside = within(self.sample.keys, *self.interval)
+        return inside.numel() / max(1, self.sample.keys.numel())
+
+
+def bracket(
+    parts: Sequence[Candidates],
+    k: int,
+    num_inside: int,
+    low: int,
+    high: int,
+    *,
+    highest: int,
+    num_rounds: int,
+    generator: np.random.Generator,
+) -> Search[Around]:
+    """Pivots around the k-th of the ``num_inside`` keys in [low, high], and what to collect.
+
+         low            first  k-th  last             high
+          |--------------[------x-----]----------------|
+               counted      collected       counted
+
+    Both are the same on every rank: they are decided by summed histograms.
+
+    Args:
+        highest: the largest key of all; one more stands for elements that do not compete.
+        num_rounds: that missed before; each doubles the sample.
+        generator: of the positions to sample.
+    """
+    total = sum(part.numel for part in parts)
+    rate = min(1.0, sample_size(total) * 2**num_rounds / total)
+    drawn = _Sample(torch.empty(0, dtype=torch.int64))
+
+    def draw() -> Tensor:
+        drawn.keys = sample(parts, rate, highest + 1, generator)
+        return histogram_of(within(drawn.keys, low, high), low, high)
+
+    histogram = yield BINS, draw
+    size = int(histogram.sum())
+    if size == 0:
+        return Around(_eight_pivots(low, high), None)
+    centre = k / num_inside * size
+    margin = margin_of(centre, size)
+    pivots: set[int] = set()
+    first, last = low, high  # the interval to collect
+    for rank, is_lower in ((centre - margin, True), (centre + margin, False)):
+        rank = math.floor(rank) if is_lower else math.ceil(rank)
+        if not 0 <= rank < size:
+            continue
+        key, num_equal = yield from _order_statistic(drawn, histogram, rank, low, high, margin / 5)
+        # A key that holds much of the sample is counted, not collected.
+        heavy = key[0] == key[1] and num_equal > max(_HEAVY * size, margin / 5)
+        if is_lower:
+            pivots.add(key[0] - 1)
+            first = key[0]
+            if heavy:
+                pivots.add(key[1])
+                first = key[1] + 1
+        else:
+            pivots.add(key[1])
+            last = key[1]
+            if heavy:
+                pivots.add(key[0] - 1)
+                last = key[0] - 1
+    pivots = {pivot for pivot in pivots if low <= pivot < high}
+    if not pivots and num_inside > max(COLLECT_ALL, total // 50):
+        return Around(_eight_pivots(low, high), None)
+    if first > last:
+        return Around(pivots, None)
+    return Around(pivots, (first, last), drawn)
+
+
+def _order_statistic(
+    drawn: _Sample, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
+) -> Search[tuple[tuple[int, int], int]]:
+    """An interval of keys that holds the sample's rank-th key and little else, and its count."""
+    while True:
+        low, high, rank, count = descend(histogram, rank, low, high)
+        if high == low or count <= tolerance:
+            return (low, high), count
+        histogram = yield BINS, binning(lambda: drawn.keys, low, high)
+
+
+def sample_size(num_elements: int) -> float:
+    """Keys that are sampled of so many, over all ranks."""
+    # 4 n^(2/3) balances the cost of the sample and of the keys that it leaves.
+    return min(num_elements, max(4096.0, 4 * num_elements ** (2 / 3)))
+
+
+def margin_of(centre: float, size: float) -> float:
+    """How far, in ranks of a sample, its bracket reaches to either side of ``centre``."""
+    return _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
+
+
+def _eight_pivots(low: int, high: int) -> set[int]:
+    """Without information: split the keys themselves."""
+    step = max(1, (high - low + 1) // 8)
+    return {low + step * i - 1 for i in range(1, 8) if low <= low + step * i - 1 < high}

@@ -1,0 +1,180 @@
+"""Exact selection over all ranks: find where the total order is cut after k elements.
+
+The order is (key of the score, position of the parameter in the caller's list,
+row-major index in the whole parameter). Ranks exchange counts and histograms,
+never scores:
+
+1. a sample brackets the k-th key (bracket.py);
+2. one read counts the keys around the bracket and collects those inside it, and can draft
+   the masks (passes.py);
+3. the k-th key is radix-selected among the collected ones (kth_key.py, radix.py);
+4. the ties at that key are cut by parameter, then by index, the same way (ties.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from distprune._common.collectives import Communicator
+from distprune.selection.candidates import Candidates, Cut
+from distprune.selection.keys import KeyRange
+from distprune.selection.kth_key import KthKeySearch
+from distprune.selection.passes import Reading
+from distprune.selection.radix import Search, Step
+from distprune.selection.ties import cut_ties
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was selected: a cut, and facts about it that all ranks share.
+
+    Attributes:
+        cut: where the total order is cut.
+        num_ties: elements whose key equals the threshold; ...
+        num_ties_pruned: ... and how many of them come before the cut.
+        num_before: per whole parameter, its elements before the cut.
+        drafted: the read that drafted masks, if masks were wanted and one did; it may have
+            drafted them for another cut.
+    """
+
+    cut: Cut
+    num_ties: int
+    num_ties_pruned: int
+    num_before: list[int]
+    drafted: Reading | None = None
+
+
+def select_lowest(
+    parts: Sequence[Candidates],
+    names: Sequence[str],
+    num_live: Sequence[int],
+    k: int,
+    keys: KeyRange,
+    communicator: Communicator,
+    *,
+    refuse_nan: bool,
+    drafts: Sequence[Tensor] | None = None,
+    count_each: bool = False,
+) -> Selection:
+    """Cut the total order of all live elements after exactly ``k`` of them.
+
+    Args:
+        parts: this rank's part of every parameter, in the same order on all ranks.
+        names: of the parameters, for messages.
+        num_live: live elements of every whole parameter.
+        k: elements before the cut, 0 <= k <= sum(num_live).
+        keys: the range of all keys.
+        communicator: the ranks that hold the parts.
+        refuse_nan: raise on a live NaN, on every rank; otherwise NaN rank last.
+        drafts: flat masks, uninitialised, one per part, to draft during the read;
+            see passes.[Note: draft].
+        count_each: whether ``Selection.num_before`` is wanted.
+
+    Raises:
+        ValueError: a live score is NaN; names its parameters.
+        RuntimeError: the scores changed while they were read.
+
+    Cost: one read of the scores (more when a bracket misses) and about ten
+    all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 % of
+    them at 10**8 elements and less above.
+    """
+    search = search_lowest(
+        parts,
+        names,
+        num_live,
+        k,
+        keys,
+        refuse_nan=refuse_nan,
+        drafts=drafts,
+        count_each=count_each,
+    )
+    return run_search(search, communicator)
+
+
+def run_search(search: Search[T], communicator: Communicator) -> T:
+    """Run a search, on every rank the same one; its result."""
+    shared: Tensor | None = None  # a generator is started by sending None
+    while True:
+        try:
+            size, step = search.send(shared)  # type: ignore[arg-type]
+        except StopIteration as finished:
+            return finished.value
+        shared = communicator.sum_of(size, step)
+
+
+def search_together(searches: Sequence[Search[T]], communicator: Communicator) -> list[T]:
+    """Run searches side by side, on every rank the same ones; their results.
+
+    What all of them want summed goes into one all-reduce.
+    """
+    results: dict[int, T] = {}
+    sums: dict[int, Tensor | None] = dict.fromkeys(range(len(searches)))
+    while sums:
+        steps: dict[int, Step] = {}
+        for which, shared in sums.items():
+            try:
+                # A generator is started by sending None.
+                steps[which] = searches[which].send(shared)  # type: ignore[arg-type]
+            except StopIteration as finished:
+                results[which] = finished.value
+        if not steps:
+            break
+        sizes = [size for size, _ in steps.values()]
+        flat = communicator.sum_of(
+            sum(sizes),
+            lambda steps=steps: torch.cat([step() for _, step in steps.values()]),
+        )
+        sums = dict(zip(steps, flat.split(sizes), strict=True))
+    return [results[which] for which in range(len(searches))]
+
+
+def search_lowest(
+    parts: Sequence[Candidates],
+    names: Sequence[str],
+    num_live: Sequence[int],
+    k: int,
+    keys: KeyRange,
+    *,
+    refuse_nan: bool,
+    drafts: Sequence[Tensor] | None = None,
+    count_each: bool = False,
+) -> Search[Selection]:
+    """:func:`select_lowest` as a search that can run beside others."""
+    nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
+    if k == 0 and not (refuse_nan and keys.is_float):
+        return nothing
+    search = KthKeySearch(parts, names, num_live, keys, refuse_nan, drafts)
+    found = yield from search.find(min(max(k, 1), sum(num_live)))
+    if k == 0:
+        return nothing
+
+    def count() -> Tensor:
+        below, ties = found.count()
+        return torch.tensor([*ties, *below] if count_each else ties, dtype=torch.int64)
+
+    size = len(parts) * (2 if count_each else 1)
+    ties, *below = (yield size, count).split(len(parts))
+    num_ties, wanted = int(ties.sum()), k - found.num_below
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
+    if wanted == num_ties:
+        cut = Cut(found.threshold, len(parts), 0)
+    else:
+        position = int(torch.searchsorted(before[1:], wanted))
+        index = yield from cut_ties(
+            parts[position],
+            found.threshold,
+            wanted - int(before[position]),
+            lambda: found.indices_of_ties(parts[position], position),
+        )
+        cut = Cut(found.threshold, position, index)
+    # The ties of a parameter that are pruned: what the parameters before it leave of all.
+    of_ties = torch.minimum((wanted - before[:-1]).clamp(min=0), ties)
+    num_before = (below[0] + of_ties).tolist() if below else []
+    return Selection(cut, num_ties, wanted, num_before, search.drafted)

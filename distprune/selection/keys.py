@@ -1,0 +1,242 @@
+"""Scores as integers of the same order, so that ranking is exact on every device.
+
+[Note: keys] The bits of a non-negative IEEE number, read as an integer, are in
+the order of the numbers. So |x| becomes a key by clearing the sign bit: -0.0
+equals 0.0, denormals stay distinct whatever the flush-to-zero mode, and inf is
+the largest number. All NaN share one key above inf, where torch.topk has them.
+Comparing keys as integers is the only comparison that selection ever makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common import memory
+from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
+from distprune._common.memory import SERIAL, Array, Places, Scratch
+from distprune.shards.geometry import IndexMap
+
+
+class Order(Enum):
+    """Which elements rank first, that is, are pruned first."""
+
+    MAGNITUDE = "smallest |score| first"
+    ASCENDING = "smallest score first"
+    DESCENDING = "largest score first"
+
+
+# dtype -> (key dtype, largest finite-or-inf key)
+_FLOATS = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+# Integers are widened first where |min| would overflow.
+_INTEGERS = {
+    torch.bool: torch.int16,
+    torch.uint8: torch.int16,
+    torch.int8: torch.int16,
+    torch.int16: torch.int32,
+    torch.int32: torch.int64,
+    torch.int64: torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """The integers that the keys of one call lie in.
+
+    Attributes:
+        dtype: of the keys.
+        low, high: smallest and largest key, NaN's included.
+        largest_number: the largest key that is not NaN's.
+        is_float: whether scores can be NaN.
+        value_dtype: of the scores, to show a key as a score.
+    """
+
+    dtype: torch.dtype
+    low: int
+    high: int
+    largest_number: int
+    value_dtype: torch.dtype
+    order: Order
+
+    @property
+    def is_float(self) -> bool:
+        return self.high > self.largest_number
+
+    def score_of(self, key: int) -> float:
+        """The score that a key stands for (|score| under Order.MAGNITUDE)."""
+        if not self.is_float:
+            return float(-key if self.order is Order.DESCENDING else key)
+        if key > self.largest_number:
+            return float("nan")
+        magnitude = torch.tensor(abs(key), dtype=self.dtype).view(self.value_dtype).item()
+        negative = key > 0 if self.order is Order.DESCENDING else key < 0
+        return -magnitude if negative and key != 0 else magnitude
+
+
+def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
+    """The keys of scores of a dtype.
+
+    Raises:
+        NotImplementedError: a dtype that has no order here (complex, float8, quantised).
+    """
+    if dtype in _FLOATS:
+        key_dtype, inf = _FLOATS[dtype]
+        low = 0 if order is Order.MAGNITUDE else -inf
+        return KeyRange(key_dtype, low, inf + 1, inf, dtype, order)
+    if dtype in _INTEGERS:
+        key_dtype = _INTEGERS[dtype]
+        # int64 has no wider type: |min| stays negative there, as in torch.abs.
+        bound = torch.iinfo(key_dtype).max - 1
+        return KeyRange(key_dtype, -bound, bound, bound, dtype, order)
+    supported = ", ".join(str(known) for known in (*_FLOATS, *_INTEGERS))
+    raise NotImplementedError(
+        f"scores of dtype {dtype} cannot be ranked; expected one of {supported}. "
+        "Pass importance_scores of one of these."
+    )
+
+
+class Keys(NamedTuple):
+    """Keys of some elements.
+
+    Attributes:
+        values: 1-d, of the dtype of their range; good until the same scratch is used again.
+        highest: a key that none of them exceeds.
+    """
+
+    values: Tensor
+    highest: int
+
+
+class TensorKeys:
+    """Keys of the scores in a flat tensor.
+
+    Args:
+        scores: 1-d, contiguous.
+        common: the range of the call, possibly of a wider dtype than the scores:
+            mixed lists are compared after promotion, which is exact.
+    """
+
+    is_thread_safe = True
+
+    def __init__(self, scores: Tensor, common: KeyRange) -> None:
+        self._scores = scores.detach()
+        self._common = common
+        self.dtype = common.dtype
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        """Keys of positions [start, stop)."""
+        return _keys(self._scores[start:stop], self._common, scratch)
+
+    def gather(self, places: Places) -> Tensor:
+        """Keys at some places: a new tensor."""
+        return to_keys(places.of(self._scores), self._common)
+
+
+class ComputedKeys:
+    """Keys of scores that are computed from flat values, a chunk at a time, and never stored."""
+
+    # Calls a user's function.
+    is_thread_safe = False
+
+    def __init__(self, values: Tensor, score: Callable[[Tensor], Tensor], common: KeyRange) -> None:
+        self._values = values
+        self._score = score
+        self._common = common
+        self.dtype = common.dtype
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
+
+    def gather(self, places: Places) -> Tensor:
+        return to_keys(self._score(places.of(self._values)).detach(), self._common)
+
+
+class RandomKeys:
+    """Random keys that are a function of (seed, global index) and of nothing else.
+
+    Args:
+        seed: agreed by all ranks.
+        offset: global index, over the list of parameters, of this parameter's first element.
+        index: from local positions to indices in the parameter.
+        device: where the keys are wanted.
+    """
+
+    is_thread_safe = True
+    dtype = torch.int64
+
+    def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:
+        self._seed = seed
+        self._offset = offset
+        self._index = index
+        self._device = device
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
+        if not memory.takes_numpy(self._device):
+            positions = torch.arange(start, stop, device=self._device)
+            return Keys(self._at(positions), RANDOM_KEYS.high)
+        scratch = scratch or Scratch()
+        keys = scratch.array("keys", stop - start, np.int64)
+        for first in range(start, stop, SERIAL):
+            last = min(first + SERIAL, stop)
+            indices = self._index(torch.arange(first, last)).numpy()
+            np.add(indices, self._offset, out=keys[first - start : last - start])
+        hash_in_place(keys, self._seed, scratch)
+        return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
+
+    def gather(self, places: Places) -> Tensor:
+        return self._at(places.positions(self._device))
+
+    def _at(self, positions: Tensor) -> Tensor:
+        return hash_keys(self._index(positions) + self._offset, self._seed)
+
+
+RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)
+
+
+def to_keys(scores: Tensor, common: KeyRange) -> Tensor:
+    """Keys of scores: see [Note: keys]. A new tensor of ``common.dtype``."""
+    return _keys(scores, common, None).values
+
+
+def _keys(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
+    if not common.is_float:
+        keys = scores.to(common.dtype, copy=True)
+        if common.order is Order.MAGNITUDE:
+            keys.abs_()
+        elif common.order is Order.DESCENDING:
+            keys.neg_()
+        return Keys(keys, common.high)
+    bits = scores.to(common.value_dtype).contiguous().view(common.dtype)
+    if memory.takes_numpy(bits.device):
+        return _float_keys_on_cpu(bits.numpy(), common, scratch or Scratch())
+    keys = torch.bitwise_and(bits, torch.iinfo(common.dtype).max).clamp_(max=common.high)
+    if common.order is not Order.MAGNITUDE:
+        negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
+        keys = torch.where(negative & (keys <= common.largest_number), -keys, keys)
+    return Keys(keys, common.high)
+
+
+def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
+    """The same operations by numpy, which has no OpenMP barrier per small call."""
+    integer = bits.dtype.type
+    keys = scratch.array("keys", bits.size, bits.dtype)
+    np.bitwise_and(bits, integer(np.iinfo(integer).max), out=keys)
+    highest = int(keys.max(initial=0))
+    if highest > common.largest_number:  # seldom: one look is cheaper than clamping all
+        np.minimum(keys, integer(common.high), out=keys)
+        highest = common.high
+    if common.order is not Order.MAGNITUDE:
+        negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
+        np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
+    return Keys(torch.from_numpy(keys), highest)

@@ -1,0 +1,202 @@
+"""The search for the k-th key of all elements, over all ranks.
+
+The sample decides how fast this is, not what comes out: when its bracket misses, the next round
+brackets inside the interval that two exact counts leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common.memory import concatenate, select
+from distprune.selection.bracket import COLLECT_ALL, Around, bracket
+from distprune.selection.candidates import Candidates
+from distprune.selection.keys import KeyRange
+from distprune.selection.passes import Reading, read
+from distprune.selection.radix import BINS, Search, binning, changed, descend, histogram_of, within
+
+
+@dataclass(frozen=True)
+class KthKey:
+    """The k-th key, and where this rank's elements are around it.
+
+    Attributes:
+        threshold: the key.
+        num_below: elements of all ranks with a smaller one.
+        count: a local step: per parameter, this rank's elements with a smaller key, and with
+            this one.
+        reading: the read that collected it; None if it was found by counting.
+    """
+
+    threshold: int
+    num_below: int
+    count: Callable[[], tuple[list[int], list[int]]]
+    reading: Reading | None
+
+    def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
+        """Global indices, 1-d, of this rank's ties in a parameter; None if they are not at hand."""
+        if self.reading is None:
+            return None
+        return concatenate(
+            [
+                part.index(
+                    select(found.positions, found.keys == self.threshold).long() + found.span.start
+                ).cpu()
+                for found in self.reading.found[position]
+                if found.is_counted
+            ]
+        )
+
+
+@dataclass
+class KthKeySearch:
+    """The search for the k-th key: an interval of keys that shrinks around it."""
+
+    parts: Sequence[Candidates]
+    names: Sequence[str]
+    num_live: Sequence[int]
+    keys: KeyRange
+    refuse_nan: bool
+    drafts: Sequence[Tensor] | None
+    # The last read that wrote drafts, and the last read of all.
+    drafted: Reading | None = None
+    collected: Reading | None = None
+    # Local live keys <= a pivot, per part, for every pivot counted so far.
+    local_counts: dict[int, list[int]] = field(default_factory=dict)
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def find(self, k: int) -> Search[KthKey]:
+        """The k-th key (1-based)."""
+        keys, total = self.keys, sum(self.num_live)
+        # The k-th key lies in [low, high].
+        low, high = keys.low, keys.largest_number if self.refuse_nan else keys.high
+        below, upto = 0, total  # keys < low, keys <= high
+        if total == 0:
+            nothing = [0] * len(self.parts)
+            return KthKey(low, 0, lambda: (nothing, nothing), None)
+        self.local_counts[low - 1] = [0] * len(self.parts)
+        num_rounds = 0
+        while high > low:
+            inside = upto - below
+            if inside <= COLLECT_ALL:
+                around = Around(set(), (low, high))
+            else:
+                around = yield from bracket(
+                    self.parts,
+                    k - below,
+                    inside,
+                    low,
+                    high,
+                    highest=keys.high,
+                    num_rounds=num_rounds,
+                    generator=self.generator,
+                )
+            if num_rounds == 0 and self.refuse_nan and keys.is_float:
+                around.pivots.add(high)
+            counts, histogram = yield from self._read_and_count(around)
+            if counts.get(keys.largest_number, total) < total and self.refuse_nan:
+                yield from self._raise_nan()
+            edges = sorted({low - 1: below, **counts, high: upto}.items())
+            holding = [
+                (start, less, end, count)
+                for (start, less), (end, count) in itertools.pairwise(edges)
+                if less < k <= count
+            ]
+            if len(holding) != 1:
+                raise changed()
+            start, less, end, count = holding[0]
+            interval = around.interval
+            if interval is not None and interval[0] - 1 <= start and end <= interval[1]:
+                return (yield from self._descend(k - less, start + 1, end, less, histogram))
+            low, high, below, upto = start + 1, end, less, count
+            num_rounds += 1
+
+        def count_at() -> tuple[list[int], list[int]]:
+            at, under = self._local(low), self._local(low - 1)
+            return under, [a - b for a, b in zip(at, under, strict=True)]
+
+        return KthKey(low, below, count_at, None)
+
+    def _local(self, pivot: int) -> list[int]:
+        if pivot not in self.local_counts:
+            self._read([pivot], Around(set(), None))
+        return self.local_counts[pivot]
+
+    def _read(self, pivots: list[int], around: Around) -> Reading:
+        """One pass; drafts masks if it can. Local."""
+        reading = read(self.parts, pivots, around.interval, self.drafts, around.expected_share())
+        if self.drafts is not None and around.interval is not None:
+            self.drafted = reading
+        for j, pivot in enumerate(pivots):
+            self.local_counts[pivot] = [row[j] for row in reading.counts]
+        return reading
+
+    def _read_and_count(self, around: Around) -> Search[tuple[dict[int, int], Tensor]]:
+        """Global counts per pivot, and the histogram of the collected keys."""
+        pivots, interval = sorted(around.pivots), around.interval
+
+        def count() -> Tensor:
+            self.collected = reading = self._read(pivots, around)
+            counts = [sum(self.local_counts[pivot]) for pivot in pivots]
+            local = torch.tensor(counts, dtype=torch.int64)
+            if interval is None:
+                return local
+            return torch.cat([local, histogram_of(reading.keys, *interval)])
+
+        shared = yield len(pivots) + (0 if interval is None else BINS), count
+        return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
+
+    def _descend(
+        self, k: int, low: int, high: int, below: int, histogram: Tensor
+    ) -> Search[KthKey]:
+        """Radix-select the k-th of the collected keys in [low, high]."""
+        reading = self.collected
+        assert reading is not None
+        rank = k - 1
+        if (low, high) != reading.interval:
+            histogram = yield BINS, binning(lambda: reading.keys, low, high)
+        inside = reading.keys
+
+        def narrow() -> Tensor:
+            nonlocal inside
+            inside = within(inside, low, high)
+            return histogram_of(inside, low, high)
+
+        while True:
+            low, high, rank, _ = descend(histogram, rank, low, high)
+            if low == high:
+                break
+            histogram = yield BINS, narrow
+
+        def count() -> tuple[list[int], list[int]]:
+            found = [each.numpy() for each in reading.keys.split(reading.sizes)]
+            ties = [int(np.count_nonzero(each == low)) for each in found]
+            under = [
+                less + int(np.count_nonzero(each < low))
+                for less, each in zip(reading.num_below, found, strict=True)
+            ]
+            return under, ties
+
+        return KthKey(low, below + k - 1 - rank, count, reading)
+
+    def _raise_nan(self) -> Search[None]:
+        """Name the parameters; every rank knows that there are NaN."""
+        numbers = self.local_counts[self.keys.largest_number]
+        count = torch.tensor(numbers, dtype=torch.int64)
+        not_nan = (yield len(numbers), lambda: count).tolist()
+        where = [
+            f"{name} ({live - count} of {live})"
+            for name, live, count in zip(self.names, self.num_live, not_nan, strict=True)
+            if count < live
+        ]
+        raise ValueError(
+            f"the scores of {', '.join(where)} are NaN; expected numbers for every unpruned "
+            "element. NaN has no place in a ranking: repair the weights, or mask them first "
+            "with custom_from_mask."
+        )

@@ -1,0 +1,144 @@
+"""Do replicas agree? A checksum of the bits of a tensor, and a comparison over ranks.
+
+[Note: folded words] A word times an odd weight shows every word that differs. But the highest bit
+of a word times any odd weight is the same, so that two words could exchange their signs, or two
+elements of a bool mask their values, without a trace. So the upper half of a word is first
+added, without carry, to the lower one: then 33 random bits of a weight meet every bit of a word.
+
+[Note: no differences cancel] A sum over ranks of what each rank holds does not tell whether
+replicas are equal: w + d and w - d cancel, and so do two shards that a replica has exchanged. So
+the checksum of a shard is hashed together with the place of the shard in the parameter, and
+*that* is summed: the replicas of each shard add the same number, or the sum is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distprune._common import memory
+from distprune._common.hashing import hash_keys
+from distprune.shards.shard import LocalShard
+
+# 64-bit words in a block: they, their weights and the products stay in the second-level cache.
+_WORDS = 1 << 14
+# Blocks per operation of a device: 32 MiB.
+_DEVICE_BLOCKS = 256
+
+
+def checksums(locals_: Sequence[Tensor]) -> list[int]:
+    """For each tensor an int64 that differs, as good as surely, between two of a shape and dtype.
+
+    The sum, modulo 2**64, of all 64-bit words, folded, each times an odd number that depends on
+    where the word is: one word that differs always shows. How a tensor lies in memory, and on which
+    device, makes no difference. See [Note: folded words].
+
+    Args:
+        locals_: any shapes, dtypes and devices.
+
+    Cost: one read, about as fast as memory; a copy of a tensor that is not contiguous. Waits for
+    a device once.
+    """
+    sums = []
+    for local in locals_:
+        local = torch.view_as_real(local.detach()) if local.is_complex() else local.detach()
+        flat = local.contiguous().view(-1)
+        sums.append(_on_cpu(flat) if memory.takes_numpy(flat.device) else _anywhere(flat))
+    of_blocks = _on_host(sums)
+    totals = [
+        sum(each * _block_weight(block) for block, each in enumerate(blocks))
+        for blocks in of_blocks
+    ]
+    return [(total + 2**63) % 2**64 - 2**63 for total in totals]
+
+
+def of_shard(shard: LocalShard, *parts: int) -> int:
+    """Checksums of what a rank holds of a parameter, hashed with the place of its shard; an int64.
+
+    See [Note: no differences cancel].
+
+    Args:
+        shard: where its elements are.
+        parts: checksums, or other int64, that replicas of the shard share.
+    """
+    if shard.coordinates:
+        place = repr([(held.start, held.stop, held.step) for held in shard.coordinates])
+    else:
+        place = repr((shard.index.start, shard.index.offset, shard.values.numel()))
+    data = place.encode() + struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def replicas_agree(num_replicas: int, of_all: int, of_first: int) -> bool:
+    """Whether the replicas of every shard are equal.
+
+    Args:
+        num_replicas: of each shard.
+        of_all: the sum, modulo 2**64, of :func:`of_shard` over all ranks.
+        of_first: the same over the ranks that hold replica 0.
+    """
+    return (num_replicas * of_first - of_all) % 2**64 == 0
+
+
+def _on_cpu(flat: Tensor) -> list[int]:
+    """The weighted sum of each block."""
+    weights, buffer = _weights().numpy().view(np.uint64), np.empty(_WORDS, np.uint64)
+    sums = []
+    for words in _words(flat, _WORDS):
+        size = words.numel()
+        word, folded = words.numpy().view(np.uint64), buffer[:size]
+        np.right_shift(word, np.uint64(32), out=folded)
+        np.bitwise_xor(word, folded, out=folded)
+        np.multiply(folded, weights[:size], out=folded)
+        sums.append(int(np.add.reduce(folded.view(np.int64))))
+    return sums
+
+
+def _anywhere(flat: Tensor) -> Tensor:
+    """The same, int64 [blocks], many blocks per operation."""
+    weights = _weights().to(flat.device)
+    sums = []
+    for words in _words(flat, _WORDS * _DEVICE_BLOCKS):
+        folded = words ^ ((words >> 32) & 0xFFFFFFFF)
+        padded = nn.functional.pad(folded, (0, -folded.numel() % _WORDS))
+        sums.append((padded.view(-1, _WORDS) * weights).sum(1))
+    return torch.cat(sums) if sums else weights[:0]
+
+
+def _on_host(sums: Sequence[list[int] | Tensor]) -> list[list[int]]:
+    """What is on a device comes over together."""
+    waiting = [each for each in sums if isinstance(each, Tensor)]
+    arrived = iter(torch.cat(waiting).tolist() if waiting else [])
+    return [
+        [next(arrived) for _ in range(each.numel())] if isinstance(each, Tensor) else each
+        for each in sums
+    ]
+
+
+def _words(flat: Tensor, size: int) -> Iterator[Tensor]:
+    """A contiguous tensor as int64 [<= size]; its end is filled up with zeros."""
+    step = size * 8 // flat.itemsize
+    for start in range(0, flat.numel(), step):
+        raw = flat[start : start + step].view(torch.uint8)
+        if raw.numel() % 8 or raw.data_ptr() % 8:
+            filled = raw.new_zeros(-(-raw.numel() // 8) * 8)
+            filled[: raw.numel()].copy_(raw)
+            raw = filled
+        yield raw.view(torch.int64)
+
+
+@functools.cache
+def _weights() -> Tensor:
+    """Odd int64 [_WORDS] that look random."""
+    return hash_keys(torch.arange(_WORDS), seed=1) | 1
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _block_weight(block: int) -> int:
+    return int(hash_keys(torch.tensor([block]), seed=2)) | 1

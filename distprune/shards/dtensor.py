@@ -1,0 +1,254 @@
+"""DTensors: tensor parallelism, FSDP2, HSDP and their combinations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
+from distprune.shards.shard import LocalShard
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """A device mesh as this rank sees it; to be asked for once per mesh, not per parameter.
+
+    Attributes:
+        shape: of the mesh.
+        coordinate: of this rank; None if it is outside.
+        ranks: global ranks, row-major.
+        unordered: axes along which the ranks do not ascend everywhere.
+    """
+
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    ranks: tuple[int, ...]
+    unordered: tuple[int, ...] = ()
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh) -> MeshPlace:
+        coordinate = mesh.get_coordinate()
+        return cls(
+            tuple(mesh.shape),
+            None if coordinate is None else tuple(coordinate),
+            tuple(mesh.mesh.flatten().tolist()),
+            tuple(axis for axis in range(mesh.ndim) if mesh.mesh.diff(dim=axis).lt(0).any()),
+        )
+
+
+def local_shard(
+    name: str,
+    parameter: DTensor,
+    mask: Tensor | None,
+    place: MeshPlace | None = None,
+    *,
+    is_from_fsdp2: bool = True,
+) -> LocalShard:
+    """Read this rank's part of a DTensor parameter.
+
+    Args:
+        name: for messages.
+        parameter: on any mesh; this rank may be outside it and hold nothing.
+        mask: the mask in force, laid out as the parameter.
+        place: the parameter's mesh, if that is known already.
+        is_from_fsdp2: whether ``fully_shard`` made the outermost cut.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate; a ``_StridedShard``
+            of another kind than FSDP2 makes; a mesh whose ranks do not ascend.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    place = place or MeshPlace.on(mesh)
+    _check_order(name, mesh, placements, place)
+    _check_strided(name, parameter.shape, place.shape, placements, is_from_fsdp2)
+    splits = splits_of(name, parameter.ndim, place.shape, place.coordinate, placements)
+    coordinates = (
+        dim_coordinates(parameter.shape, splits)
+        if splits is not None
+        else tuple(range(0) for _ in parameter.shape)
+    )
+    values = _local(parameter)
+    if values.numel() == 0 and values.ndim == len(coordinates):
+        # An empty shard may be empty in dimensions that the placements leave whole.
+        coordinates = tuple(
+            rows[:size] for rows, size in zip(coordinates, values.shape, strict=True)
+        )
+    expected = tuple(map(len, coordinates))
+    if splits is None:
+        values = values.new_empty(expected)
+    if tuple(values.shape) != expected:
+        raise NotImplementedError(
+            f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
+            f"{placements} on a mesh of shape {place.shape} should give {expected}. "
+            "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
+        )
+    order = memory_order(values) or list(range(values.ndim))
+    replica, num_replicas = replica_of(place.shape, place.coordinate, placements)
+    return LocalShard(
+        name=name,
+        parameter=parameter,
+        values=values,
+        mask=None if mask is None else _local_mask(mask, values, splits is not None),
+        shape=parameter.shape,
+        coordinates=coordinates,
+        order=tuple(order),
+        index=index_map(parameter.shape, coordinates, order),
+        replica=replica,
+        num_replicas=num_replicas,
+        ranks=place.ranks,
+        # Not which ranks: the same parameter may be on several meshes of one shape.
+        layout=f"{placements} on a mesh of shape {place.shape}",
+        mesh=mesh,
+        placements=placements,
+        key=id(parameter),
+    )
+
+
+def _local_mask(mask: Tensor, values: Tensor, is_inside: bool) -> Tensor:
+    """This rank's part; a rank outside the mesh knows that there is a mask, and holds none."""
+    assert isinstance(mask, DTensor)
+    return _local(mask) if is_inside else torch.empty_like(values, dtype=mask.dtype)
+
+
+def _local(tensor: DTensor) -> Tensor:
+    with torch.no_grad():  # else to_local() is an operation of autograd, which takes longer
+        return tensor.to_local().detach()
+
+
+def _check_order(
+    name: str, mesh: DeviceMesh, placements: Sequence[Placement], place: MeshPlace
+) -> None:
+    """Refuse shards on ranks that do not ascend along their mesh axis.
+
+    On such a mesh torch 2.13 contradicts itself. ``fully_shard`` and ``distribute_tensor`` hand
+    out chunks in the order of the process group, which is sorted, while sizes, offsets in
+    checkpoints and ``distribute_tensor(src_data_rank=None)`` follow the coordinate in the mesh. So
+    checkpoints put rows in the wrong places, uneven tensors lose elements, and the replicas of
+    HSDP may hold different chunks.
+    """
+    for axis in place.unordered:
+        if not isinstance(placements[axis], Replicate):
+            raise NotImplementedError(
+                f"{name}: the parameter is sharded ({placements[axis]}) along axis {axis} of a "
+                f"mesh whose ranks do not ascend along that axis: {mesh.mesh.tolist()}. torch cuts "
+                "by the order of the process group in some places and by the mesh in others there, "
+                "so which rank holds which part is not well defined; expected ascending ranks, as "
+                "init_device_mesh makes them."
+            )
+
+
+def _check_strided(
+    name: str,
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    is_from_fsdp2: bool,
+) -> None:
+    """Refuse every ``_StridedShard`` whose rows on one rank are not a run.
+
+    FSDP2 over tensor parallelism writes its cut, made last, as ``_StridedShard`` on an axis to the
+    left of the other cuts of that dimension; the split factor is the product of the sizes of
+    their axes. A view of a DTensor that merges a dimension with a sharded one writes the same
+    type, and means rows that lie apart. If all cuts are even then two placements with the pattern
+    of FSDP2 mean the same, whoever made them; if they are not, only FSDP2's own is a run.
+    """
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, _StridedShard) or mesh_shape[axis] == 1:
+            continue
+        dim = placement.dim % len(shape)
+        cuts = [
+            (other, each)
+            for other, each in enumerate(placements)
+            if isinstance(each, (Shard, _StridedShard)) and each.dim % len(shape) == dim
+        ]
+        to_the_right = [(other, each) for other, each in cuts if other > axis]
+        num_chunks = math.prod(mesh_shape[other] for other, _ in to_the_right)
+        is_pattern = placement.split_factor == num_chunks and all(
+            isinstance(each, Shard) for _, each in to_the_right
+        )
+        is_even = shape[dim] % math.prod(mesh_shape[other] for other, _ in cuts) == 0
+        is_outermost = all(isinstance(each, Replicate) for each in placements[:axis])
+        if is_pattern and (is_even or (is_from_fsdp2 and is_outermost)):
+            continue
+        raise NotImplementedError(
+            f"{name}: placement {placement} (dimension {dim} of size {shape[dim]}, placements "
+            f"{tuple(placements)} on a mesh of shape {tuple(mesh_shape)}) spreads rows that lie "
+            "apart over the ranks, as a view of a DTensor does that merges a sharded dimension "
+            "with another one; expected Shard, or the placements that fully_shard makes over "
+            "tensor parallelism. Keep the parameter in the shape in which it was sharded, or call "
+            f".redistribute() to Shard({dim}) before pruning."
+        )
+
+
+def splits_of(
+    name: str,
+    ndim: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int] | None,
+    placements: Sequence[Placement],
+) -> list[Split] | None:
+    """The cuts that placements stand for, in the order in which they were made.
+
+    FSDP2 over tensor parallelism records its cut as ``_StridedShard`` on the
+    *left* mesh axis although it is made *after* those of the axes to its right.
+    Walking placements from left to right, as torch's own helper does, is right
+    only when that cut is even; so strided cuts come last here.
+
+    Returns:
+        None for a rank outside the mesh.
+
+    Raises:
+        NotImplementedError: a placement that is neither Shard nor Replicate.
+    """
+    plain, strided = [], []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            if coordinate is not None:
+                # _StridedShard is not a subclass of Shard since torch 2.10.
+                cuts = strided if isinstance(placement, _StridedShard) else plain
+                cuts.append(Split(placement.dim % ndim, mesh_shape[axis], coordinate[axis]))
+        elif not isinstance(placement, Replicate):
+            raise NotImplementedError(
+                f"{name}: placement {placement} is not supported; expected Shard or Replicate. "
+                "Call .redistribute() to resolve it before pruning."
+            )
+    return None if coordinate is None else plain + strided
+
+
+def replica_of(
+    mesh_shape: Sequence[int], coordinate: Sequence[int] | None, placements: Sequence[Placement]
+) -> tuple[int, int]:
+    """Which copy of its elements a rank holds, and how many copies there are."""
+    replica, num_replicas = 0, 1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh_shape[axis] + (coordinate[axis] if coordinate else 0)
+            num_replicas *= mesh_shape[axis]
+    return replica, num_replicas
+
+
+def local_part(name: str, what: str, tensor: DTensor, shard: LocalShard) -> Tensor:
+    """This rank's part of a mask or of scores given as a DTensor.
+
+    Raises:
+        ValueError: laid out differently from the parameter.
+    """
+    if (
+        tensor.shape != shard.shape
+        or tensor.device_mesh != shard.mesh
+        or tuple(tensor.placements) != shard.placements
+    ):
+        raise ValueError(
+            f"{name}: {what} is a DTensor of shape {tuple(tensor.shape)} with "
+            f"{tensor.placements} on {tensor.device_mesh}; expected shape {tuple(shard.shape)} "
+            f"with {shard.placements} on {shard.mesh}, as the parameter. "
+            "Redistribute it, or pass the full tensor."
+        )
+    return tensor.detach().to_local()

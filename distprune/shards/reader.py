@@ -1,0 +1,275 @@
+"""From a module's parameter, however it is wrapped, to this rank's LocalShard.
+
+Reads and changes nothing. The owning wrapper is looked for first and the type of
+the tensor second: after an evaluation FSDP2's root has plain gathered tensors
+registered, which look like replicas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.collectives import Communicator, over_groups, over_mesh
+from distprune._common.naming import unwrap
+from distprune.shards.checksum import checksums
+from distprune.shards.shard import FlatShard, LocalShard
+from distprune.torch_private.live_property import shard_mask_key
+from distprune.torch_private.wrapper import is_flattened, managed_parameters
+
+_FLOAT8 = tuple(
+    getattr(torch, name)
+    for name in dir(torch)
+    if name.startswith("float8") and isinstance(getattr(torch, name), torch.dtype)
+)
+
+
+class ShardReader:
+    """Reads the parameters of one call.
+
+    Args:
+        replica, num_replicas: this rank's place among the ranks of the call, for
+            parameters that every rank holds whole.
+    """
+
+    def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
+        self._replica = replica
+        self._num_replicas = num_replicas
+        # Made when it is needed: a call for one parameter need not look at all others.
+        self._managed: dict[tuple[int, str], Any] | None = None
+        # By mesh and by FSDP1 module: lists of ranks are long, and parameters share them.
+        self._places: dict[Any, Any] = {}
+        self._ranks: dict[Any, tuple[int, ...]] = {}
+
+    def managed(self, module: nn.Module, name: str) -> Any | None:
+        """A wrapper's record (torch_private.wrapper.Managed) of a parameter, pruned or not.
+
+        Raises:
+            NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
+        """
+        record = _record_with_mask(module, name)
+        if record is not None:
+            return record
+        if self._managed is None:
+            self._managed = managed_parameters()
+        found = self._find(module, name)
+        if found is None and is_flattened(module, name):
+            self._managed = managed_parameters(everywhere=True)
+            found = self._find(module, name)
+            if found is None:
+                raise NotImplementedError(
+                    f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
+                    "FullyShardedDataParallel module is gone; expected that the wrapped model is "
+                    "kept and used, not the module inside it."
+                )
+        return found
+
+    def _find(self, module: nn.Module, name: str) -> Any | None:
+        assert self._managed is not None
+        found = self._managed.get((id(module), name))
+        return found if found is not None else self._managed.get((id(module), name + "_orig"))
+
+    def read(self, module: nn.Module, name: str, label: str) -> LocalShard:
+        """This rank's part of ``module.name``.
+
+        Raises:
+            AttributeError: no such attribute.
+            TypeError: not a parameter.
+            NotImplementedError: a layout, dtype or wrapper that is not supported.
+        """
+        managed = self.managed(module, name)
+        if managed is not None:
+            managed.check_fields()
+            if managed.unsupported:
+                raise NotImplementedError(f"{label}: {managed.unsupported}.")
+        mask = module._buffers.get(name + "_mask")
+        if mask is None or not self.has_whole_mask(module, name):
+            return self._read(module, name, label, managed, mask)
+        shard = self._read(module, name, label, managed, None)
+        return replace(shard, mask=shard.slice_of(mask.to_local() if is_dtensor(mask) else mask))
+
+    def has_whole_mask(self, module: nn.Module, name: str) -> bool:
+        """Whether a mask is whole on this rank.
+
+        It is on plain modules, and on those that were pruned first and wrapped second.
+        """
+        mask = module._buffers.get(name + "_mask")
+        if mask is None or shard_mask_key(name) in module.__dict__:
+            return False
+        if not is_dtensor(mask):
+            return True
+        # parallelize_module makes replicated DTensors of the buffers that it finds.
+        parameter = module._parameters[name + "_orig"]
+        return is_dtensor(parameter) and mask.placements != parameter.placements
+
+    def _read(
+        self, module: nn.Module, name: str, label: str, managed: Any | None, mask: Tensor | None
+    ) -> LocalShard:
+        if _is_flat(managed):
+            from distprune.shards import flat
+
+            if managed.state not in self._ranks:
+                self._ranks[managed.state] = managed.ranks
+            return flat.local_shard(label, managed, mask, self._ranks[managed.state])
+        parameter = managed.sharded if managed is not None else _registered(module, name, label)
+        _check_kind(label, parameter)
+        if is_dtensor(parameter):
+            from distprune.shards import dtensor
+
+            mesh = parameter.device_mesh
+            if mesh not in self._places:
+                self._places[mesh] = dtensor.MeshPlace.on(mesh)
+            return dtensor.local_shard(
+                label,
+                parameter,
+                mask,
+                self._places[mesh],
+                is_from_fsdp2=managed is not None,
+            )
+        from distprune.shards import replicated
+
+        return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
+
+    def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
+        """What is the same for all names of a parameter, and how many elements it has, whole.
+
+        Raises:
+            AttributeError: no such attribute.
+            TypeError: not a parameter.
+        """
+        module = unwrap(module)
+        managed = self.managed(module, name)
+        if managed is not None:
+            return managed.key, managed.shape.numel()
+        parameter = _registered(module, name, f"{type(module).__name__}.{name}")
+        return id(parameter), parameter.numel()
+
+    def communicator(self, module: nn.Module, name: str) -> Communicator:
+        """The ranks that hold a sharded parameter together."""
+        managed = self.managed(module, name)
+        if _is_flat(managed):
+            return over_groups(managed.groups, managed.ranks)
+        parameters = module._parameters
+        registered = parameters.get(name, parameters.get(name + "_orig"))
+        parameter = managed.sharded if managed is not None else registered
+        return over_mesh(parameter.device_mesh)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, without importing DTensor for those who have none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_sharded(module: nn.Module, name: str) -> bool:
+    """Whether ``module.name`` is sharded, so that one rank alone cannot prune it."""
+    parameters = module._parameters
+    if any(is_dtensor(parameters.get(key)) for key in (name, name + "_orig")):
+        return True
+    return ShardReader().managed(module, name) is not None
+
+
+def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
+    """This rank's part of scores or of a mask given whole, or as a DTensor like the parameter.
+
+    Raises:
+        ValueError: a shape or a layout other than the parameter's.
+    """
+    if is_dtensor(tensor):
+        from distprune.shards import dtensor
+
+        return dtensor.local_part(label, what, tensor, shard)
+    if tensor.shape == shard.shape:
+        return shard.slice_of(tensor.detach()).to(shard.values.device)
+    if isinstance(shard, FlatShard) and tensor.shape == shard.values.shape:
+        return tensor.detach()  # FSDP1's own form, such as that of a gradient
+    raise ValueError(
+        f"{label}: {what} has shape {tuple(tensor.shape)}; expected the whole parameter's "
+        f"shape {tuple(shard.shape)}."
+    )
+
+
+def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
+    """What must be equal on all ranks of a tensor of which each slices its own part.
+
+    Nothing where each rank may give its part only: a DTensor, or 1-d under FSDP1.
+    """
+    is_part = is_dtensor(tensor) or (isinstance(shard, FlatShard) and tensor.ndim == 1)
+    if not shard.is_sharded or is_part:
+        return "each rank's part"
+    return str(checksums([tensor])[0])
+
+
+def unflattened(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
+    """Scores given whole and 1-d, row-major, in the parameter's shape; any others as they are.
+
+    Under FSDP1 a 1-d tensor of the length of this rank's run is such a run, in the order of
+    memory, as a gradient is; also if the run is the whole parameter.
+
+    Raises:
+        ValueError: under FSDP1, a 1-d tensor that is no run, of a parameter whose order of memory
+            is not row-major: on a rank that holds the whole parameter it would be taken for a run.
+    """
+    if tensor.ndim != 1 or tensor.shape == shard.shape or tensor.numel() != shard.numel:
+        return tensor
+    if isinstance(shard, FlatShard):
+        if tensor.shape == shard.values.shape:
+            return tensor
+        if shard.index.start is None:
+            raise ValueError(
+                f"{label}: {what} is 1-d with {tensor.numel()} elements, of a parameter of shape "
+                f"{tuple(shard.shape)} that is not row-major in memory (channels_last, say). There "
+                "FSDP1's own 1-d form, that of a gradient, follows the order of its memory; "
+                f"expected that form, {tuple(shard.values.shape)} on this rank, or the parameter's "
+                "shape, which leaves no doubt: pass scores.view(shape)."
+            )
+    return tensor.view(shard.shape)
+
+
+def _record_with_mask(module: nn.Module, name: str) -> Any | None:
+    """The wrapper's record of a pruned parameter, which its mask knows."""
+    shard_mask = module.__dict__.get(shard_mask_key(name))
+    record = None if shard_mask is None else shard_mask.managed()
+    # The mask of a copied module knows the original's.
+    if record is None or not any(
+        owner is module and registered == name + "_orig" for owner, registered in record.owners
+    ):
+        return None
+    return record
+
+
+def _is_flat(managed: Any | None) -> bool:
+    """Whether a wrapper's record is one of FSDP1's, which has no DTensor."""
+    return managed is not None and not hasattr(managed, "sharded")
+
+
+def _registered(module: nn.Module, name: str, label: str) -> Tensor:
+    """The parameter behind a name, by its own name or, when pruned, as name_orig."""
+    for key in (name + "_orig", name):
+        parameter = module._parameters.get(key)
+        if parameter is not None and (key == name or name + "_mask" in module._buffers):
+            return parameter
+    found = getattr(module, name)  # AttributeError, as in torch
+    raise TypeError(
+        f"{label} is {'None' if found is None else f'a {type(found).__name__}'}; "
+        "expected a parameter of the module."
+    )
+
+
+def _check_kind(label: str, parameter: Tensor) -> None:
+    problem = None
+    if parameter.is_quantized or parameter.dtype in _FLOAT8:
+        problem = f"dtype {parameter.dtype} is quantised; dequantise the parameter first"
+    elif parameter.layout is not torch.strided:
+        problem = f"layout {parameter.layout} is sparse already; expected torch.strided"
+    elif parameter.is_meta:
+        problem = "it is on the meta device and has no values; materialise the model first"
+    elif isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        problem = "it is a lazy parameter without a shape; run one forward first"
+    if problem:
+        raise NotImplementedError(f"{label}: {problem}.")

@@ -1,0 +1,152 @@
+"""LocalShard: what one rank knows of one parameter. The value that flows through the stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distprune.shards.geometry import IndexMap
+from distprune.torch_private.live_graphs import undisturbed
+
+if TYPE_CHECKING:  # importing DTensor costs more than all the rest
+    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One rank's part of one parameter, as it is now. Nothing here is written to.
+
+    Attributes:
+        name: for messages and reports; fully qualified when known.
+        parameter: the (sharded) parameter itself.
+        values: this rank's part, N-d, detached; may be empty.
+        mask: this rank's part of the mask in force, same shape; None if unpruned.
+        shape: the global shape.
+        coordinates: a range per dimension: where the part sits.
+        order: dimensions in the order of memory; flat views follow it.
+        index: from positions in a flat view to global row-major indices.
+        replica: which copy of these elements this rank holds ...
+        num_replicas: ... out of how many that hold the same ones.
+        ranks: global ranks that hold the parameter together; None for a plain tensor.
+        layout: how it is spread over them, in words.
+        mesh, placements: how a DTensor is laid out; None for any other tensor.
+        key: the same for a tied parameter under all its names.
+    """
+
+    name: str
+    parameter: Tensor
+    values: Tensor
+    mask: Tensor | None
+    shape: torch.Size
+    coordinates: tuple[range, ...]
+    order: tuple[int, ...]
+    index: IndexMap
+    replica: int = 0
+    num_replicas: int = 1
+    ranks: tuple[int, ...] | None = None
+    layout: str = "whole"
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] | None = None
+    key: Hashable = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks hold the parameter together, replicated axes included."""
+        return self.ranks is not None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
+
+    @property
+    def counted(self) -> range:
+        """Flat positions that this rank counts: replicas share the work evenly."""
+        n = self.values.numel()
+        return range(
+            n * self.replica // self.num_replicas, n * (self.replica + 1) // self.num_replicas
+        )
+
+    def flat(self, local: Tensor) -> Tensor:
+        """A tensor of the local shape as 1-d, in memory order; a view where it can be one."""
+        return local.permute(self.order).reshape(-1)
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a full tensor of the global shape, a view."""
+        for dim, rows in enumerate(self.coordinates):
+            if len(rows) != full.shape[dim]:
+                full = full.narrow(dim, rows.start, len(rows))
+        return full
+
+    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """A local tensor as rows that each belong to one channel, and the channels.
+
+        Args:
+            local: of the local shape.
+            axis: the channels' dimension in the whole parameter.
+
+        Returns:
+            A view [rows, ...] and int64 [rows]; several rows may share a channel.
+        """
+        channels = self.coordinates[axis]
+        return local.movedim(axis, 0), torch.arange(channels.start, channels.stop)
+
+    def new_mask(self, dtype: torch.dtype) -> Tensor:
+        """An uninitialised local mask, laid out in memory as the values are."""
+        return torch.empty_like(self.values, dtype=dtype)
+
+    def as_parameter_layout(self, local: Tensor) -> Tensor:
+        """A local tensor as the parameter holds it: a DTensor if the parameter is one."""
+        if self.mesh is None or self.placements is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        with undisturbed():
+            return DTensor.from_local(
+                local,
+                self.mesh,
+                self.placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.parameter.stride(),
+            )
+
+    def sample(self, size: int = 256) -> Tensor:
+        """A copy of some of the values, evenly spaced, 1-d: an optimizer's step changes them."""
+        flat = self.flat(self.values)
+        return flat[:: max(1, flat.numel() // size)].clone()
+
+    def live_values(self) -> Tensor:
+        """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
+        if self.mask is None:
+            return self.values
+        # Scores of another dtype may have left a mask of theirs.
+        return self.values * self.mask.to(dtype=self.values.dtype)
+
+
+@dataclass(frozen=True)
+class FlatShard(LocalShard):
+    """A run of a parameter's elements, in the order of its memory, as FSDP1 cuts it.
+
+    ``values`` and ``mask`` are 1-d, ``coordinates`` is empty, ``index`` says where each
+    element belongs.
+    """
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """This rank's run of a full tensor of the global shape, 1-d."""
+        size = self.values.numel()
+        if self.index.start is not None:
+            return full.reshape(-1)[self.index.start : self.index.start + size]
+        return full.reshape(-1)[self.index(torch.arange(size)).to(full.device)]
+
+    def channels(self, local: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Every element as a row of its own; see :meth:`LocalShard.channels`."""
+        stride = math.prod(self.shape[axis + 1 :])
+        indices = self.index(torch.arange(local.numel()))
+        return local.unsqueeze(1), indices // stride % self.shape[axis]

@@ -1,0 +1,47 @@
+"""Target: one parameter of a pruning call on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from distprune.shards.shard import LocalShard
+
+Scores = Mapping[tuple[nn.Module, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parameter to prune, under every (module, name) that the caller gave for it.
+
+    Attributes:
+        label: its full name, or what stands for it in messages.
+        places: where it is on this rank; empty if only other ranks have it.
+        is_tied: all places are to be removed together.
+        managed: a wrapper's record of it (torch_private.wrapper.Managed), if it has one.
+        shard: this rank's part.
+        scores: this rank's part of the importance scores; None if none were given.
+        about_scores: what of them must be equal on all ranks.
+        is_named: whether the label is a full name.
+    """
+
+    label: str
+    places: tuple[tuple[nn.Module, str], ...]
+    is_tied: bool
+    managed: Any | None
+    shard: LocalShard
+    scores: Tensor | None
+    about_scores: str = "none"
+    is_named: bool = False
+
+    @property
+    def facts(self) -> str:
+        """What must be the same on every rank that has the parameter."""
+        shard = self.shard
+        return (
+            f"shape {tuple(shard.shape)}, dtype {shard.values.dtype}, {shard.layout}, "
+            f"{'un' if shard.mask is None else ''}pruned, importance scores: {self.about_scores}"
+        )
