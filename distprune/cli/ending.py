@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import NoReturn
 
 from distprune.cli import exits, limits, ranks, streams
 from distprune.cli.escaping import printable
@@ -22,8 +23,16 @@ _DEFECT = (
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # over what a progress bar left on a terminal
 
 
-def finish(run: Callable[[Sequence[str]], int], given: Sequence[str]) -> int:
-    """Run a command; its exit code, whatever happens. All is written when this returns."""
+def finish(
+    run: Callable[[Sequence[str]], int], given: Sequence[str], *, is_process: bool = False
+) -> int:
+    """Run a command; its exit code, whatever happens. All is written when this returns.
+
+    Args:
+        run: the command.
+        given: its arguments.
+        is_process: the process ends with the command. A rank that fails then ends here.
+    """
     as_json = streams.wants_json(given)
     try:
         try:
@@ -45,12 +54,27 @@ def finish(run: Callable[[Sequence[str]], int], given: Sequence[str]) -> int:
         except Exception as error:
             if isinstance(error, streams.ReaderGone):
                 raise
-            return _report(error, as_json)
+            code = _report(error, as_json)
+            if is_process and ranks.is_rank():
+                _leave_at_once(code)
+            return code
     except (streams.ReaderGone, BrokenPipeError):
         streams.give_up(sys.stdout, sys.__stdout__)
         return exits.READER_GONE
     finally:
         streams.flush_errors()
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """End this rank while its error still holds the process group.
+
+    Other ranks may be connected to it, and gloo aborts the process ("terminate called without an
+    active exception") when the group is destroyed then, which would hide the exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         given = sys.argv[1:] if arguments is None else list(arguments)
         streams.prepare()
         with ending.signals_end_the_process(streams.wants_json(given), arguments is None):
-            code = ending.finish(_run, given)
+            code = ending.finish(_run, given, is_process=arguments is None)
     except KeyboardInterrupt:
         code = 130
         print("distprune: interrupted.", file=sys.stderr)
