@@ -1,10 +1,16 @@
 """Make distprune importable from a checkout; write what test_matrix.py measured."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+
+# A shell starts what runs in the background with SIGINT ignored, and every process below inherits
+# that; tests of interrupts would see none.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
