@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing into $(VENV), with the versions in constraints.txt$(TORCH:%= but torch %)"
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[lint,test]'
 	@touch $@
 
 prune: $(READY)
