@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from distprune.files import disk
+from distprune.files.disk import access as disk
 
 STEPS = (
     "chmod",

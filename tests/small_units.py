@@ -3,7 +3,9 @@
 import contextlib
 from unittest import mock
 
-from distprune.files import applying, journal, units
+from distprune.files import applying
+from distprune.files.disk import journal
+from distprune.files.ranking import units
 
 
 @contextlib.contextmanager

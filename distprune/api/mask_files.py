@@ -2,7 +2,8 @@
 
     distprune.save_masks(model, "masks")  # `distprune apply masks SRC DST` prunes a checkpoint so
 
-The form is that of distprune.files.masks: one bit per element of the whole parameter.
+The form is that of distprune.files.checkpoints.mask_files: one bit per element of the whole
+parameter.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.api.parameter_places import all_places, find_places
 from distprune.call.reading import read_together
 from distprune.call.run import count_pruned
-from distprune.files.disk import sync_folder
-from distprune.files.header import TensorEntry
-from distprune.files.masks import MASK_FILE, mask_layout
+from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
+from distprune.files.disk.access import sync_folder
+from distprune.files.formats.header import TensorEntry
 from distprune.masks.hook import find_hook
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target

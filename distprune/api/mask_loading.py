@@ -2,7 +2,8 @@
 
     distprune.load_masks(model, "Llama-3-8B-sparse")  # wrapped or not: train with the zeros held
 
-The folder is what ``distprune prune`` or ``save_masks`` wrote; see distprune.files.masks.
+The folder is what ``distprune prune`` or ``save_masks`` wrote; see
+distprune.files.checkpoints.mask_files.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from distprune.api.parameter_places import Place, all_places
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.report import MaskLoadingReport
 from distprune.call.run import prune_together
-from distprune.files.checkpoint import open_checkpoint
-from distprune.files.disk import OpenFiles
+from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoints.mask_files import MaskFile, open_masks, read_keep
+from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError
-from distprune.files.masks import MaskFile, open_masks, read_keep
 from distprune.methods.builtin import chosen_hook
 from distprune.selection.passes import count_live
 

@@ -19,7 +19,7 @@ from distprune.files.errors import Interrupted
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.applying import Applied
-    from distprune.files.checkpoint import Checkpoint
+    from distprune.files.checkpoints.checkpoint import Checkpoint
 
 MaskFolder = Annotated[
     Path,

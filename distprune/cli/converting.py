@@ -46,8 +46,8 @@ def convert(
 
       distprune convert run-7/model.pt run-7-safetensors
     """
-    from distprune.files.duplicates import is_weights
-    from distprune.files.pickled import Conversion
+    from distprune.files.checkpoints.duplicates import is_weights
+    from distprune.files.converting import Conversion
 
     terminal = Terminal(as_json, -1 if quiet else verbose)
     conversion = Conversion(source, follow_links=follow_links)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distprune.files.errors import OutputError
 from distprune.files.inspecting import TensorFacts
-from distprune.files.kinds import place_of
+from distprune.files.selecting.kinds import place_of
 
 COLUMNS = (
     "name", "file", "dtype", "shape", "elements", "zeros", "sparsity", "nan", "inf", "pruned",

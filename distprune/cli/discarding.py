@@ -16,7 +16,7 @@ def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:
     """
     if not terminal.is_leader:
         return
-    from distprune.files.placing import discard
+    from distprune.files.results.placing import discard
 
     removed = discard(destination, take_over=take_over)
     if terminal.as_json:

@@ -16,9 +16,9 @@ from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import AsJson, Plot, Quiet, Verbose
 from distprune.cli.planning import Source
 from distprune.cli.progress import Meter, Reading
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.kinds import place_of
+from distprune.files.selecting.kinds import place_of
 
 if TYPE_CHECKING:
     from distprune.cli.plotting import Picture
@@ -190,7 +190,7 @@ def _input_dims(source: Path, options: list[str] | None) -> Sequence[Any]:
     from distprune.cli.choosing import dims_by_pattern
     from distprune.files.errors import FilesError
     from distprune.files.recipe import FileRecipe
-    from distprune.files.report import read_report
+    from distprune.files.reports.report import read_report
 
     if options:
         return list(dims_by_pattern(options).items())
@@ -212,7 +212,7 @@ def _n_of_m(text: str) -> tuple[int, int]:
 
 def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     """Of a pruned checkpoint, from its report; None if it has none that can be read."""
-    from distprune.files.report import REPORT_FILE, read_report
+    from distprune.files.reports.report import REPORT_FILE, read_report
 
     if not (folder / REPORT_FILE).is_file():
         return None
@@ -226,8 +226,8 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
 def _picture(source: Path, facts: list[Any]) -> Picture:
     """Matrices of floats; vectors would be columns without zeros."""
     from distprune.cli.plotting import Picture
-    from distprune.files.model_card import cached_name
-    from distprune.files.special_values import is_float
+    from distprune.files.checkpoints.special_values import is_float
+    from distprune.files.reports.model_card import cached_name
 
     floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
     shown = [f for f in floats if sum(size > 1 for size in f.entry.shape) > 1] or floats
@@ -247,7 +247,7 @@ def _picture(source: Path, facts: list[Any]) -> Picture:
 def _show_table(
     terminal: Terminal, facts: list[Any], patterns: list[tuple[int, int]], *, one_by_one: bool
 ) -> None:
-    from distprune.files.special_values import is_float
+    from distprune.files.checkpoints.special_values import is_float
 
     groups: dict[tuple[str, ...], list[Any]] = {}
     for each in facts:

@@ -27,8 +27,8 @@ def show_masks(terminal: Terminal, folder: Path) -> None:
         return
     import numpy as np
 
-    from distprune.files.disk import OpenFiles
-    from distprune.files.masks import open_masks, read_keep
+    from distprune.files.checkpoints.mask_files import open_masks, read_keep
+    from distprune.files.disk.access import OpenFiles
 
     masks, files, rows = open_masks(folder), OpenFiles(os.O_RDONLY), []
     try:

@@ -14,8 +14,8 @@ from distprune.cli import choosing, costing, exits, sources
 from distprune.cli.console import Terminal, count, counted, duration, percent, size
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.files.planning import Plan, PlannedTensor
-from distprune.files.policy import Choice
 from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.policy import Choice
 
 Source = Annotated[
     Path,

@@ -28,7 +28,7 @@ from distprune.files.errors import FilesError, Interrupted
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
     from distprune.files.recipe import FileRecipe
-    from distprune.files.report import GroupReport, Report
+    from distprune.files.reports.report import GroupReport, Report
 
 # How much a picture reads at most, for its histogram of magnitudes.
 _PLOT_BYTES = 1 << 30
@@ -252,7 +252,7 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
     """The magnitudes are read again, a sample of them at most: their sums were not kept."""
     from distprune.cli import plotting
     from distprune.files.inspecting import sample_exponents
-    from distprune.files.model_card import cached_name
+    from distprune.files.reports.model_card import cached_name
 
     names = {tensor.entry.name for tensor in plan.tensors}
     num_bytes = sum(tensor.entry.nbytes for tensor in plan.tensors)

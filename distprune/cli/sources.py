@@ -10,7 +10,7 @@ import typer
 from distprune.cli.console import Terminal
 
 if TYPE_CHECKING:
-    from distprune.files.checkpoint import Checkpoint
+    from distprune.files.checkpoints.checkpoint import Checkpoint
 
 FollowLinks = Annotated[
     bool,

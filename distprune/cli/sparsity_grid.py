@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distprune._common.natural_order import natural_key
-from distprune.files.kinds import Place, place_of, short_names
+from distprune.files.selecting.kinds import Place, place_of, short_names
 
 OTHERS = "others"
 

@@ -1,14 +1,24 @@
 """Prune safetensors checkpoints of any size in bounded memory, on one process or many.
 
     from distprune.files.planning import plan  # headers only
-    from distprune.files.pruning import prune  # streams, selects, writes
+    from distprune.files.pruning import prune  # streams, ranks, writes
     from distprune.files.recipe import FileRecipe
     from distprune.files.verifying import verify
 
     prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
-A pickled checkpoint becomes safetensors first: ``distprune.files.pickled.Conversion``.
+One module for each command: ``planning``, ``pruning``, ``applying``, ``verifying``, ``inspecting``,
+``comparing``, and ``converting`` for pickled checkpoints. They are made of rooms, each of which
+imports only rooms above it::
 
-What flows: header -> checkpoint -> policy -> grouping -> planning -> units -> deciding -> pruning.
+    errors, team, disk, formats      what can go wrong; ranks; bytes, locks, headers
+         checkpoints                 a folder of safetensors files, its tensors and masks
+         selecting    recipe         which tensors, in which groups
+         planning                    how many elements of each group
+         ranking                     keys of scores, and where each group's ranking is cut
+         reports                     what was done, as JSON and as a model card
+         results                     the folder that grows, resumes and is renamed at the end
+         checks                      source, result and masks compared
+
 Everything up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
 """

@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 
 from distprune._common.collectives import Communicator, world
-from distprune.files.checkpoint import Checkpoint, OtherFile, open_checkpoint
-from distprune.files.destination import resolve_destination
-from distprune.files.disk import WRITE, OpenFiles, copy_range, read_into, write_from
-from distprune.files.errors import CheckpointError, counted
-from distprune.files.header import TensorEntry, read_header
-from distprune.files.masks import (
+from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
+from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
     MaskLayout,
@@ -27,13 +23,17 @@ from distprune.files.masks import (
     open_masks,
     read_keep,
 )
-from distprune.files.partial import Partial
-from distprune.files.report import RunFacts
-from distprune.files.resuming import carry_out, versions
-from distprune.files.scanning import FORMATS
-from distprune.files.task import Task
+from distprune.files.checkpoints.scanning import FORMATS
+from distprune.files.disk.access import WRITE, OpenFiles, copy_range, read_into, write_from
+from distprune.files.disk.destination import resolve_destination
+from distprune.files.errors import CheckpointError, counted
+from distprune.files.formats.header import TensorEntry, read_header
+from distprune.files.ranking.units import CopyUnit, Span, copy_units
+from distprune.files.reports.report import RunFacts
+from distprune.files.results.partial import Partial
+from distprune.files.results.resuming import carry_out, versions
+from distprune.files.results.task import Task
 from distprune.files.team import Progress, Team
-from distprune.files.units import CopyUnit, Span, copy_units
 
 _CHUNK = 1 << 20  # elements; a multiple of 8
 _UNIT_ELEMENTS = 1 << 23

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distprune.files.checkpoint import Checkpoint
-from distprune.files.header import TensorEntry
-from distprune.files.scanning import FORMATS, Scanner
+from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.scanning import FORMATS, Scanner
+from distprune.files.formats.header import TensorEntry
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distprune.files.checkpoint import Checkpoint
-from distprune.files.header import TensorEntry
-from distprune.files.layouts import Layout, Layouts, UnknownLayout
-from distprune.files.scanning import FORMATS, FloatFormat, Scanner
-from distprune.files.special_values import count_special, is_countable
+from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.scanning import FORMATS, FloatFormat, Scanner
+from distprune.files.checkpoints.special_values import count_special, is_countable
+from distprune.files.formats.header import TensorEntry
+from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
 
 
 @dataclass

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from distprune._common.amount import resolve_count
 from distprune._common.natural_order import natural_key
-from distprune.files.checkpoint import Checkpoint, OtherFile, open_checkpoint
+from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.errors import SelectionError
-from distprune.files.grouping import choose_groups, limits_of
-from distprune.files.header import TensorEntry
-from distprune.files.layouts import Layout, Layouts
-from distprune.files.policy import Choice
+from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.grouping import choose_groups, limits_of
+from distprune.files.selecting.layouts import Layout, Layouts
+from distprune.files.selecting.policy import Choice
 
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
@@ -129,7 +129,7 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     """Read the headers of a checkpoint and decide what to prune.
 
     Args:
-        source: as for :func:`~distprune.files.checkpoint.open_checkpoint`.
+        source: as for :func:`~distprune.files.checkpoints.checkpoint.open_checkpoint`.
         recipe: what to prune.
         follow_links: take links that lead out of the source, too.
 

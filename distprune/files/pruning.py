@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from distprune._common.collectives import Communicator, world
-from distprune.files.deciding import Decision, bytes_to_count, decide
-from distprune.files.destination import resolve_destination
-from distprune.files.disk import OpenFiles
-from distprune.files.masks import mask_layout
-from distprune.files.model_card import card_of
-from distprune.files.partial import Partial
+from distprune.files.checkpoints.mask_files import mask_layout
+from distprune.files.disk.access import OpenFiles
+from distprune.files.disk.destination import resolve_destination
 from distprune.files.planning import CARD_FILE, Plan, plan
+from distprune.files.ranking.deciding import Decision, bytes_to_count, decide
+from distprune.files.ranking.streaming import Source
+from distprune.files.ranking.units import copy_units, prune_units
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import Report, RunFacts, make_report, parse_report
-from distprune.files.resuming import carry_out, versions
-from distprune.files.rewriting import Rewriter
-from distprune.files.streaming import Source
-from distprune.files.task import Task
+from distprune.files.reports.model_card import card_of
+from distprune.files.reports.report import Report, RunFacts, make_report, parse_report
+from distprune.files.results.partial import Partial
+from distprune.files.results.resuming import carry_out, versions
+from distprune.files.results.rewriting import Rewriter
+from distprune.files.results.task import Task
 from distprune.files.team import Progress, Team
-from distprune.files.units import copy_units, prune_units
 
 
 def plan_together(
@@ -66,8 +66,8 @@ def prune(
 
     The destination appears by one rename at the end, or not at all. What an interrupted run leaves
     (``destination.partial-...``) is compared with its checksums and taken up by the next call with
-    the same plan; :func:`distprune.files.placing.discard` removes it. If this very plan has made
-    the destination already, nothing is done.
+    the same plan; :func:`~distprune.files.results.placing.discard` removes it. If this very plan
+    has made the destination already, nothing is done.
 
     Args:
         plan: what to do; the same on every rank.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from distprune.files.errors import SelectionError, counted
-from distprune.files.yaml_text import yaml_text
+from distprune.files.formats.yaml_text import yaml_text
 
 Scope = Literal["global", "layer", "row"]
 Score = Literal["magnitude", "random"]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distprune._common.collectives import Communicator, world
-from distprune.files.claims import (
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_layout
+from distprune.files.checks.claims import (
     CUT_FIELDS,
     recipe_of,
     recipe_problems,
@@ -23,18 +24,18 @@ from distprune.files.claims import (
     run_problems,
     with_digest,
 )
-from distprune.files.contents import Contents, expected_sizes, look_through
-from distprune.files.deciding import Decision
-from distprune.files.disk import OpenFiles
+from distprune.files.checks.contents import Contents, expected_sizes, look_through
+from distprune.files.checks.findings import Findings
+from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
-from distprune.files.findings import Findings
-from distprune.files.masks import MASK_FILE, MaskLayout, mask_layout
-from distprune.files.model_card import card_problem
-from distprune.files.partial import RECIPE_FILE
-from distprune.files.placing import check_unchanged
 from distprune.files.planning import CARD_FILE, Plan, plan
+from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.searching import Cut, TensorCut
+from distprune.files.ranking.streaming import Source
+from distprune.files.ranking.units import PruneUnit, Unit, copy_units, prune_units, share_out
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import (
+from distprune.files.reports.model_card import card_problem
+from distprune.files.reports.report import (
     REPORT_FILE,
     RUN_FILE,
     Report,
@@ -42,10 +43,9 @@ from distprune.files.report import (
     parse_report,
     read_text,
 )
-from distprune.files.searching import Cut, TensorCut
-from distprune.files.streaming import Source
+from distprune.files.results.partial import RECIPE_FILE
+from distprune.files.results.placing import check_unchanged
 from distprune.files.team import Progress, Team
-from distprune.files.units import PruneUnit, Unit, copy_units, prune_units, share_out
 
 
 @dataclass(frozen=True)

@@ -201,9 +201,9 @@ def check_result(source: Path, destination: Path) -> str:
     """Compare masks and weights with those of an oracle that holds one tensor at a time."""
     import numpy as np
 
-    from distprune.files.checkpoint import open_checkpoint
-    from distprune.files.disk import OpenFiles
-    from distprune.files.masks import open_masks, read_keep
+    from distprune.files.checkpoints.checkpoint import open_checkpoint
+    from distprune.files.checkpoints.mask_files import open_masks, read_keep
+    from distprune.files.disk.access import OpenFiles
 
     checkpoint, masks = open_checkpoint(source), open_masks(destination)
     entries = {entry.name: entry for entry in checkpoint.tensors}

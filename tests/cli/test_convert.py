@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import environment
 
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 
 
 class Runs:

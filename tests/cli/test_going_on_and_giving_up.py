@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.files.partial import Partial
+from distprune.files.results.partial import Partial
 from small_units import small_units
 from tiny_checkpoints import save, tree_digest
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from distprune.files.checkpoint import open_checkpoint
-from distprune.files.header import DTYPE_BITS
+from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.formats.header import DTYPE_BITS
 from distprune.files.inspecting import inspect
 from tiny_checkpoints import encode, save
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import distprune as prune
-from distprune.files import applying, scanning
-from distprune.files.scanning import FORMATS
+from distprune.files import applying
+from distprune.files.checkpoints import scanning
+from distprune.files.checkpoints.scanning import FORMATS
 from tiny_checkpoints import load, save, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}

@@ -13,8 +13,8 @@ from commands import start
 from distprune.cli import plotting, progress, pruning
 from distprune.cli.plotting import Picture, make_figure, robust_limits
 from distprune.cli.sparsity_grid import make_grid
-from distprune.files import scanning
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints import scanning
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect, sample_exponents
 from tiny_checkpoints import save
 

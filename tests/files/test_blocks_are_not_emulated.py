@@ -8,7 +8,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from distprune.files import disk, planning, pruning
+from distprune.files import planning, pruning
+from distprune.files.disk import access as disk
 from distprune.files.errors import OutputError
 from distprune.files.recipe import FileRecipe
 from tiny_checkpoints import save, tree_digest

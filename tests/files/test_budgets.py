@@ -11,10 +11,13 @@ import torch
 import file_oracle
 import tiny_checkpoints
 from crashes import Steps, kill_self, run_forked
-from distprune.files import findings, order, planning, pruning, rewriting, streaming, verifying
+from distprune.files import planning, pruning, verifying
+from distprune.files.checks import findings, order
 from distprune.files.errors import SelectionError
+from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import read_report
+from distprune.files.reports.report import read_report
+from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from small_units import small_units
 from tiny_checkpoints import load, tree_digest
@@ -303,7 +306,7 @@ def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):
 
 
 def test_a_unit_has_tensors_of_one_group_and_memory_stays_bounded(tmp_path):
-    from distprune.files import units
+    from distprune.files.ranking import units
 
     tensors = {f"layers.{i}.weight": torch.ones(3, 64) for i in range(128)}
     source = tiny_checkpoints.save(tmp_path / "source", tensors)

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crashes import Steps, disk_is_full, run_forked
+from distprune.files.converting import Conversion
 from distprune.files.errors import CheckpointError, Interrupted, OutputError
-from distprune.files.pickled import Conversion
+from distprune.files.formats.unpickling import unpickle
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from distprune.files.unpickling import unpickle
 from tiny_checkpoints import tree_digest
 
 MANY = {

@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distprune.files import front_matter
+from distprune.files.formats import front_matter
 
 CARD = b"""---
 license: apache-2.0   # a comment

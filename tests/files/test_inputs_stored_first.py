@@ -7,22 +7,16 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import (
-    columns,
-    findings,
-    groups,
-    planning,
-    pruning,
-    rewriting,
-    streaming,
-    verifying,
-)
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files import planning, pruning, verifying
+from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.checkpoints.mask_files import open_masks, read_keep
+from distprune.files.checks import findings
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
-from distprune.files.layouts import Layouts
-from distprune.files.masks import open_masks, read_keep
+from distprune.files.ranking import columns, groups, streaming
 from distprune.files.recipe import FileRecipe
+from distprune.files.results import rewriting
+from distprune.files.selecting.layouts import Layouts
 from distprune.testing import run_ranks
 from small_units import small_units
 from tiny_checkpoints import load, tree_digest
@@ -313,7 +307,7 @@ def test_masks_of_interleaved_groups_lie_in_the_order_of_the_tensor(tmp_path, si
     tensors, _, config = CASES["gpt2"]
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
     pruning.prune(planning.plan(source, FileRecipe(pattern="2:4")), tmp_path / "a")
-    from distprune.files.disk import OpenFiles
+    from distprune.files.disk.access import OpenFiles
 
     masks, name = open_masks(tmp_path / "a"), "h.0.mlp.c_fc.weight"
     files = OpenFiles(0)

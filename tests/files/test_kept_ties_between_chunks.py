@@ -5,11 +5,14 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.files import findings, planning, pruning, rewriting, streaming, verifying
-from distprune.files.header import read_header
-from distprune.files.masks import MASK_FILE, open_masks
-from distprune.files.ordering import Ranking
+from distprune.files import planning, pruning, verifying
+from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
+from distprune.files.checks import findings
+from distprune.files.checks.ordering import Ranking
+from distprune.files.formats.header import read_header
+from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
+from distprune.files.results import rewriting
 from small_units import small_units
 
 

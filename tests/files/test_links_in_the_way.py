@@ -10,9 +10,9 @@ import torch
 from crashes import run_forked
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
-from distprune.files.partial import Partial
-from distprune.files.placing import discard
 from distprune.files.recipe import FileRecipe
+from distprune.files.results.partial import Partial
+from distprune.files.results.placing import discard
 from tiny_checkpoints import save, tree_digest
 
 VICTIM = b"precious" * 1000

@@ -7,7 +7,7 @@ import torch
 
 import tiny_checkpoints
 from distprune.files.applying import Application
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune

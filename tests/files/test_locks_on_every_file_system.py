@@ -13,9 +13,9 @@ import time
 import pytest
 
 from crashes import run_forked
-from distprune.files import locking
+from distprune.files.disk import locking
+from distprune.files.disk.locking import Lock
 from distprune.files.errors import OutputError
-from distprune.files.locking import Lock
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 DEAD = int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],

@@ -8,10 +8,10 @@ import torch
 
 import tiny_checkpoints
 from distprune.files import planning, pruning
+from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.errors import CheckpointError
-from distprune.files.masks import MASK_FILE
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import REPORT_FILE, RUN_FILE, parse_report, read_report
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, parse_report, read_report
 from distprune.files.verifying import verify
 
 RECIPE_FILE = "distprune/recipe.yaml"

@@ -9,8 +9,10 @@ import torch
 import yaml
 
 import distprune
-from distprune.files import front_matter, model_card, planning, pruning, verifying
+from distprune.files import planning, pruning, verifying
+from distprune.files.formats import front_matter
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports import model_card
 from distprune.recipe import parse_recipe
 from tiny_checkpoints import save, tree_digest
 

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.files import findings, planning, pruning, rewriting, streaming
-from distprune.files.claims import with_digest
+from distprune.files import planning, pruning
+from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
+from distprune.files.checks import findings
+from distprune.files.checks.claims import with_digest
 from distprune.files.errors import CheckpointError
-from distprune.files.header import read_header
-from distprune.files.masks import MASK_FILE, open_masks
+from distprune.files.formats.header import read_header
+from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import REPORT_FILE, RUN_FILE, read_report
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, read_report
+from distprune.files.results import rewriting
 from distprune.files.verifying import verify
 from small_units import small_units
 

@@ -11,7 +11,7 @@ from test_verifying import MODEL, entry, flip
 import reference
 import tiny_checkpoints
 from distprune.files import planning, pruning, verifying
-from distprune.files.order import GroupOrder
+from distprune.files.checks.order import GroupOrder
 from distprune.files.recipe import FileRecipe
 
 SHAPES = [(1, 5), (2, 2), (1, 4)]
@@ -79,8 +79,8 @@ def test_verify_finds_an_exchange_in_a_group(tmp_path, change):
 
 def exchange(source, target, back, out):
     """Keep an element of one tensor, and prune one of another."""
-    from distprune.files.disk import OpenFiles
-    from distprune.files.masks import MASK_FILE, open_masks, read_keep
+    from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks, read_keep
+    from distprune.files.disk.access import OpenFiles
 
     masks, files = open_masks(target), OpenFiles(0)
     for name, is_kept in ((back, False), (out, True)):

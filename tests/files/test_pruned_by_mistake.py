@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
-from distprune.files.policy import choose
 from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.policy import choose
 from tiny_checkpoints import save
 
 HEAD = "the output head"

@@ -7,10 +7,13 @@ import torch
 
 import file_oracle
 import tiny_checkpoints
-from distprune.files import findings, planning, pruning, rewriting, streaming, verifying
+from distprune.files import planning, pruning, verifying
+from distprune.files.checks import findings
 from distprune.files.errors import FilesError, SelectionError
+from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import read_report
+from distprune.files.reports.report import read_report
+from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from small_units import small_units
 from tiny_checkpoints import load, tree_digest

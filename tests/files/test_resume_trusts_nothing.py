@@ -16,8 +16,8 @@ import tiny_checkpoints
 from crashes import Steps
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
-from distprune.files.partial import Partial
 from distprune.files.recipe import FileRecipe
+from distprune.files.results.partial import Partial
 from distprune.testing import run_ranks
 from small_units import small_units
 from tiny_checkpoints import tree_digest
@@ -262,7 +262,7 @@ import sys
 sys.path.insert(0, sys.argv[4])
 assert not __debug__ or sys.exit(77)
 from distprune.files import planning, pruning
-from distprune.files.partial import Partial
+from distprune.files.results.partial import Partial
 from distprune.files.recipe import FileRecipe
 from small_units import small_units
 recipe = FileRecipe(0.5) if sys.argv[3] == "global" else FileRecipe(pattern="2:4")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
@@ -287,7 +287,7 @@ def test_the_cache_is_read_without_the_hub_library(cache, source):
     cache("org/name", source)
     program = (
         "import sys\n"
-        "from distprune.files.checkpoint import open_checkpoint\n"
+        "from distprune.files.checkpoints.checkpoint import open_checkpoint\n"
         "open_checkpoint('org/name')\n"
         "assert not {'torch', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from rights import permissions_count
 

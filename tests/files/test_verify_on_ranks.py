@@ -9,13 +9,14 @@ import torch
 
 import tiny_checkpoints
 from distprune._common.collectives import world
-from distprune.files import findings, planning, pruning
+from distprune.files import planning, pruning
+from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
+from distprune.files.checks import findings
+from distprune.files.checks.ordering import Ranking
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
-from distprune.files.header import read_header
-from distprune.files.masks import MASK_FILE, open_masks
-from distprune.files.ordering import Ranking
+from distprune.files.formats.header import read_header
 from distprune.files.recipe import FileRecipe
-from distprune.files.report import REPORT_FILE
+from distprune.files.reports.report import REPORT_FILE
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
 from small_units import small_units

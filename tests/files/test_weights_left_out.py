@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_checkpoints
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe

@@ -9,10 +9,10 @@ import torch
 
 from crashes import Steps, disk_is_full
 from distprune.files import planning, pruning
+from distprune.files.disk.locking import Lock
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, OutputError
-from distprune.files.locking import Lock
-from distprune.files.placing import discard
 from distprune.files.recipe import FileRecipe
+from distprune.files.results.placing import discard
 from distprune.testing import run_ranks
 from small_units import small_units
 from tiny_checkpoints import save, tree_digest

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from distprune.files.pickled import Conversion  # noqa: E402
+from distprune.files.converting import Conversion  # noqa: E402
 
 
 def bert_with_a_head():

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import file_oracle
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect
-from distprune.files.layouts import Layouts
 from distprune.files.planning import plan
-from distprune.files.policy import choose
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.layouts import Layouts
+from distprune.files.selecting.policy import choose
 from distprune.files.verifying import verify
 from tiny_checkpoints import load
 from tiny_families import FAMILIES, save_tiny, tiny_model

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distprune as prune
 from distprune.files import applying, planning, pruning
-from distprune.files.masks import open_masks
+from distprune.files.checkpoints.mask_files import open_masks
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
 

@@ -41,6 +41,12 @@ ROOMS = {
     "cli": {"_common", "files", "recipe", "recipes", "selftest", ""},
     "__main__": {"cli"},
 }  # fmt: skip
+# The rooms of ``files``: each may import those before it. Its commands come last.
+FILES_ROOMS = [
+    "errors", "team", "disk", "formats", "recipe", "checkpoints", "selecting", "planning",
+    "ranking", "reports", "results", "checks",
+]  # fmt: skip
+FILES_COMMANDS = {"pruning", "applying", "verifying", "comparing", "inspecting", "converting"}
 
 
 def module_name(path: Path) -> str:
@@ -78,6 +84,19 @@ def test_rooms_import_only_the_rooms_that_they_may():
     wrong = [(a, b) for a, b in imports if a != b and b not in ROOMS[a]]
     unused = [(a, b) for a in ROOMS for b in ROOMS[a] if (a, b) not in imports]
     assert not wrong and not unused, (wrong, unused)
+
+
+def test_rooms_of_files_import_only_the_rooms_before_them():
+    level = {room: i for i, room in enumerate(FILES_ROOMS)} | dict.fromkeys(FILES_COMMANDS, 99)
+    inside = {name: name.split(".")[1] for name in FILES if name.startswith("files.")}
+    assert set(inside.values()) == set(level)
+    wrong = [
+        (name, other)
+        for name, room in inside.items()
+        for other in imported(FILES[name]) & set(inside)
+        if inside[other] != room and level[inside[other]] >= level[room]
+    ]
+    assert not wrong
 
 
 def test_no_module_imports_itself_by_way_of_others():

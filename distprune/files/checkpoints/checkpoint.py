@@ -1,0 +1,331 @@
+"""A checkpoint folder as it lies on disk: known by its headers and its index, never loaded.
+
+Every problem of a folder is collected before anything is raised, so that one look tells all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from distprune.files.checkpoints.duplicates import is_weights, why_duplicate
+from distprune.files.checkpoints.foreign import what_to_do
+from distprune.files.checkpoints.locating import Place, locate
+from distprune.files.disk.listing import (
+    Listing,
+    OtherFile,
+    ascii_name,
+    list_files,
+    list_one,
+    outside_problem,
+    unreadable,
+)
+from distprune.files.errors import CheckpointError, counted
+from distprune.files.formats.header import TensorEntry, WeightFile, load_json, read_header
+
+_INDEX = ".safetensors.index.json"
+_SINGLE = "model.safetensors"
+_NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
+SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
+# Formats whose stored numbers are no weights; fp8 is told by the dtype of the tensors.
+_FP8_METHODS = ("fp8", "fbgemm_fp8")
+_MAX_INDEX_BYTES = 200_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a folder holds.
+
+    Attributes:
+        folder: as it was given, or where it was found.
+        files: the safetensors files, by name.
+        index: name of the index file; None for a single file.
+        config: of config.json; empty if there is none.
+        others: files to copy, the index and the config among them.
+        skipped: (name, reason) of what is not part of the checkpoint, and not copied.
+        folders: (name, permissions) of the folder ("") and of those in it that hold a file of the
+            checkpoint.
+        note: what a user should know of how it was found; may be empty.
+        is_alone: it is one file, and nothing else in the folder belongs to it.
+    """
+
+    folder: str
+    files: tuple[WeightFile, ...]
+    index: str | None
+    config: dict[str, Any]
+    others: tuple[OtherFile, ...]
+    skipped: tuple[tuple[str, str], ...]
+    folders: tuple[tuple[str, int], ...] = ()
+    note: str = ""
+    is_alone: bool = False
+
+    @property
+    def place(self) -> str:
+        """What it takes on the disk: the folder, or the one file; no result may lie inside."""
+        return os.path.join(self.folder, self.files[0].name) if self.is_alone else self.folder
+
+    @property
+    def unpruned_weights(self) -> tuple[str, ...]:
+        """Names of the other files that hold weights: they are copied as they are."""
+        return tuple(other.name for other in self.others if is_weights(other.name))
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Of all files, in the order of files and data."""
+        return tuple(tensor for file in self.files for tensor in file.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all safetensors files."""
+        return sum(file.size for file in self.files)
+
+
+def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
+    """Read the headers and the index of a checkpoint folder.
+
+    Understands one safetensors file or many with an index, links into a Hugging Face
+    cache, and folders that cannot be written to. Nothing is opened for writing.
+
+    Args:
+        source: a folder, a safetensors file in it, or a model of the local hub cache: see
+            :func:`distprune.files.checkpoints.locating.locate`.
+        follow_links: take links that lead out of the folder and its cache, too.
+
+    Raises:
+        CheckpointError: with every problem that was found.
+
+    Cost: a fraction of a millisecond per file; the weights are not read.
+    """
+    place = locate(source)
+    folder = place.folder
+    if place.is_alone and place.file is not None:
+        listing = list_one(folder, place.file, follow_links=follow_links)
+    else:
+        listing = list_files(
+            folder, why_left_out, wanted=(".safetensors", _INDEX), follow_links=follow_links
+        )
+    problems = listing.problems
+    index, shards, weight_map = _find_weights(place, listing, problems)
+    files = []
+    outside = dict(listing.outside)
+    if outside:
+        problems.append(outside_problem(listing.outside))
+    for name in shards:
+        try:
+            if name not in outside:
+                files.append(read_header(os.path.join(folder, name), name))
+        except CheckpointError as error:
+            problems += error.problems or (error.headline,)
+    is_whole = len(files) == len(shards)
+    problems += _check_keys(files, weight_map, index, is_whole)
+    config = _read_config(folder, listing, problems)
+    others: list[OtherFile] = []
+    tensors = {tensor.name for file in files for tensor in file.tensors}
+    for name in sorted(set(listing.files) - set(shards)):
+        reason = None if name == index else why_duplicate(folder, name, tensors)
+        if reason:
+            listing.skipped.append((name, reason))
+        else:
+            others.append(listing.files[name])
+    if shards or index:  # else there is nothing to copy
+        problems += unreadable(others if shards else listing.files.values())
+    problems = list(dict.fromkeys(problems))  # some are found twice
+    if problems:
+        raise CheckpointError(counted(ascii_name(folder), problems), problems)
+    return Checkpoint(
+        folder=folder,
+        files=tuple(files),
+        index=index,
+        config=config,
+        others=tuple(others),
+        skipped=tuple(sorted(listing.skipped)),
+        folders=_folders_of((*files, *others), listing.folders),
+        note=place.note,
+        is_alone=place.is_alone,
+    )
+
+
+def why_left_out(name: str) -> str | None:
+    """Of a folder that is no part of a checkpoint."""
+    if name == SIDECAR:
+        return "the report of an earlier pruning"
+    return _NOT_COPIED_FOLDERS.get(os.path.basename(name))
+
+
+def _folders_of(
+    files: Iterable[WeightFile | OtherFile], modes: dict[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """Those that hold one of the files, with their permissions; the folder itself is ""."""
+    names = {os.path.dirname(file.name) for file in files}
+    above = {str(up) for name in names if name for up in PurePath(name).parents if str(up) != "."}
+    return tuple((name, modes[name]) for name in sorted({"", *names, *above}))
+
+
+def _find_weights(
+    place: Place, listing: Listing, problems: list[str]
+) -> tuple[str | None, list[str], dict[str, str]]:
+    """The index, if there is one; the safetensors files of the checkpoint; the index's map."""
+    folder, top = place.folder, listing.top()
+    indices = [name for name in top if name.endswith(_INDEX)]
+    if place.file is not None:
+        return _find_given(place, indices, problems)
+    weights = [
+        name
+        for name in top
+        if name.endswith(".safetensors") and not name.startswith("consolidated")
+    ]
+    indices = [name for name in indices if not name.startswith("consolidated")]
+    if len(indices) > 1:
+        problems.append(f"has {len(indices)} indices ({', '.join(indices)}); expected one.")
+        return None, [], {}
+    if indices:
+        if _SINGLE in weights:
+            problems.append(
+                f"has both {_SINGLE} and {indices[0]}, and programs differ in which one they read; "
+                f"remove the one that is stale, or give {os.path.join(folder, _SINGLE)} itself."
+            )
+        weight_map = _read_index(folder, indices[0], problems)
+        return indices[0], sorted(set(weight_map.values())), weight_map
+    if "model_index.json" in top and "config.json" not in top:
+        problems.append(what_to_do(folder, listing.files))
+    elif _SINGLE in weights:
+        return None, [_SINGLE], {}
+    elif len(weights) == 1:
+        return None, weights, {}
+    elif weights:
+        problems.append(
+            f"has {len(weights)} safetensors files ({', '.join(weights[:3])}, ...) and no index; "
+            f"expected model{_INDEX} to say which belong together. Give the one that is meant, as "
+            f"in {os.path.join(folder, weights[0])}."
+        )
+    elif not problems and not listing.outside:
+        problems.append(what_to_do(folder, listing.files))
+    return None, [], {}
+
+
+def _find_given(
+    place: Place, indices: list[str], problems: list[str]
+) -> tuple[str | None, list[str], dict[str, str]]:
+    """As :func:`_find_weights`, for a weight file that was asked for by its name."""
+    for index in indices:
+        weight_map = _read_index(place.folder, index, [])  # of no use if it is broken
+        names = sorted(set(weight_map.values()))
+        if names == [place.file]:
+            return index, names, weight_map
+        if place.file in names:
+            problems.append(
+                f"{place.file} is one of the {len(names)} files that {index} lists, and no whole "
+                f"checkpoint. Give the folder: {place.folder}."
+            )
+            return None, [], {}
+    return None, [place.file or ""], {}
+
+
+def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
+    """The weight map of an index, without the files that it cannot mean."""
+    path = os.path.join(folder, name)
+    try:
+        if os.path.getsize(path) > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{name} has more than {_MAX_INDEX_BYTES} bytes.")
+        index = load_json(Path(path).read_bytes(), name)
+    except OSError as error:
+        problems.append(f"{name} cannot be read: {error.strerror}.")
+        return {}
+    except CheckpointError as error:
+        problems.append(error.headline)
+        return {}
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        problems.append(f"{name} has no weight_map, or an empty one.")
+        return {}
+    good: dict[str, str] = {}
+    bad: set[str] = set()
+    for key, file in weight_map.items():
+        if _is_plain_name(file):
+            good[key] = file
+        else:
+            bad.add(ascii(file)[:100])
+    problems += [
+        f"{name}: {file} is no plain name of a safetensors file in this folder."
+        for file in sorted(bad)
+    ]
+    missing = sorted({f for f in good.values() if not os.path.exists(os.path.join(folder, f))})
+    problems += [f"{file} is missing; {name} needs it." for file in missing]
+    return {key: file for key, file in good.items() if file not in missing}
+
+
+def _is_plain_name(file: object) -> bool:
+    return (
+        isinstance(file, str)
+        and file.endswith(".safetensors")
+        and not file.startswith(".")
+        and not set(file) & set('/\\\0:*?"<>|')
+        and file.isprintable()
+    )
+
+
+def _check_keys(
+    files: list[WeightFile], weight_map: dict[str, str], index: str | None, is_whole: bool
+) -> list[str]:
+    """Each tensor once, and where the index says."""
+    problems = []
+    where: dict[str, list[str]] = {}
+    for file in files:
+        for tensor in file.tensors:
+            where.setdefault(tensor.name, []).append(file.name)
+    problems += [
+        f"tensor {name} is in {' and in '.join(found)}."
+        for name, found in where.items()
+        if len(found) > 1
+    ]
+    if not any(file.tensors for file in files) and is_whole and not problems and files:
+        problems.append("its safetensors files hold no tensor.")
+    if index is None:
+        return problems
+    read = {file.name for file in files}
+    lost = [k for k, file in weight_map.items() if file in read and file not in where.get(k, ())]
+    problems += _listed(lost, f"{index} lists tensors that are not in their file", weight_map)
+    extra = [name for name in where if name not in weight_map]
+    problems += _listed(extra, f"files hold tensors that {index} does not list", where)
+    return problems
+
+
+def _listed(names: Iterable[str], what: str, where: dict[str, Any]) -> list[str]:
+    names = list(names)
+    if not names:
+        return []
+    shown = ", ".join(f"{name} ({_place(where[name])})" for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return [f"{what}: {shown}{more}."]
+
+
+def _place(where: str | list[str]) -> str:
+    return where if isinstance(where, str) else where[0]
+
+
+def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str, Any]:
+    """config.json, which says whether weights are quantised or tied."""
+    if "config.json" not in listing.files:
+        return {}
+    try:
+        config = json.loads(Path(folder, "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        problems.append(f"config.json cannot be read: {reason}.")
+        return {}
+    if not isinstance(config, dict):
+        problems.append("config.json is no JSON object.")
+        return {}
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if method not in _FP8_METHODS:
+            problems.append(
+                f"config.json has a quantization_config (quant_method {method!r}): the stored "
+                "numbers are codes, not weights. Prune the checkpoint that it was made from."
+            )
+    return config

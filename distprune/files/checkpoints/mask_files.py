@@ -1,0 +1,192 @@
+"""Masks on disk: a bit per element, 1 = keep, in a safetensors file beside the weights.
+
+A tensor of the file is U8, [ceil(numel / 8)], and holds the bits of the tensor of that name in
+row-major order, the first in the lowest bit. The metadata tell the shapes and, by the crc32 of
+the headers, the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distprune.files.checkpoints.checkpoint import SIDECAR
+from distprune.files.disk.access import OpenFiles, read_into, write_from
+from distprune.files.errors import CheckpointError
+from distprune.files.formats.header import TensorEntry, WeightFile, load_json, read_header
+
+MASK_FILE = f"{SIDECAR}/masks.safetensors"
+_FORMAT = "distprune-masks-1"
+
+
+@dataclass(frozen=True)
+class MaskLayout:
+    """Where the masks of some tensors lie in a file.
+
+    Attributes:
+        header: the bytes that the file begins with.
+        starts: by name of the tensor, where its bits begin.
+        size: of the file.
+    """
+
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
+@dataclass(frozen=True)
+class MaskFile:
+    """Masks that were written; read a part with :func:`read_keep`.
+
+    Attributes:
+        path: of the file.
+        shapes: by name, of the tensors that have a mask.
+        header_crcs: by name of a weight file, the crc32 of its header.
+        starts: by name, where the bits begin.
+        is_of_checkpoint: whether the names are those of a checkpoint, or of a model.
+    """
+
+    path: str
+    shapes: dict[str, tuple[int, ...]]
+    header_crcs: dict[str, int]
+    starts: dict[str, int]
+    is_of_checkpoint: bool = True
+
+
+def mask_layout(
+    entries: Sequence[TensorEntry],
+    files: Sequence[WeightFile],
+    *,
+    is_of_checkpoint: bool = False,
+) -> MaskLayout:
+    """Lay out the masks of tensors, in this order.
+
+    Args:
+        entries: tensors that get a mask.
+        files: of the checkpoint.
+        is_of_checkpoint: without files: whether the names are those of a checkpoint all the same.
+    """
+    shapes = {entry.name: entry.shape for entry in entries}
+    crcs = {file.name: file.header_crc for file in files}
+    metadata = {
+        "format": _FORMAT,
+        "bit_order": "little, 1 = keep",
+        "shapes": json.dumps(shapes),
+        "header_crc32": json.dumps(crcs),
+    }
+    if is_of_checkpoint and not files:
+        metadata["names"] = "checkpoint"
+    header: dict[str, object] = {"__metadata__": metadata}
+    ends, end = {}, 0
+    for entry in entries:
+        size = -(-entry.numel // 8)
+        header[entry.name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        ends[entry.name] = end
+        end += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    start = 8 + len(raw)
+    starts = {name: start + offset for name, offset in ends.items()}
+    return MaskLayout(len(raw).to_bytes(8, "little") + raw, starts, start + end)
+
+
+def open_masks(folder: str | Path) -> MaskFile:
+    """Find the masks of a pruned checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: there are none, or the file is malformed.
+    """
+    path = Path(folder, MASK_FILE)
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no masks ({MASK_FILE} is missing); expected a folder that distprune "
+            "pruned, with masks: true."
+        )
+    file = read_header(path, str(path))
+    if file.metadata.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} holds no masks of format {_FORMAT}.")
+    shapes = load_json(_encoded(file.metadata.get("shapes", "{}")), f"{path}: shapes")
+    crcs = load_json(_encoded(file.metadata.get("header_crc32", "{}")), f"{path}: header_crc32")
+    sizes = {tensor.name: tensor.nbytes for tensor in file.tensors}
+    if not _are_shapes(shapes) or sizes != {
+        name: -(-math.prod(shape) // 8) for name, shape in shapes.items()
+    }:
+        raise CheckpointError(f"{path}: the shapes in its metadata do not fit its tensors.")
+    if not isinstance(crcs, dict) or not all(type(crc) is int for crc in crcs.values()):
+        raise CheckpointError(f"{path}: header_crc32 in its metadata is no map to numbers.")
+    return MaskFile(
+        path=str(path),
+        shapes={name: tuple(shape) for name, shape in shapes.items()},
+        header_crcs=crcs,
+        starts={tensor.name: tensor.start for tensor in file.tensors},
+        is_of_checkpoint=bool(crcs) or file.metadata.get("names") == "checkpoint",
+    )
+
+
+def _encoded(text: str) -> bytes:
+    """A text of JSON, which may hold lone surrogates: no UTF-8, as the parser will say."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _are_shapes(value: object) -> bool:
+    """Whether JSON is a map from names to lists of sizes."""
+    return isinstance(value, dict) and all(
+        isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        for shape in value.values()
+    )
+
+
+def read_keep(masks: MaskFile, files: OpenFiles, name: str, first: int, last: int) -> np.ndarray:
+    """bool [last - first]: which of the elements [first, last) of a tensor are kept.
+
+    Args:
+        files: opened for reading.
+    """
+    start, stop = first // 8, -(-last // 8)
+    packed = np.empty(stop - start, dtype=np.uint8)
+    read_into(files, masks.path, masks.starts[name] + start, memoryview(packed))
+    bits = np.unpackbits(packed, bitorder="little", count=last - 8 * start)
+    return bits[first - 8 * start :].view(bool)
+
+
+class MaskWriter:
+    """Writes the bits of one run of elements, in pieces of any length.
+
+    Args:
+        files: opened for writing.
+        path: of the mask file.
+        start: where in the file the run begins.
+    """
+
+    def __init__(self, files: OpenFiles, path: str, start: int) -> None:
+        self._files = files
+        self._path = path
+        self._offset = start
+        self._rest = np.empty(0, dtype=bool)
+
+    def add(self, keep: np.ndarray) -> None:
+        """The next elements, bool, 1-d."""
+        if len(self._rest):
+            keep = np.concatenate([self._rest, keep])
+        whole = len(keep) // 8 * 8
+        self._write(keep[:whole])
+        self._rest = keep[whole:].copy()
+
+    def finish(self) -> None:
+        """Write the last bits, if they fill no byte."""
+        self._write(self._rest)
+        self._rest = self._rest[:0]
+
+    def _write(self, keep: np.ndarray) -> None:
+        if len(keep):
+            packed = np.packbits(keep, bitorder="little")
+            write_from(self._files, self._path, self._offset, memoryview(packed))
+            self._offset += len(packed)

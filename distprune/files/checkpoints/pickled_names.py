@@ -1,0 +1,105 @@
+"""Which files of a folder are pickled weights, and what their safetensors files are called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from distprune.files.checkpoints.duplicates import is_weights
+from distprune.files.checkpoints.locating import Place, locate
+from distprune.files.disk.listing import OtherFile, ascii_name
+from distprune.files.errors import CheckpointError
+from distprune.files.formats.header import load_json
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX = ".bin.index.json"
+WANTED = (*_PICKLES, _INDEX)  # ends of names that a pickled checkpoint has
+# Names that libraries look for; any other file becomes model.safetensors.
+_KNOWN_STEMS = ("adapter_model", "diffusion_pytorch_model")
+
+
+def locate_pickles(source: str | Path) -> Place:
+    path = os.fspath(source)
+    if not path.endswith(_PICKLES) or not os.path.isfile(path):
+        return locate(source)
+    folder, name = os.path.split(path)
+    folder = folder or os.curdir
+    is_alone = not any(
+        os.path.exists(os.path.join(folder, config))
+        for config in ("config.json", "adapter_config.json")
+    )
+    note = (
+        ""
+        if not is_alone
+        else (
+            f"{ascii_name(path)} has no config.json beside it: it is converted alone, without the "
+            "other files of its folder."
+        )
+    )
+    return Place(folder, name, is_alone, note)
+
+
+def find_pickles(
+    folder: str, place: Place, files: Mapping[str, OtherFile], problems: list[str]
+) -> tuple[str | None, dict[str, str], list[str]]:
+    """The index, if there is one; its map; and the pickled files of the weights."""
+    top = sorted(name for name in files if os.sep not in name)
+    if place.file is not None and place.file.endswith(_PICKLES):
+        return None, {}, [place.file]
+    ready = [name for name in top if name.endswith((".safetensors", ".safetensors.index.json"))]
+    if ready:
+        problems.append(
+            f"holds safetensors already ({', '.join(ready[:3])}): there is nothing to convert. To "
+            "convert a pickled file beside them, give that file."
+        )
+        return None, {}, []
+    indices = [name for name in top if name.endswith(_INDEX)]
+    if len(indices) == 1:
+        weight_map = _read_map(indices[0], files, problems)
+        return indices[0], weight_map, sorted(set(weight_map.values()))
+    if "pytorch_model.bin" in top and not indices:
+        return None, {}, ["pytorch_model.bin"]
+    found = [name for name in top if name.endswith(_PICKLES) and is_weights(name)]
+    if len(found) == 1 and not indices:
+        return None, {}, found
+    if not found:
+        problems.append(
+            "holds no pickled weights (.bin, .pt, .pth); expected a file of torch.save."
+        )
+    else:
+        problems.append(
+            f"holds {len(found)} pickled files ({', '.join(found[:4])}) and {len(indices)} indices "
+            "of them; expected one index, or one file. Give the file that is meant."
+        )
+    return None, {}, []
+
+
+def _read_map(index: str, files: Mapping[str, OtherFile], problems: list[str]) -> dict[str, str]:
+    try:
+        found = load_json(Path(files[index].path).read_bytes(), index)
+    except (OSError, CheckpointError) as error:
+        problems.append(f"{index} cannot be read: {error}")
+        return {}
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        problems.append(f"{index} has no weight_map, or an empty one.")
+        return {}
+    bad = sorted({ascii(v) for v in weight_map.values() if not isinstance(v, str) or os.sep in v})
+    problems += [f"{index}: {name} is no plain name of a file." for name in bad]
+    names = {name for name in weight_map.values() if isinstance(name, str) and os.sep not in name}
+    problems += [f"{name} is missing; {index} needs it." for name in sorted(names - files.keys())]
+    return {} if problems else weight_map
+
+
+def output_name(name: str) -> str:
+    stem, _ = os.path.splitext(name)
+    if stem == "pytorch_model" or stem.startswith("pytorch_model-"):
+        return f"{stem.removeprefix('pytorch_')}.safetensors"
+    return f"{stem if stem.startswith(_KNOWN_STEMS) else 'model'}.safetensors"
+
+
+def index_output(index: str | None, outputs: Mapping[str, str]) -> str | None:
+    if index is None:
+        return None
+    return output_name(index.removesuffix(".index.json")) + ".index.json"

@@ -1,0 +1,1 @@
+"""What ``verify`` compares: files, claims, counts and the order of the cut."""

@@ -1,0 +1,160 @@
+"""What a result says of itself, in report.json, run.json and recipe.yaml, against what is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from distprune.files.errors import CheckpointError, SelectionError
+from distprune.files.formats.header import load_json
+from distprune.files.planning import Plan, digest_of
+from distprune.files.recipe import FileRecipe
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report, mtimes_of
+from distprune.files.results.partial import RECIPE_FILE
+
+_MAX_PROBLEMS = 30  # of one file
+# What depends on where a ranking was cut.
+CUT_FIELDS = ("threshold", "threshold_bits", "num_ties", "num_ties_pruned", "groups")
+
+
+def recipe_of(report: Report, folder: str) -> FileRecipe:
+    """The recipe that a report says was carried out.
+
+    Args:
+        report: of ``folder``.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    unknown = set(report.recipe) - {field.name for field in dataclasses.fields(FileRecipe)}
+    if unknown:
+        raise CheckpointError(
+            f"the recipe in {folder}/{REPORT_FILE} has an unknown field {_shown(min(unknown))}."
+        )
+    try:
+        return FileRecipe(**report.recipe)
+    except SelectionError as error:
+        problems = error.problems or (error.headline,)
+        headline = f"the recipe in {folder}/{REPORT_FILE} is none:"
+        raise CheckpointError(headline, problems) from error
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"the recipe in {folder}/{REPORT_FILE} is none: {error}.") from error
+
+
+def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
+    """A report that was derived again, with times of change and digest as they have to be.
+
+    A copy of the source has other times, so those in the stored report are taken, and the digest
+    is derived from them: neither can be changed alone.
+
+    Args:
+        report: derived again.
+        stored: as it was found.
+        plan: of the source as it is now.
+    """
+    mtimes = {name: stored.mtimes_ns.get(name, now) for name, now in mtimes_of(plan).items()}
+    source = plan.checkpoint
+    at_that_time = dataclasses.replace(
+        source,
+        files=tuple(dataclasses.replace(f, mtime_ns=mtimes[f.name]) for f in source.files),
+        others=tuple(dataclasses.replace(f, mtime_ns=mtimes[f.name]) for f in source.others),
+    )
+    return dataclasses.replace(
+        report, mtimes_ns=mtimes, digest=digest_of(at_that_time, plan.recipe)
+    )
+
+
+def report_problems(raw: bytes, derived: Report, leave_out: Collection[str] = ()) -> list[str]:
+    """Every value of report.json that is not the derived one, and by which name it goes.
+
+    Args:
+        raw: the bytes of report.json, which :func:`parse_report` has read.
+        derived: from the source, the masks and the weights.
+        leave_out: fields whose value could not be derived.
+    """
+    wanted = derived.result_json()
+    if raw == wanted:
+        return []
+    stored = load_json(raw, REPORT_FILE)
+    expected = json.loads(wanted)
+    for field in leave_out:
+        stored.pop(field, None)
+        expected.pop(field, None)
+    found = []
+    for problem in _differences(stored, expected, ""):
+        if len(found) == _MAX_PROBLEMS:
+            found.append(f"{REPORT_FILE}: more values differ.")
+            break
+        found.append(f"{REPORT_FILE}: {problem}")
+    if not found and not leave_out:
+        return [f"{REPORT_FILE} holds the right values, but not the bytes that prune writes."]
+    return found
+
+
+def recipe_problems(raw: bytes, recipe: FileRecipe) -> list[str]:
+    """Whether recipe.yaml is the text of a recipe."""
+    if raw == recipe.to_yaml().encode():
+        return []
+    return [f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}."]
+
+
+def run_problems(raw: bytes, stored: Report, num_bytes: int) -> list[str]:
+    """What cannot be true in run.json, which differs from run to run.
+
+    Args:
+        raw: its bytes.
+        stored: what :func:`parse_report` read from them.
+        num_bytes: that any run of this plan writes.
+    """
+    run = stored.run
+    numbers = [*run.seconds.values(), *map(float, run.peak_rss_bytes)]
+    checks = [
+        (run.num_ranks >= 1, f"num_ranks is {run.num_ranks}"),
+        (
+            len(run.peak_rss_bytes) == run.num_ranks,
+            f"peak_rss_bytes is of {len(run.peak_rss_bytes)} ranks, and num_ranks {run.num_ranks}",
+        ),
+        (
+            all(math.isfinite(number) and number >= 0 for number in numbers),
+            "a time or a size is negative or no number",
+        ),
+        (raw == stored.run_json(), "its bytes are not those that prune writes"),
+        (run.num_bytes == num_bytes, f"num_bytes is {run.num_bytes}; expected {num_bytes}"),
+    ]
+    return [f"{RUN_FILE}: {problem}." for is_good, problem in checks if not is_good]
+
+
+def _differences(stored: Any, expected: Any, where: str) -> Iterator[str]:
+    if isinstance(stored, dict) and isinstance(expected, dict):
+        for key in [*expected, *(key for key in stored if key not in expected)]:
+            place = f"{where}.{key}" if where else key
+            if key not in stored:
+                yield f"{_shown(place)} is missing; expected {_short(expected[key])}."
+            elif key not in expected:
+                yield f"{_shown(place)} is {_short(stored[key])}; expected nothing of that name."
+            else:
+                yield from _differences(stored[key], expected[key], place)
+    elif isinstance(stored, list) and isinstance(expected, list):
+        if len(stored) != len(expected):
+            yield f"{_shown(where)} has {len(stored)} entries; expected {len(expected)}."
+        for number, (one, other) in enumerate(zip(stored, expected, strict=False)):
+            yield from _differences(one, other, f"{where}[{_label(other, number)}]")
+    elif type(stored) is not type(expected) or stored != expected:
+        yield f"{_shown(where)} is {_short(stored)}; expected {_short(expected)}."
+
+
+def _label(value: Any, number: int) -> str:
+    """An entry of a list of tensors goes by the tensor's name."""
+    return json.dumps(value["name"]) if isinstance(value, dict) and "name" in value else str(number)
+
+
+def _shown(where: str) -> str:
+    return where if where.isprintable() else ascii(where)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else text[:97] + "..."

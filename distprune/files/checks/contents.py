@@ -1,0 +1,105 @@
+"""Which files a pruned checkpoint consists of, and whether these are there and no others."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
+from distprune.files.planning import CARD_FILE, Plan
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE
+from distprune.files.results.partial import RECIPE_FILE
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What was found of the files that were expected.
+
+    Attributes:
+        problems: a line for each file that is missing, cannot be read, has another size, or is
+            there without being expected; in the order of names.
+        bad: names of expected files that cannot be compared.
+    """
+
+    problems: tuple[str, ...]
+    bad: frozenset[str]
+
+
+def expected_sizes(plan: Plan, layout: MaskLayout) -> dict[str, int | None]:
+    """Names of all files of a result, and their sizes; None where the size may vary."""
+    files = (*plan.checkpoint.files, *plan.copied)
+    sizes: dict[str, int | None] = {file.name: file.size for file in files}
+    if plan.has_card:
+        sizes[CARD_FILE] = None
+    return sizes | {MASK_FILE: layout.size, REPORT_FILE: None, RUN_FILE: None, RECIPE_FILE: None}
+
+
+def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Contents:
+    """Compare the names and sizes of all files in a folder with those that are expected.
+
+    Links to files are read through, and so are links to folders in which a file is expected.
+    No file is opened that is not a regular one.
+
+    Args:
+        folder: of the result.
+        sizes: from :func:`expected_sizes`.
+
+    Cost: a few system calls per file.
+    """
+    found: dict[str, str] = {}
+    bad = set()
+    for name, size in sizes.items():
+        problem = _problem(os.path.join(folder, name), size)
+        if problem:
+            found[name] = f"{shown(name)} {problem}"
+            bad.add(name)
+    parents = {str(parent) for name in sizes for parent in Path(name).parents}
+    pending = [""]
+    while pending:
+        inner = pending.pop()
+        try:
+            entries = list(os.scandir(os.path.join(folder, inner)))
+        except OSError as error:
+            if inner in ("", *parents):
+                found[inner] = f"{shown(inner) or folder} cannot be listed: {error.strerror}."
+            continue
+        for entry in entries:
+            name = os.path.join(inner, entry.name)
+            if name in sizes:
+                continue
+            if name in parents:
+                pending.append(name)
+                continue
+            what = "folder" if _is_folder(entry) else "file"
+            found[name] = f"{shown(name)} is a {what} that prune did not write."
+    return Contents(tuple(found[name] for name in sorted(found)), frozenset(bad))
+
+
+def shown(name: str) -> str:
+    """A name as a message shows it: with escapes if a terminal would not print it as it is."""
+    return name if name.isprintable() else ascii(name)
+
+
+def _problem(path: str, size: int | None) -> str:
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            return "is no regular file."
+        if size is not None and info.st_size != size:
+            return f"has {info.st_size} bytes; expected {size}."
+        with open(path, "rb"):
+            return ""
+    except FileNotFoundError:
+        return "is missing."
+    except OSError as error:
+        return f"cannot be read: {error.strerror}."
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False

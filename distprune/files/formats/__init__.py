@@ -1,0 +1,1 @@
+"""Formats of single files: safetensors headers, pickles, JSON and YAML."""

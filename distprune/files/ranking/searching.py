@@ -1,0 +1,166 @@
+"""The search for the cut of a group's ranking: sixteen bits of the keys in each pass over them.
+
+A search is told of all keys in every pass, by the ranks together, and narrows itself between two.
+:class:`Search` cuts one ranking; ``limited_search`` does so within limits of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from distprune.files.ranking.scores import Array, Descent, digit_histogram
+from distprune.files.ranking.units import PruneUnit, Span
+from distprune.files.team import Team
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the ranking of a group is cut.
+
+    Attributes:
+        threshold: elements with a smaller key go.
+        num_ties: elements with this key; within limits, those that are free to go or to stay.
+        num_ties_pruned: how many of them go.
+    """
+
+    threshold: int
+    num_ties: int
+    num_ties_pruned: int
+
+
+@dataclass(frozen=True)
+class TensorCut:
+    """Where a tensor in a group with limits is cut.
+
+    Attributes:
+        position: of the tensor.
+        threshold: its elements with a smaller key go.
+        held_at: the limit that decided how many elements go, "min_sparsity" or "max_sparsity";
+            None: the threshold is that of the group.
+        num_ties: elements with this key that go whatever becomes of the others: all that go if
+            a limit decided.
+        num_most: how many with this key may go.
+    """
+
+    position: int
+    threshold: int
+    held_at: str | None
+    num_ties: int
+    num_most: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        cut: None if all is decided by limits.
+        quotas: per unit of the group, how many of the ties go, the first ones: with the threshold
+            of the group in a unit of whole tensors, with that of the tensor in a part of one.
+        tensors: where each tensor is cut; empty without limits.
+    """
+
+    cut: Cut | None
+    quotas: dict[int, int]
+    tensors: list[TensorCut]
+
+
+class Search:
+    """The search for the k-th lowest key of a group.
+
+    Args:
+        team: the ranks.
+        units: of pruning, all; by number.
+        numbers: of those of the group.
+        width: bits of the keys.
+        k: how many elements go; at least one.
+
+    Memory: a histogram for each unit that this rank counts, of at most 256 KiB if no number occurs
+    more often than 2**32 times in it, and of half of that or less for most weights.
+    """
+
+    def __init__(
+        self, team: Team, units: Sequence[PruneUnit], numbers: Sequence[int], width: int, k: int
+    ) -> None:
+        self._team = team
+        self._units = units
+        self._numbers = numbers
+        self._width = width
+        self._shift = width - 16
+        self._descent = Descent(width, k)
+        self._rows: dict[int, Array] = {}
+        self._ties = torch.zeros(len(numbers), dtype=torch.int64)
+
+    @property
+    def is_done(self) -> bool:
+        return self._shift < 0
+
+    @property
+    def is_first(self) -> bool:
+        return self._shift == self._width - 16
+
+    @property
+    def num_bins(self) -> int:
+        return 1 << 15 if self.is_first else 1 << 16
+
+    def counting(self, number: int) -> Counting:
+        """What is to be told of the keys of a unit, once in every pass."""
+        return Counting(self, number)
+
+    def digits_of(self, span: Span, keys: Array) -> Array:
+        """The histogram of the keys of a piece, of those that are not decided yet."""
+        return digit_histogram(keys, None if self.is_first else self._descent.prefix, self._shift)
+
+    def add_unit(self, number: int, row: Array) -> None:
+        """A unit has been counted."""
+        # Most counts are small: as few bytes for each as the largest needs.
+        self._rows[number] = row.astype(np.min_scalar_type(int(row.max())))
+
+    def narrow(self) -> None:
+        """All ranks have counted all units: go on in one bin."""
+        digit = self._descent.narrow(self._sum(self._rows))
+        if self._shift == 0:
+            for place, number in enumerate(self._numbers):
+                if number in self._rows:
+                    self._ties[place] = int(self._rows[number][digit])
+        self._rows.clear()
+        self._shift -= 16
+
+    def found(self) -> Found:
+        """The cut; on all ranks together."""
+        ties = self._team.sum(self._ties).tolist()
+        wanted = self._descent.rank + 1
+        quotas, left = {}, wanted
+        for number, count in zip(self._numbers, ties, strict=True):
+            quotas[number] = min(count, left)
+            left -= quotas[number]
+        return Found(Cut(self._descent.prefix, sum(ties), wanted), quotas, [])
+
+    def _sum(self, rows: Mapping[int, Array]) -> Array:
+        """The histogram of all ranks."""
+        histogram = np.zeros(self.num_bins, dtype=np.int64)
+        for row in rows.values():
+            histogram += row
+        return self._team.sum(torch.from_numpy(histogram)).numpy()
+
+
+class Counting:
+    """One unit in one pass: show it the keys of its spans, piece by piece and in their order."""
+
+    def __init__(self, search: Search, number: int) -> None:
+        self._search = search
+        self._number = number
+        self._row = np.zeros(search.num_bins, dtype=np.int64)
+
+    def add(self, span: Span, keys: Array) -> None:
+        self._row += self._search.digits_of(span, keys)
+
+    def end_span(self, span: Span) -> None:
+        """All keys of a span have been shown."""
+
+    def end_unit(self) -> None:
+        self._search.add_unit(self._number, self._row)

@@ -1,0 +1,1 @@
+"""What is written about a pruned checkpoint: report, warnings and model card."""

@@ -1,0 +1,264 @@
+"""The model card of a result: what was done, above the card of the source.
+
+[Note: card] The README.md of a pruned checkpoint is not that of its source, or it would tell of a
+model that is not there. It is a function of the source's card, the plan and the counts alone, with
+no date and no path in it, so that every run writes the same bytes and ``verify`` can derive them.
+Only two words in it have no other source: the name of the checkpoint that was pruned, which may
+come from where it lay, and the version of distprune.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from distprune._version import __version__
+from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.errors import CheckpointError
+from distprune.files.formats import front_matter
+from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
+from distprune.files.reports.report import Report, TensorReport
+from distprune.files.selecting.kinds import place_of
+
+_TAGS = ("pruned", "sparse")
+# They tell of the source, and the hub would show them as facts about the result.
+_NOT_OF_THE_RESULT = ("model-index", "new_version")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+# First parts of relative paths, which look like names of the hub.
+_FOLDERS = ("cache", "checkpoint", "checkpoints", "ckpt", "data", "model", "models", "out",
+            "output", "outputs", "results", "runs", "saved", "tmp", "workspace")  # fmt: skip
+_MAX_KINDS = 60
+# No card is longer: the source's has a limit, and what is above it, with the recipe, is short.
+_MAX_BYTES = MAX_CARD_BYTES + (8 << 20)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a card says that neither the weights nor the recipe tell.
+
+    Attributes:
+        base_model: the source's name on the Hugging Face hub; None if it is not known.
+        version: of the distprune that wrote the card.
+    """
+
+    base_model: str | None
+    version: str = __version__
+
+
+def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | None:
+    """The README.md of a result; the same bytes for every number of ranks.
+
+    Args:
+        plan: that was carried out.
+        report: with the counts.
+        names: what to call the source and distprune; by default what is known of them here.
+
+    Returns:
+        The card; None if the recipe wants none, or ``README.md`` is no file that can be one.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+
+    Cost: one read of the source's card.
+    """
+    if not plan.has_card:
+        return None
+    if names is None:
+        names = Names(name_of_source(plan.checkpoint))
+    source = _card_of_source(plan)
+    block, below = front_matter.split(source)
+    parts = None if block is None else front_matter.parse(block)
+    if parts is None:  # kept as text, whatever it is
+        below = source
+    head = front_matter.join(_metadata(parts or [], names.base_model))
+    text = head + "\n" + "\n".join(_section(plan, report, names)) + "\n"
+    if below.strip():
+        text += (
+            "\n---\n\n*The card of the source follows as it was. What it says of the quality of "
+            "the model was measured before the pruning.*\n\n"
+        )
+    return text.encode("utf-8") + below.lstrip(b"\r\n")
+
+
+def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
+    """What is wrong with the README.md of a result; "" if nothing is, or there is to be no card.
+
+    Args:
+        folder: of the result.
+        plan: derived from the source.
+        report: with the counts, which are taken to be right.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+    """
+    if not plan.has_card:
+        return ""
+    path = Path(folder, CARD_FILE)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return f"{CARD_FILE} is no regular file."
+        with open(path, "rb") as file:
+            card = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        return f"{CARD_FILE} cannot be read: {error.strerror}."
+    if len(card) <= _MAX_BYTES and is_card(card, plan, report):
+        return ""
+    return (
+        f"{CARD_FILE} is not the model card that distprune writes for this pruning. Write what you "
+        "have to add into another file, or prune with --no-card."
+    )
+
+
+def is_card(card: bytes, plan: Plan, report: Report) -> bool:
+    """Whether a file is the card of a result, whatever it calls the source and distprune.
+
+    Raises:
+        CheckpointError: the card of the source cannot be read.
+    """
+    version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
+    told = version[1].decode() if version else __version__
+    parts = front_matter.parse(front_matter.split(card)[0] or "")
+    name = front_matter.value_of(parts or [], "base_model")
+    known = [name_of_source(plan.checkpoint), None]
+    if name is not None and _ID.fullmatch(name):
+        known.append(name)
+    return any(card == card_of(plan, report, Names(each, told)) for each in known)
+
+
+def cached_name(folder: str | Path) -> str | None:
+    """The name on the hub of a folder in the cache of the hub; None of any other folder."""
+    for place in (Path(folder).absolute(), Path(folder).resolve()):
+        for cached, inner in pairwise(place.parts):
+            name = cached.removeprefix("models--").replace("--", "/", 1)
+            if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
+                return name
+    return None
+
+
+def name_of_source(checkpoint: Checkpoint) -> str | None:
+    """The name of a checkpoint on the hub, if its place in a cache or its config tells it."""
+    if name := cached_name(checkpoint.folder):
+        return name
+    name = checkpoint.config.get("_name_or_path")
+    if isinstance(name, str) and "/" in name and _ID.fullmatch(name):
+        return None if name.split("/")[0].lower() in _FOLDERS else name
+    return None
+
+
+def _card_of_source(plan: Plan) -> bytes:
+    for other in plan.checkpoint.others:
+        if other.name == CARD_FILE:
+            try:
+                return Path(other.path).read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{other.path} cannot be read: {error.strerror}.") from error
+    return b""
+
+
+def _metadata(
+    parts: Sequence[front_matter.Part], base_model: str | None
+) -> list[front_matter.Part]:
+    kept = front_matter.without(parts, _NOT_OF_THE_RESULT)
+    if base_model is not None:  # else the source's own base stays, which is one of this, too
+        kept = front_matter.without(kept, ("base_model", "base_model_relation"))
+        kept.append(("base_model", [f"base_model: {front_matter.as_value(base_model)}"]))
+    return front_matter.with_tags(kept, _TAGS)
+
+
+def _section(plan: Plan, report: Report, names: Names) -> list[str]:
+    base, share = names.base_model, _percent(report.num_pruned, report.num_elements)
+    source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
+    return [
+        f"# Pruned copy of {base or 'a checkpoint'}",
+        "",
+        f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
+        f"{report.num_elements:,} selected weights ({share}). It was pruned by "
+        f"distprune {names.version}, and not trained afterwards; its quality was not measured.",
+        "",
+        "## What was done",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in _facts(plan, report)),
+        "",
+        *_table(report.tensors),
+        "",
+        "The recipe, which is in `distprune/recipe.yaml` with every default:",
+        "",
+        "```yaml",
+        plan.recipe.to_yaml().rstrip(),
+        "```",
+        "",
+        "## To use it, to make it, to check it",
+        "",
+        "It loads like its source. Zeros make neither the files smaller nor the multiplication of "
+        "dense matrices faster: what gains from them is a program or a device that knows sparse "
+        "weights, or a compressed format that is made from this one.",
+        "",
+        "```bash",
+        "distprune prune SRC DST -r distprune/recipe.yaml  # makes it again, to the byte",
+        "distprune verify DST --against SRC                # compares it with its source",
+        "```",
+        "",
+        f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. Every "
+        "byte of the weights that was not pruned, and every other file but this one, is that of "
+        "the source. `distprune/report.json` has the counts of every tensor"
+        + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
+    ]
+
+
+def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
+    recipe = plan.recipe
+    scopes = {"global": "all selected tensors together", "layer": "each tensor on its own",
+              "row": "each output row on its own"}  # fmt: skip
+    if recipe.pattern:
+        order = f"{recipe.score}, {recipe.pattern} along the inputs"
+    elif recipe.sparsity is None:  # several budgets
+        order = "as the recipe below says"
+    else:
+        order = f"{recipe.score}, {scopes[recipe.scope]}"
+    facts = [
+        ("pruned", f"exactly {report.num_pruned:,} of {report.num_elements:,} weights, "
+         f"{_percent(report.num_pruned, report.num_elements)}"),
+        ("tensors", f"{len(report.tensors):,} pruned, {len(report.kept):,} left as they were"),
+        ("ranked by", order),
+    ]  # fmt: skip
+    if report.threshold is not None:
+        ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} weights that have it"
+        facts.append(("largest magnitude that was pruned", f"{report.threshold:.6g} ({ties})"))
+    return facts
+
+
+def _table(tensors: Sequence[TensorReport]) -> list[str]:
+    """Sparsity by kind of weight: a line for each."""
+    sums: dict[str, list[int]] = {}
+    for tensor in tensors:
+        row = sums.setdefault(place_of(tensor.name).kind, [0, 0, 0])
+        for i, value in enumerate((1, tensor.num_elements, tensor.num_pruned)):
+            row[i] += value
+    lines = ["| kind of weight | tensors | elements | pruned | |", "|---|---:|---:|---:|---:|"]
+    for kind, (number, elements, pruned) in list(sums.items())[:_MAX_KINDS]:
+        share = _percent(pruned, elements)
+        lines.append(f"| {_code(kind)} | {number:,} | {elements:,} | {pruned:,} | {share} |")
+    if len(sums) > _MAX_KINDS:
+        lines.append(f"| and {len(sums) - _MAX_KINDS:,} more | | | | |")
+    return lines
+
+
+def _percent(part: int, whole: int) -> str:
+    """Two digits after the point; never 100.00 or 0.00 where it is not exactly that."""
+    share = 100 * part / whole if whole else 0.0
+    if 0 < part < whole:
+        share = min(max(share, 0.01), 99.99)
+    return f"{share:.2f} %"
+
+
+def _code(name: str) -> str:
+    """A name of a tensor as code in a table: nothing in it is markup."""
+    text = ascii(name)[1:-1].replace("`", "'").replace("|", "\\|")
+    return f"`{text if len(text) <= 100 else text[:97] + '...'}`"

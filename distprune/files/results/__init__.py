@@ -1,0 +1,1 @@
+"""The result folder: who may write it, how it grows, and how a stopped run resumes."""

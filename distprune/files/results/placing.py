@@ -1,0 +1,124 @@
+"""Where a result may go, and what unfinished ones have left there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.disk.access import check_owner, writing
+from distprune.files.disk.destination import resolve_destination
+from distprune.files.disk.locking import Lock
+from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.reports.report import REPORT_FILE
+
+DISCARD_HINT = "add --discard to that command to remove it"
+
+
+def partial_folders(destination: Path) -> list[Path]:
+    """All that unfinished results of a destination are in, whatever made them."""
+    pattern = re.compile(
+        re.escape(destination.name) + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert)"
+    )
+    with writing(destination.parent):
+        names = sorted(os.listdir(destination.parent))
+    return [destination.with_name(name) for name in names if pattern.fullmatch(name)]
+
+
+def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[str, int]]:
+    """Remove what interrupted runs have left of a destination; the destination itself stays.
+
+    Args:
+        destination: as it was given to ``prune`` or ``apply_masks``.
+        take_over: as there.
+
+    Returns:
+        Each folder that was removed, and how many bytes of the disk it took.
+
+    Raises:
+        OutputError: a run is at work there, or a folder is a link or another user's.
+    """
+    target = resolve_destination(destination)
+    if not target.parent.is_dir() or not (
+        partial_folders(target) or os.path.lexists(f"{target}.partial.lock")
+    ):
+        return []
+    lock = Lock(target)
+    lock.acquire(take_over)
+    try:
+        folders = partial_folders(target)
+        for folder in folders:
+            check_own_folder(folder)
+        removed = []
+        for folder in folders:
+            removed.append((str(folder), num_bytes_on_disk(folder)))
+            with writing(folder):
+                shutil.rmtree(folder)
+        return removed
+    finally:
+        lock.release()
+
+
+def check_own_folder(path: Path) -> None:
+    """Raise OutputError if a folder is a link, no folder at all, or belongs to another user."""
+    if path.is_symlink() or not path.is_dir():
+        what = f"is a link to {os.readlink(path)!a}" if path.is_symlink() else "is no folder"
+        raise OutputError(
+            f"{path} {what}; expected a folder that distprune made. Nothing was written to it. "
+            "Remove it, or choose another destination."
+        )
+    with writing(path):
+        check_owner(path)
+
+
+def check_free(destination: Path) -> None:
+    """Raise OutputError if the destination exists."""
+    if os.path.lexists(destination):
+        is_done = (destination / REPORT_FILE).exists()
+        found = "holds a finished result of distprune" if is_done else "exists"
+        raise OutputError(
+            f"{destination} {found}; expected a name that is free. Delete it, or choose another."
+        )
+
+
+def check_place(source: str, destination: Path) -> None:
+    """Raise OutputError if the destination is the source, lies inside it, or in no folder."""
+    inside, around = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
+    if inside == around or around in inside.parents:
+        raise OutputError(
+            f"{destination} lies inside the source {source}; expected a place outside of it."
+        )
+    if not destination.parent.is_dir():
+        raise OutputError(f"{destination.parent} is no folder; make it first.")
+
+
+def check_unchanged(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a file of the source is not as it was when it was looked at."""
+    changed = []
+    for file in (*checkpoint.files, *checkpoint.others):
+        try:
+            info = os.stat(file.path)
+        except OSError:
+            changed.append(f"{file.name} is gone.")
+            continue
+        if (info.st_size, info.st_mtime_ns) != (file.size, file.mtime_ns):
+            changed.append(f"{file.name} has changed.")
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint.folder} has changed since its headers were read; expected a source "
+            "that stays as it is:",
+            changed,
+        )
+
+
+def num_bytes_on_disk(folder: Path) -> int:
+    """What a folder takes, as far as it can be seen."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return total

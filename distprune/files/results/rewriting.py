@@ -1,0 +1,196 @@
+"""What is written: selected tensors with zeros in them, their masks, and copies of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
+from distprune.files.disk.access import WRITE, OpenFiles, copy_range, write_from
+from distprune.files.errors import SelectionError
+from distprune.files.planning import Plan
+from distprune.files.ranking.columns import ColumnCuts, is_too_large
+from distprune.files.ranking.cutting import Cutting
+from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.groups import Groups, groups_of
+from distprune.files.ranking.scores import Array, Descent, KeyFormat, Threshold
+from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
+from distprune.files.ranking.units import CopyUnit, PruneUnit, Span, Unit
+
+# First element, stored bits, and which of them go.
+Piece = tuple[int, Array, Array]
+
+
+class Rewriter:
+    """Does units of work, one after the other.
+
+    Args:
+        plan: what to do.
+        source: of the plan.
+        folder: where to write; its files are there and have their sizes.
+        layout: of the mask file; None: no masks.
+        decision: of the groups that are ranked together; None if there are none.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        folder: Path,
+        layout: MaskLayout | None,
+        decision: Decision | None,
+    ) -> None:
+        self.outputs = OpenFiles(WRITE)
+        self._plan = plan
+        self._source = source
+        self._folder = folder
+        self._layout = layout
+        self._decision = decision
+        self._record: dict[str, dict[int, int]] = {}
+
+    def do(self, number: int, unit: Unit) -> Iterator[int]:
+        """Do a unit; yields bytes. When it is finished, :meth:`record` tells about it."""
+        self._record = {"pruned": {}, "nan": {}, "zero": {}, "threshold": {}}
+        if isinstance(unit, CopyUnit):
+            output = str(self._folder / unit.name)
+            yield from copy_range(
+                self._source.files, unit.path, self.outputs, output, unit.start, unit.stop
+            )
+        else:
+            yield from self._prune(number, unit)
+
+    def record(self) -> dict[str, Any]:
+        """Of the last unit, by position of a tensor.
+
+        How many elements were pruned, how many of those that are ranked on their own are NaN, how
+        many were zero in the source; and the largest key that went, where one of the tensor or of
+        a limit decided.
+        """
+        return {what: counts for what, counts in self._record.items() if counts}
+
+    def _prune(self, number: int, unit: PruneUnit) -> Iterator[int]:
+        cutting = None
+        if self._plan.groups[unit.group].recipe.is_together:
+            assert self._decision is not None
+            cutting = Cutting(self._plan, self._decision, number, unit)
+        for span in unit.spans:
+            entry = self._plan.tensors[span.position].entry
+            output = str(self._folder / entry.file)
+            masks = self._mask_writer(span)
+            size = self._source.itemsize(span.position)
+            for piece in self._pieces(span, cutting):
+                if piece is None:
+                    yield 0
+                    continue
+                first, bits, lowest = piece
+                keep = ~lowest
+                # Without the sign bit.
+                num_zero = len(bits) - int(np.count_nonzero(bits << 1))
+                if num_zero:
+                    self._count("zero", span.position, num_zero)
+                np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
+                write_from(self.outputs, output, entry.start + first * size, memoryview(bits))
+                if masks is not None:
+                    masks.add(keep)
+                self._count("pruned", span.position, int(np.count_nonzero(lowest)))
+                yield bits.nbytes
+            if masks is not None:
+                masks.finish()
+
+    def _pieces(self, span: Span, cutting: Cutting | None) -> Iterator[Piece | None]:
+        """The elements of a span in order; None where something was read only to be counted."""
+        if cutting is not None:
+            yield from self._cut_at(span, cutting.threshold(span), own=False)
+            return
+        recipe = self._plan.recipe_of(span.position)
+        groups = groups_of(self._plan.tensors[span.position], recipe)
+        if is_too_large(groups):
+            yield from self._cut_columns(span, groups)
+            return
+        if groups.size <= MAX_IN_MEMORY:
+            yield from self._ranked_in_memory(span, groups)
+            return
+        for first in range(span.first, span.last, groups.size):
+            part = Span(span.position, first, first + groups.size)
+            descent = Descent(self._format(span).width, groups.num_pruned)
+            num_ties = 0
+            while groups.num_pruned and not descent.is_done:
+                histogram = np.zeros(descent.num_bins, dtype=np.int64)
+                for keys in self._keys_of(part):
+                    histogram += descent.histogram(keys)
+                    yield None
+                descent.narrow(histogram)
+                num_ties = descent.rank + 1
+            yield from self._cut_at(part, Threshold(descent.prefix, num_ties), own=True)
+
+    def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
+        for start in range(span.first, span.last, groups.block):
+            cuts = ColumnCuts(self._source, span.position, start, groups)
+            yield from cuts.find()
+            for first in range(start, start + groups.block, cuts.step):
+                last = min(first + cuts.step, start + groups.block)
+                bits = self._source.bits(span.position, first, last)
+                keys = self._source.keys(span.position, first, bits, last - first, True)
+                lowest = cuts.lowest(keys)
+                self._check(span, keys, lowest)
+                yield first, bits, lowest
+
+    def _keys_of(self, span: Span) -> Iterator[Array]:
+        for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last, own=True):
+            yield keys
+
+    def _cut_at(self, span: Span, threshold: Threshold, *, own: bool) -> Iterator[Piece]:
+        for first in range(span.first, span.last, CHUNK):
+            last = min(first + CHUNK, span.last)
+            bits = self._source.bits(span.position, first, last)
+            keys = self._source.keys(span.position, first, bits, last - first, own)
+            lowest = threshold.lowest(keys)
+            if own:
+                self._check(span, keys, lowest)
+            yield first, bits, lowest
+
+    def _ranked_in_memory(self, span: Span, groups: Groups) -> Iterator[Piece]:
+        step = max(CHUNK // groups.block, 1) * groups.block
+        for first in range(span.first, span.last, step):
+            last = min(first + step, span.last)
+            bits = self._source.bits(span.position, first, last)
+            keys = self._source.keys(span.position, first, bits, last - first, True)
+            lowest = groups.lowest(keys)
+            self._check(span, keys, lowest)
+            yield first, bits, lowest
+
+    def _check(self, span: Span, keys: Array, lowest: Array) -> None:
+        """Of tensors that are ranked on their own: NaN, and what the threshold was."""
+        wanted = self._format(span)
+        tensor = self._plan.tensors[span.position]
+        num_nan = self._source.count_nan(keys, wanted)
+        if num_nan and self._plan.recipe.nan == "error":
+            raise self._source.nan_error([tensor.entry.name])
+        if num_nan:
+            self._count("nan", span.position, num_nan)
+            if self._source.count_nan(keys[lowest], wanted):
+                raise SelectionError(
+                    f"{tensor.entry.name}: more of a group is to be pruned than is no NaN, and NaN "
+                    "are kept. Lower the sparsity, or exclude the tensor."
+                )
+        if tensor.num_groups == 1 and lowest.any():
+            largest = self._record["threshold"].get(span.position, 0)
+            largest = max(largest, int(keys[lowest].max()))
+            self._record["threshold"][span.position] = largest
+
+    def _format(self, span: Span) -> KeyFormat:
+        return self._source.format(span.position)
+
+    def _count(self, what: str, position: int, count: int) -> None:
+        counts = self._record[what]
+        counts[position] = counts.get(position, 0) + count
+
+    def _mask_writer(self, span: Span) -> MaskWriter | None:
+        if self._layout is None:
+            return None
+        start = self._layout.starts[self._plan.tensors[span.position].entry.name]
+        path = str(self._folder / MASK_FILE)
+        return MaskWriter(self.outputs, path, start + span.first // 8)

@@ -1,0 +1,1 @@
+"""The tensors that a recipe selects, their dimensions and their groups, from headers alone."""

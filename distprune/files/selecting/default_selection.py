@@ -1,0 +1,94 @@
+"""What is pruned by default: matrices and convolutions inside a model, told by name and shape.
+
+The rules are those of common model families, transformers' first of all: embeddings, output heads,
+normalisations, routers, biases and tables of positions are left alone, and what has the shape of a
+matrix without being one. What has one dimension larger than 1 is a vector, and never gets here.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from distprune.files.formats.header import TensorEntry
+
+_INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64")
+ADAPTER = "part of an adapter"
+_HEAD = "the output head"
+_LEARNED = "a learned input"
+# Parts of names, between dots, in lower case. The first that matches is the reason.
+_PARTS = (
+    (r"lora_.*|.*_lora_[ab]|hada_w.*|oft_[rs]|vera_.*|ia3_.*", ADAPTER),
+    (
+        r".*relative.*bias.*|.*rel_pos.*|rpb|.*bias_table|pos(ition)?_bias.*|attention_biases"
+        r"|rel_logits.*|.*_ape",
+        "a table of relative positions",
+    ),
+    (
+        r"(?!embed_out$).*embed.*|wte|wpe|shared|(.*_)?emb(_.*)?|position_?enc.*|pos_enc.*"
+        r"|.*positional_encoding.*|patch_conv|codebook",
+        "an embedding",
+    ),
+    (r".*router.*|gate|.*expert_gate", "a router"),
+    (
+        r"(?![qkv]_head$)(.+_)?head|.+_heads|embed_out|.*classifiers?|classifier_.*|score"
+        r"|(mlm|itm|itc)_score|(.*_)?predictions?|predict_.*|decoder_pred|(.*_)?cls|qa_outputs?"
+        r"|logits?(_.*)?|.*_logits?|seq_relationship|pred_layer|lm_loss|ctc_proj"
+        r"|.*(class|bbox|box)_predictor|vocab_(projector|transform)|output_projection.*"
+        r"|sequence_summary",
+        _HEAD,
+    ),
+    (
+        r"(?!(roberta_prelayernorm|norm_attn_norm)$).*norm.*|ln(_.*)?|ln[0-9]*|.*_ln|bn[0-9]*|.*layer_?scale.*"
+        r"|(.*_)?gamma(_.*)?",
+        "a normalisation",
+    ),
+    (r"bias(_[uv])?|.*_bias", "a bias"),
+)
+# The tensor's own name, the last part.
+_OWN = (
+    (r"(.*_)?scales?(_inv)?|.*zero_points?|.*zeros", "scales of quantised weights"),
+    (r"static_weight", "a convolution of single channels"),
+    (r"a_logs?|d|dt_bias|.*_decay|time_(first|mix_.*)", "the constants of a state space"),
+    (r"(.*_)?(tokens?|query|queries|latents?|latents_[12]d|probe|prompt|codevectors)", _LEARNED),
+)
+# The name of the module of a "weight".
+_OWNERS = (
+    (r"(?!.*to_tokens?$)(.*_)?tokens?|query_feat|queries_features|reference_points", _LEARNED),
+)
+# Names in full: short ones that mean something else further inside.
+_WHOLE = (
+    (r"(output|fc|proj_out|v_head\.summary)\.weight", _HEAD),
+    (r"(transformer\.)?w\.weight", "an embedding"),
+)
+
+
+def reason_to_keep(entry: TensorEntry) -> str:
+    """Why a tensor is left alone; "" if it is pruned."""
+    if entry.dtype in _INTEGERS:
+        return f"{entry.dtype} is no float"
+    parts = entry.name.lower().split(".")
+    rule = min(map(_rule_of, parts))
+    if rule < len(_PARTS):
+        return _PARTS[rule][1]
+    is_weight = parts[-1] == "weight" and len(parts) > 1
+    reason = _reason_in(_OWNERS, parts[-2]) if is_weight else _reason_in(_OWN, parts[-1])
+    if not reason and len(parts) <= 3:
+        reason = _reason_in(_WHOLE, entry.name)
+    if reason:
+        return reason
+    if len(entry.shape) > 2 and entry.shape[1] == 1:
+        return "a convolution of single channels"
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _rule_of(part: str) -> int:
+    """Which rule a part of a name falls under; names are made of few different parts."""
+    matches = (i for i, (pattern, _) in enumerate(_PARTS) if re.fullmatch(pattern, part))
+    return next(matches, len(_PARTS))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reason_in(rules: tuple[tuple[str, str], ...], name: str) -> str:
+    return next((reason for pattern, reason in rules if re.fullmatch(pattern, name)), "")

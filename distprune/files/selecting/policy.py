@@ -1,0 +1,194 @@
+"""Which tensors of a checkpoint are pruned, and of each other one why not.
+
+By name and header alone: a file does not say what a tensor is for. ``default_selection`` has the
+rules for names; ``include`` takes their place, and ``also`` adds to what they select.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.errors import SelectionError, counted
+from distprune.files.formats.header import TensorEntry
+from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.default_selection import ADAPTER, reason_to_keep
+from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
+from distprune.files.selecting.matching import matched
+
+PRUNED_DTYPES = ("BF16", "F16", "F32", "F64")
+_ADAPTER_CONFIG = "adapter_config.json"
+_MAX_PROBLEMS = 12
+# Elements that lie between neighbours along the inputs: a pass has a counter for each.
+_MAX_STRIDE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tensor and what becomes of it.
+
+    Attributes:
+        entry: the tensor.
+        is_pruned: whether it takes part.
+        reason: why not; "" if it does.
+    """
+
+    entry: TensorEntry
+    is_pruned: bool
+    reason: str
+
+
+def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
+    """Decide for every tensor, in the order of the checkpoint.
+
+    Raises:
+        SelectionError: with every problem: an ``include``, an ``also`` or an ``input_dims`` that
+            matches nothing, a selected tensor that is no plain float or does not fit the pattern,
+            inputs along a dimension that is not known, tied weights stored twice, an adapter that
+            was not asked for, nothing selected. An ``exclude`` that matches nothing is none; see
+            :func:`warnings_of`.
+    """
+    problems: list[str] = []
+    names = [entry.name for entry in checkpoint.tensors]
+    included = matched("include", recipe.include or (), names, problems)
+    also = matched("also", recipe.also, names, problems)
+    excluded = matched("exclude", recipe.exclude, names, unmatched := [])
+    choices = []
+    for entry in checkpoint.tensors:
+        is_asked_for = entry.name in (also if recipe.include is None else included)
+        if entry.name in excluded:
+            reason = "excluded"
+        elif recipe.include is not None and not is_asked_for:
+            reason = "not included"
+        elif sum(size > 1 for size in entry.shape) < recipe.min_ndim and entry.numel:
+            reason = _too_few(entry, recipe.min_ndim)
+        elif entry.numel == 0:
+            reason = "no elements"
+        else:
+            reason = "" if is_asked_for else reason_to_keep(entry)
+        choices.append(Choice(entry, not reason, reason))
+    chosen = [choice.entry for choice in choices if choice.is_pruned]
+    problems += _adapter_problems(checkpoint, recipe, choices)
+    bad = _entry_problems(checkpoint, chosen, recipe)
+    problems += bad[:_MAX_PROBLEMS]
+    if len(bad) > _MAX_PROBLEMS:
+        problems.append(f"{len(bad) - _MAX_PROBLEMS} more tensors have the same problems.")
+    problems += _tied_problems(checkpoint, chosen)
+    if not chosen and not problems:
+        reasons = sorted({choice.reason for choice in choices})
+        problems.append(
+            f"nothing is selected: the {len(choices)} tensors are left out as {'; '.join(reasons)}."
+        )
+    if problems:
+        problems += unmatched  # no error by itself, but perhaps the cause of one
+        raise SelectionError(counted(f"the selection in {checkpoint.folder}", problems), problems)
+    return choices
+
+
+def warnings_of(
+    checkpoint: Checkpoint, recipe: FileRecipe, choices: Sequence[Choice]
+) -> tuple[str, ...]:
+    """What is probably not meant in a selection, but no error; sentences.
+
+    Args:
+        checkpoint, recipe: as for :func:`choose`.
+        choices: that it returned.
+    """
+    names = [entry.name for entry in checkpoint.tensors]
+    warnings: list[str] = []
+    matched("exclude", recipe.exclude, names, warnings)
+    also = matched("also", recipe.also, names, [])
+    left_out = [
+        f"also: {choice.entry.name} is left alone all the same: {choice.reason}."
+        for choice in choices
+        if choice.entry.name in also and choice.reason not in ("", "excluded")
+    ]
+    return (*warnings, *left_out[:_MAX_PROBLEMS])
+
+
+def _too_few(entry: TensorEntry, wanted: int) -> str:
+    ones = " that are larger than 1" if len(entry.shape) >= wanted else ""
+    return f"fewer than {wanted} dimensions{ones}"
+
+
+def _entry_problems(
+    checkpoint: Checkpoint, chosen: Iterable[TensorEntry], recipe: FileRecipe
+) -> list[str]:
+    """Of the selected tensors one by one; tensors of several layers share a sentence."""
+    problems: dict[str, None] = {}
+    try:
+        layouts = Layouts(checkpoint, recipe.input_dims)
+    except SelectionError as error:
+        return [error.headline, *error.problems]
+    for entry in chosen:
+        if entry.dtype not in PRUNED_DTYPES:
+            problem = (
+                f"tensor {entry.name} is {entry.dtype}; expected one of "
+                f"{', '.join(PRUNED_DTYPES)}. Dequantise the checkpoint, or exclude the tensor."
+            )
+            problems[problem] = None
+        elif recipe.goes_along_inputs:
+            try:
+                layout = layouts.of(entry)
+            except UnknownLayout as error:
+                problems[error.headline] = None
+            else:
+                problems |= dict.fromkeys(_layout_problems(entry, layout, recipe))
+    return list(problems)
+
+
+def _layout_problems(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> list[str]:
+    if layout.columns > 1 and layout.stride > _MAX_STRIDE:
+        return [
+            f"tensor {entry.name} {list(entry.shape)} has {layout.stride} elements between "
+            f"neighbouring inputs; expected {_MAX_STRIDE} at most. Exclude it."
+        ]
+    if recipe.kept_of is not None and layout.inputs % recipe.kept_of[1]:
+        return [
+            f"tensor {entry.name} has {layout.inputs} inputs (shape {list(entry.shape)}), which "
+            f"{recipe.kept_of[1]} does not divide: {recipe.pattern} does not fit. Exclude it."
+        ]
+    return []
+
+
+def _adapter_problems(
+    checkpoint: Checkpoint, recipe: FileRecipe, choices: Sequence[Choice]
+) -> list[str]:
+    """Factors of an update are no weights of a layer: to prune them is hardly ever meant."""
+    if recipe.include is not None or recipe.also:
+        return []
+    is_folder = any(other.name == _ADAPTER_CONFIG for other in checkpoint.others) and all(
+        file.name.startswith("adapter_model") for file in checkpoint.files
+    )
+    is_one = any(choice.reason == ADAPTER for choice in choices)
+    if is_folder or (is_one and not any(choice.is_pruned for choice in choices)):
+        found = f" ({_ADAPTER_CONFIG})" if is_folder else " (names such as lora_A)"
+        return [
+            f"the checkpoint is an adapter{found}: its tensors are factors of an update, and "
+            "pruning them is seldom meant. Merge it into its model and prune that, or name the "
+            "tensors to prune with include."
+        ]
+    return []
+
+
+def _tied_problems(checkpoint: Checkpoint, chosen: Iterable[TensorEntry]) -> list[str]:
+    """An embedding and a head that a model joins are one tensor; two on disk would drift apart."""
+    text = checkpoint.config.get("text_config")
+    configs = [checkpoint.config, text if isinstance(text, dict) else {}]
+    if not any(config.get("tie_word_embeddings") is True for config in configs):
+        return []
+    names = [entry.name for entry in checkpoint.tensors]
+    heads = [n for n in names if re.search(r"(^|\.)(lm_head|embed_out)\.", n)]
+    inputs = [
+        n for n in names if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.", n)
+    ]
+    taken = {entry.name for entry in chosen} & {*heads, *inputs}
+    if heads and inputs and taken:
+        names = " and ".join(sorted(taken))
+        return [
+            f"config.json ties {inputs[0]} and {heads[0]} (tie_word_embeddings), but both are "
+            f"stored, and a model loads one of them for both. Exclude {names}."
+        ]
+    return []
