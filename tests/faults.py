@@ -73,27 +73,37 @@ class Injector:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Injector]:
-        attempt_all, reduce = collectives.attempt_all, Communicator._reduce
-
-        def watched_attempt(function: Callable[..., Any], *args: Any) -> Any:
-            def watched() -> Any:
+        def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+            def run_step(*args: Any) -> Any:
                 self.reach("before step")
-                result = function(*args)
+                result = step(*args)
                 self.reach("after step")
                 return result
 
-            return attempt_all(watched)
+            return run_step
 
-        def watched_reduce(communicator: Communicator, values: torch.Tensor, op: Any) -> Any:
+        attempt_all, reduce = collectives.attempt_all, Communicator.reduce
+        reduce_values = Communicator._reduce
+
+        def watched_attempt(function: Callable[..., Any], *args: Any) -> Any:
+            return attempt_all(watched(function), *args)
+
+        def watched_reduce(
+            communicator: Communicator, size: int, step: Callable[..., Any], op: Any = "sum"
+        ) -> Any:
+            return reduce(communicator, size, watched(step), op)
+
+        def watched_reduce_values(communicator: Communicator, values: torch.Tensor, op: Any) -> Any:
             self.reach("before reduce")
-            reduced = reduce(communicator, values, op)
+            reduced = reduce_values(communicator, values, op)
             self.reach("after reduce")
             return reduced
 
         with contextlib.ExitStack() as patches:
             for module in (collectives, global_pruning, pruning_method):
                 patches.enter_context(mock.patch.object(module, "attempt_all", watched_attempt))
-            patches.enter_context(mock.patch.object(Communicator, "_reduce", watched_reduce))
+            patches.enter_context(mock.patch.object(Communicator, "reduce", watched_reduce))
+            patches.enter_context(mock.patch.object(Communicator, "_reduce", watched_reduce_values))
             yield self
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
@@ -63,9 +62,9 @@ class _Turns:
         assert len(kinds) == 1, f"the ranks reduce different things: {kinds}"
         (op, _, _) = kinds.pop()
         stacked = torch.stack([values for _, values in given.values()])
-        if op == dist.ReduceOp.SUM:
+        if op == "sum":
             return stacked.sum(0)
-        return stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.amin(0)
+        return stacked.amax(0) if op == "max" else stacked.amin(0)
 
 
 class ThreadCommunicator(Communicator):

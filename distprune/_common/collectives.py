@@ -7,7 +7,7 @@ not change a result.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So whatever may fail on one rank alone is a *local
-step* of the collective that follows it: :meth:`Communicator.sum_of` runs the step, and sends a
+step* of the collective that follows it: :meth:`Communicator.reduce` runs the step, and sends a
 word for "it failed" along with what it returns. The size of what is sent is known before the step
 runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
 Between a collective and the next local step there is only code that does the same on every rank:
@@ -20,7 +20,7 @@ import builtins
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from distprune._common.exclusive import exclusively, raise_waiting_interrupt
 
 T = TypeVar("T")
 
+Op = Literal["sum", "max", "min"]
 _INT64_MAX = 2**63 - 1
 # Raised under their own type on every rank; any other becomes a RuntimeError.
 _SHARED_ERRORS = {
@@ -72,12 +73,13 @@ class Communicator:
         self.num_collectives = 0
         self.bytes_sent = 0
 
-    def sum_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
-        """Run a local step on every rank and sum what it returns; see [Note: all or none].
+    def reduce(self, size: int, step: Callable[[], Tensor], op: Op = "sum") -> Tensor:
+        """Run a local step on every rank and reduce what it returns; see [Note: all or none].
 
         Args:
-            size: of the result; a value that all ranks share.
+            size: number of elements of the result; a value that all ranks share.
             step: local work that may fail; returns int64 [size].
+            op: "sum" (modulo 2**64), "max" or "min", elementwise.
 
         Raises:
             BaseException: what the step raised on this rank, if it failed on all; otherwise what it
@@ -85,38 +87,47 @@ class Communicator:
 
         Cost: one all-reduce of ``size`` + 1 words.
         """
-        return self._share(size, step, dist.ReduceOp.SUM, 1)
-
-    def max_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
-        """The elementwise maximum of what a local step returns; see :meth:`sum_of`."""
-        return self._share(size, step, dist.ReduceOp.MAX, 1)
-
-    def min_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
-        """The elementwise minimum of what a local step returns; see :meth:`sum_of`."""
-        return self._share(size, step, dist.ReduceOp.MIN, -1)
+        if self.size == 1:
+            return step()
+        shared = torch.zeros(size + 1, dtype=torch.int64)
+        error: BaseException | None = None
+        # As in attempt_all, without its two calls: this is on the way to every kernel.
+        try:
+            values = step()
+            raise_waiting_interrupt()
+            if values.shape != (size,):
+                raise AssertionError(f"a step returned {tuple(values.shape)}, not ({size},).")
+            shared[:size] = values
+        except BaseException as caught:
+            error = caught
+            shared[size] = -1 if op == "min" else 1
+        shared = self._reduce(shared, op)
+        if int(shared[size]):
+            self._raise_everywhere(error)
+        return shared[:size]
 
     def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
-        """What a local step returns on the leader; see :meth:`sum_of`. It runs on every rank."""
+        """What a local step returns on the leader; see :meth:`reduce`. All ranks run it."""
 
         def of_leader() -> Tensor:
             values = step()
             return values if self.index == 0 else torch.zeros_like(values)
 
-        return self.sum_of(size, of_leader)
+        return self.reduce(size, of_leader)
 
     def run(
         self,
         step: Callable[[], T],
         facts_of: Callable[[T], Sequence[tuple[str, str]]] | None = None,
     ) -> T:
-        """Run a local step whose result stays on this rank; see :meth:`sum_of`.
+        """Run a local step whose result stays on this rank; see :meth:`reduce`.
 
         Args:
             step: local work that may fail.
             facts_of: from its result to (label, text) pairs that must be equal on all ranks.
 
         Raises:
-            BaseException: as :meth:`sum_of`, and as :meth:`agree`.
+            BaseException: as :meth:`reduce`, and as :meth:`agree`.
 
         Cost: one all-reduce of 40 bytes when all is well.
         """
@@ -133,17 +144,17 @@ class Communicator:
     def sum(self, values: Tensor) -> Tensor:
         """Sum an int64 tensor over all ranks (modulo 2**64).
 
-        For values that are at hand: what may fail belongs in :meth:`sum_of`.
+        For values that exist already: what may fail belongs in :meth:`reduce`.
         """
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self._reduce(values, "sum")
 
     def min(self, values: Tensor) -> Tensor:
         """Elementwise minimum of an int64 tensor over all ranks."""
-        return self._reduce(values, dist.ReduceOp.MIN)
+        return self._reduce(values, "min")
 
     def max(self, values: Tensor) -> Tensor:
         """Elementwise maximum of an int64 tensor over all ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._reduce(values, "max")
 
     def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
         """The different texts among those of all ranks, and which of them each rank has.
@@ -209,24 +220,6 @@ class Communicator:
         if shared[1] != -shared[2] or shared[3] != -shared[4]:
             self._raise_difference(facts, num_common=-shared[2])
 
-    def _share(self, size: int, step: Callable[[], Tensor], op: Any, failed: int) -> Tensor:
-        if self.size == 1:
-            return step()
-        values, error = attempt_all(step)
-        shared = torch.zeros(size + 1, dtype=torch.int64)
-        if error is None:
-            assert values is not None
-            if values.shape != (size,):
-                error = AssertionError(f"a step returned {tuple(values.shape)}, not ({size},).")
-            else:
-                shared[:size] = values
-        if error is not None:
-            shared[size] = failed
-        shared = self._reduce(shared, op)
-        if int(shared[size]):
-            self._raise_everywhere(error)
-        return shared[:size]
-
     def exclusively(self) -> AbstractContextManager[None]:
         """Keep other calls off these process groups, and interrupts waiting: see exclusive.py.
 
@@ -235,12 +228,12 @@ class Communicator:
         """
         return exclusively(self._groups if self.size > 1 else ())
 
-    def _reduce(self, values: Tensor, op: Any) -> Tensor:
+    def _reduce(self, values: Tensor, op: Op) -> Tensor:
         if self.size == 1:
             return values
         reduced = values.to(self._device, copy=True)
         for group in self._groups:
-            dist.all_reduce(reduced, op=op, group=group)
+            dist.all_reduce(reduced, op=getattr(dist.ReduceOp, op.upper()), group=group)
             self.num_collectives += 1
             self.bytes_sent += reduced.numel() * reduced.element_size()
         return reduced.to(values.device)

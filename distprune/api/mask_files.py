@@ -206,4 +206,4 @@ def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:
                 words.scatter_add_(0, kept >> 6, torch.ones_like(kept) << (kept & 63))
         return words
 
-    return communicator.sum_of(num_words, own_bits)
+    return communicator.reduce(num_words, own_bits)

@@ -176,7 +176,7 @@ class MasksFromFile:
             own = [name not in plan.matching.unexpected for name in names]
             return torch.tensor(own, dtype=torch.int64)
 
-        counts = call.communicator.sum_of(len(names), claimed).tolist()
+        counts = call.communicator.reduce(len(names), claimed).tolist()
         nobody = [name for name, count in zip(names, counts, strict=True) if not count]
         self.unexpected = {name: plan.matching.unexpected[name] for name in nobody}
         if self.unexpected and self._strict:

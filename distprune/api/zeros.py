@@ -130,7 +130,7 @@ def _count(targets: list[Target], communicator: Communicator) -> list[list[int]]
         parts = [each for target in targets for each in _count_local(target.shard)]
         return torch.tensor(on_host(parts), dtype=torch.int64)
 
-    return communicator.sum_of(2 * len(targets), count).view(-1, 2).tolist()
+    return communicator.reduce(2 * len(targets), count).view(-1, 2).tolist()
 
 
 def _count_local(shard: LocalShard) -> tuple[Tensor, Tensor]:

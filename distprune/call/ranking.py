@@ -158,7 +158,7 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
         digests = torch.tensor(checksums(pruned))
         return torch.cat([digests, ~digests])
 
-    highest, lowest = communicator.max_of(2 * len(scores), decide_and_digest).chunk(2)
+    highest, lowest = communicator.reduce(2 * len(scores), decide_and_digest, "max").chunk(2)
     if not torch.equal(highest, ~lowest):
         name = call.shards[int((highest != ~lowest).nonzero()[0])].name
         raise ValueError(
@@ -291,7 +291,7 @@ def _whole(call: PruningCall, which: int, local: Tensor, gather: bool) -> Tensor
         whole[shard.index(counted)] = bits[counted].long()
         return whole
 
-    return call.communicator.sum_of(shard.numel, spread).to(integer).view(local.dtype)
+    return call.communicator.reduce(shard.numel, spread).to(integer).view(local.dtype)
 
 
 def _pruned(live: Tensor, keep: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ def _count_copies_on_other_meshes(
         }
         return torch.tensor([by_ranks[shard.ranks] for shard in smaller], dtype=torch.int64)
 
-    kind_of = communicator.sum_of(len(smaller), hash_meshes).tolist()
+    kind_of = communicator.reduce(len(smaller), hash_meshes).tolist()
     mesh_of = dict(zip(kind_of, (shard.ranks for shard in smaller), strict=True))
 
     def mark_first() -> Tensor:
@@ -276,7 +276,7 @@ def _count_copies_on_other_meshes(
             is_first[row, communicator.index] = communicator.rank == ranks[0]
         return is_first.view(-1)
 
-    is_first = communicator.sum_of(len(mesh_of) * communicator.size, mark_first)
+    is_first = communicator.reduce(len(mesh_of) * communicator.size, mark_first)
     # By kind: which of how many meshes this rank's is.
     copies = {}
     for (kind, ranks), row in zip(mesh_of.items(), is_first.chunk(len(mesh_of)), strict=True):

@@ -186,7 +186,7 @@ def _count_and_compare(
             rows.append([num_live, *of_replica])
         return torch.tensor(rows, dtype=torch.int64).view(-1)
 
-    shared = communicator.sum_of(3 * len(targets), count).view(-1, 3).tolist()
+    shared = communicator.reduce(3 * len(targets), count).view(-1, 3).tolist()
     for target, (_, of_all, of_first) in zip(targets, shared, strict=True):
         if not replicas_agree(target.shard.num_replicas, of_all, of_first):
             raise ValueError(
@@ -268,7 +268,7 @@ def _attach_everywhere(
         return torch.tensor(rows, dtype=torch.int64).view(-1)
 
     try:
-        shared = communicator.sum_of(4 * len(targets), finish_and_attach).view(-1, 4).tolist()
+        shared = communicator.reduce(4 * len(targets), finish_and_attach).view(-1, 4).tolist()
         for target, (_, _, of_all, of_first) in zip(targets, shared, strict=True):
             if not replicas_agree(target.shard.num_replicas, of_all, of_first):
                 raise ValueError(

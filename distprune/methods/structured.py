@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count, resolve_count
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Communicator, Op
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.ranking import zero_lowest
 from distprune.selection.keys import Order
@@ -73,7 +73,7 @@ def channel_norms(
         return result
 
     if n == 0:
-        nonzero = communicator.sum_of(
+        nonzero = communicator.reduce(
             num_channels,
             lambda: reduce_blocks(
                 0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), "sum"
@@ -92,14 +92,14 @@ def channel_norms(
                 "amax" if largest else "amin",
             ).view(torch.int64)
 
-        reduce = communicator.max_of if largest else communicator.min_of
-        return reduce(num_channels, extremes).view(torch.float64)
+        op: Op = "max" if largest else "min"
+        return communicator.reduce(num_channels, extremes, op).view(torch.float64)
 
     def largest_terms() -> Tensor:
         tops = reduce_blocks(0.0, torch.float64, lambda x, _: _terms(x, n).amax(1), "amax")
         return tops.view(torch.int64)
 
-    tops = communicator.max_of(num_channels, largest_terms).view(torch.float64)
+    tops = communicator.reduce(num_channels, largest_terms, "max").view(torch.float64)
     finite = tops.isfinite()
     _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
     # Every term is below 2**exponent; their sum on this grid stays below 2**62.
@@ -111,7 +111,7 @@ def channel_norms(
         scaled = _terms(x, n) * grid[where].to(x.device).unsqueeze(1)
         return scaled.nan_to_num(0.0, 0.0, 0.0).round().long().sum(1)
 
-    sums = communicator.sum_of(
+    sums = communicator.reduce(
         num_channels, lambda: reduce_blocks(0, torch.int64, grid_sums, "sum")
     )
     powers = sums.double() * _power_of_two(-shifts)
@@ -252,7 +252,7 @@ def _alive_channels(call: PruningCall, axis: int) -> Tensor:
         rows, coordinates = shard.channels(mask, axis)
         return counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
 
-    return call.communicator.sum_of(shard.shape[axis], count) > 0
+    return call.communicator.reduce(shard.shape[axis], count) > 0
 
 
 def _terms(magnitudes: Tensor, n: float) -> Tensor:

@@ -106,7 +106,7 @@ def run_search(search: Search[T], communicator: Communicator) -> T:
             size, step = search.send(shared)  # type: ignore[arg-type]
         except StopIteration as finished:
             return finished.value
-        shared = communicator.sum_of(size, step)
+        shared = communicator.reduce(size, step)
 
 
 def search_together(searches: Sequence[Search[T]], communicator: Communicator) -> list[T]:
@@ -127,7 +127,7 @@ def search_together(searches: Sequence[Search[T]], communicator: Communicator) -
         if not steps:
             break
         sizes = [size for size, _ in steps.values()]
-        flat = communicator.sum_of(
+        flat = communicator.reduce(
             sum(sizes),
             lambda steps=steps: torch.cat([step() for _, step in steps.values()]),
         )

@@ -77,8 +77,8 @@ def recompute(
     calls = communicator.run(plan, _describe)
     if not calls:
         return result
-    changed = communicator.max_of(
-        len(calls), lambda: torch.tensor([int(call.has_changed) for call in calls])
+    changed = communicator.reduce(
+        len(calls), lambda: torch.tensor([int(call.has_changed) for call in calls]), "max"
     ).tolist()
     for call, has_changed in zip(calls, changed, strict=True):
         names = [member.name for member in call.members]
@@ -143,9 +143,10 @@ def _is_same(selection: Selection | None, shard: LocalShard | None) -> bool:
 
 def _compare(call: _Call, communicator: Communicator) -> dict[str, str]:
     shards = [member.shard for member in call.members]
-    leaders = communicator.min_of(
+    leaders = communicator.reduce(
         len(shards),
         lambda: torch.tensor([leader_of(shard, communicator) for shard in shards]),
+        "min",
     ).tolist()
     scores, positions, pruned = [], [], []
     for which, (shard, leader) in enumerate(zip(shards, leaders, strict=True)):
@@ -187,4 +188,4 @@ def _whole(shard: LocalShard, local: Tensor, leader: int, communicator: Communic
             whole[shard.index(torch.arange(bits.numel()))] = bits.cpu().long()
         return whole
 
-    return communicator.sum_of(shard.numel, spread).to(integer).view(local.dtype)
+    return communicator.reduce(shard.numel, spread).to(integer).view(local.dtype)
