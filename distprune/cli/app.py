@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Sequence
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
 
 import distprune
-from distprune.cli import (
-    applying,
-    converting,
-    environment,
-    exits,
-    looking,
-    planning,
-    pruning,
-    ranks,
-    recipes,
-    selftesting,
-    streams,
-    verifying,
+from distprune.cli import exits, ranks, streams
+from distprune.cli.commands import (
+    apply,
+    convert,
+    diff,
+    env,
+    inspect,
+    plan,
+    prune,
+    recipe,
+    selftest,
+    verify,
 )
 from distprune.cli.escaping import printable
 
@@ -54,7 +53,7 @@ _EPILOG = """
 
 def _flowing(text: str) -> str:
     """Help that breaks where the terminal does, not where the source does."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
+    paragraphs = cleandoc(text).split("\n\n")
     return "\n\n".join(each.replace("\n", " ") for each in paragraphs)
 
 
@@ -67,9 +66,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Prune": (planning.plan, pruning.prune, applying.apply, converting.convert),
-    "Look": (looking.inspect, verifying.verify, looking.diff),
-    "Recipes and support": (environment.env,),
+    "Prune": (plan.plan, prune.prune, apply.apply, convert.convert),
+    "Look": (inspect.inspect, verify.verify, diff.diff),
+    "Recipes and support": (env.env,),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
@@ -79,16 +78,16 @@ for _panel, _commands in _PANELS.items():
 # It has a parser of its own, which works without typer.
 @app.command(
     "selftest",
-    help=_flowing(selftesting.ABOUT),
+    help=_flowing(selftest.ABOUT),
     rich_help_panel="Recipes and support",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def _selftest(context: typer.Context) -> None:
-    raise typer.Exit(selftesting.main(context.args))
+    raise typer.Exit(selftest.main(context.args))
 
 
-app.add_typer(recipes.app, name="recipe", rich_help_panel="Recipes and support")
+app.add_typer(recipe.app, name="recipe", rich_help_panel="Recipes and support")
 
 
 def _show_version(wanted: bool) -> None:

@@ -33,10 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(given: Sequence[str]) -> int:
-    from distprune.cli import exits, selftesting
+    from distprune.cli import exits
+    from distprune.cli.commands import selftest
 
     if given[:1] == ["selftest"]:  # without typer and rich, which may not be installed
-        return selftesting.main(given[1:])
+        return selftest.main(given[1:])
     try:
         from distprune.cli.app import run
     except ModuleNotFoundError as error:

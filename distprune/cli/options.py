@@ -7,6 +7,21 @@ from typing import Annotated
 
 import typer
 
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="A folder with safetensors files, such a file, or the name of a model that is in the "
+        "local Hugging Face cache (org/name).",
+        show_default=False,
+    ),
+]
+Destination = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DST", help="A new folder; it appears when all is done.", show_default=False
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Write errors only to stderr.")]
 Verbose = Annotated[

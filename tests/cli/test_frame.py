@@ -4,8 +4,8 @@ import pytest
 from commands import start
 
 from distprune.cli import schema
+from distprune.cli.commands.recipe import shipped
 from distprune.cli.console import percent, size
-from distprune.cli.recipes import shipped
 from distprune.recipe import _GROUP_KEYS, _KEYS, _SCHEDULE_KEYS, load_recipe
 
 HELPS = """

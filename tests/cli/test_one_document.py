@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli import pruning
+from distprune.cli.commands import prune
 from tiny_checkpoints import save
 
 CASES = [
@@ -96,13 +96,13 @@ def test_other_ranks_of_torchrun_write_none(run, monkeypatch, command):
 
 
 def test_of_a_defect(run, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(pruning, "_prune", lambda *_: 1 / 0)
+    monkeypatch.setattr(prune, "_prune", lambda *_: 1 / 0)
     done = run("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json")
     assert done.code == 1 and done.json["exit_code"] == 1 and "Traceback" in done.err
 
 
 def test_of_a_failure_after_the_document(run, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(pruning, "_draw", lambda *_: 1 / 0)
+    monkeypatch.setattr(prune, "_draw", lambda *_: 1 / 0)
     picture = tmp_path / "a.png"
     command = ("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json", "--plot", picture)
     done = run(*command)
@@ -149,11 +149,11 @@ def test_a_signal_before_the_work(folders):
 def test_a_second_signal(folders, tmp_path):
     process = start(
         "-c",
-        "import os, signal, time\nfrom distprune.cli import pruning\n"
+        "import os, signal, time\nfrom distprune.cli.commands import prune\n"
         "def hang(*_):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(0.1)\n"
-        "pruning._prune = hang\nfrom distprune.cli.main import main\nmain()",
+        "prune._prune = hang\nfrom distprune.cli.main import main\nmain()",
         "prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json",
     )  # fmt: skip
     text, err = process.communicate(timeout=100)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli import plotting, progress, pruning
+from distprune.cli import plotting, progress
+from distprune.cli.commands import prune
 from distprune.cli.plotting import Picture, make_figure, robust_limits
 from distprune.cli.sparsity_grid import make_grid
 from distprune.files.checkpoints import scanning
@@ -170,14 +171,14 @@ def test_a_result_is_finished_although_its_picture_is_not(run, tmp_path, monkeyp
     source = save(tmp_path / "source", {"layers.0.a.weight": torch.randn(8, 8)})
     folder = tmp_path / "pictures"
     folder.mkdir()
-    real = pruning._prune
+    real = prune._prune
 
     def and_remove_the_folder(*arguments):
         found = real(*arguments)
         folder.rmdir()
         return found
 
-    monkeypatch.setattr(pruning, "_prune", and_remove_the_folder)
+    monkeypatch.setattr(prune, "_prune", and_remove_the_folder)
     done = run("prune", source, tmp_path / "out", "-s", "0.5", "--plot", folder / "a.png")
     assert done.code == 4 and "Traceback" not in done.err
     assert "out is finished, but there is no picture of it" in done.err.replace("\n", " ")

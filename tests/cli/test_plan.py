@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distprune.cli.choosing import resolve
-from distprune.cli.recipes import shipped
+from distprune.cli.commands.recipe import shipped
+from distprune.cli.recipe_options import resolve
 from distprune.files.recipe import FileRecipe
 from tiny_checkpoints import save, tree_digest
 

@@ -118,7 +118,7 @@ def test_a_hundred_thousand_tensors(tmp_path):
     source.mkdir()
     (source / "model.safetensors").write_bytes(encode(header, bytes(end)))
     script = (
-        "import sys, time\nfrom distprune.cli import planning, tables\n"
+        "import sys, time\nfrom distprune.cli import tables\n"
         "layout, seconds = tables.layout, []\n"
         "def timed(*arguments, **more):\n"
         "    began = time.process_time()\n    lines = list(layout(*arguments, **more))\n"

@@ -13,7 +13,8 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import progress, pruning, ranks
+from distprune.cli import progress, ranks
+from distprune.cli.commands import prune
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
 from tiny_checkpoints import encode, load, save, tree_digest
@@ -79,7 +80,7 @@ def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path, mon
 
 
 def test_a_defect_is_exit_code_1_with_its_traceback(run, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(pruning, "_prune", lambda *_: 1 / 0)
+    monkeypatch.setattr(prune, "_prune", lambda *_: 1 / 0)
     done = run("prune", source, tmp_path / "out", "-s", "0.5")
     assert done.code == 1
     assert "ZeroDivisionError" in done.err and "distprune env" in done.err

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distprune.cli import recipes
+from distprune.cli import recipe_files
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipes.checkpoints import fields_of
@@ -30,7 +30,7 @@ RecipeName = Annotated[
         help="A YAML file, or the name of a shipped recipe (`distprune recipe ls`).",
         metavar="FILE|NAME",
         rich_help_panel=_PANEL,
-        autocompletion=recipes.complete,
+        autocompletion=recipe_files.complete,
     ),
 ]
 Sparsity = Annotated[
@@ -112,7 +112,7 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         SelectionError: no such recipe, or one of no use here; with every value that is wrong.
     """
     given = {key: value for key, value in options.items() if value is not None and value != []}
-    fields = {} if name is None else fields_of(recipes.read(name), name)
+    fields = {} if name is None else fields_of(recipe_files.read(name), name)
     if groups := fields.get("groups"):
         _refuse_in_groups(name, len(groups), given)
     if "pattern" in given:

@@ -11,9 +11,8 @@ import typer
 from distprune.cli import exits, ranks
 from distprune.cli.console import Terminal, count, percent, size
 from distprune.cli.mask_tables import show_masks
-from distprune.cli.options import AsJson, Quiet, Timeout, Verbose
+from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
-from distprune.cli.pruning import Nproc
 from distprune.files.errors import Interrupted
 
 Pruned = Annotated[

@@ -1,105 +1,15 @@
-"""``distprune plan``: what would be pruned, from headers alone."""
+"""A plan as a table, as one sentence, and as JSON values."""
 
 from __future__ import annotations
 
-import os
-import re
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from distprune.cli import choosing, costing, exits, sources
-from distprune.cli.console import Terminal, count, counted, duration, percent, size
-from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli import sources
+from distprune.cli.console import Terminal, count, counted, percent, size
+from distprune.cli.names import shape_text, without_numbers
 from distprune.files.planning import Plan, PlannedTensor
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.policy import Choice
-
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SRC",
-        help="A folder with safetensors files, such a file, or the name of a model that is in the "
-        "local Hugging Face cache (org/name).",
-        show_default=False,
-    ),
-]
-
-
-MaybeDestination = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="DST",
-        help="Where prune will write: whether there is room. Nothing is written now.",
-        show_default=False,
-    ),
-]
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def plan(
-    source: Source,
-    destination: MaybeDestination = None,
-    recipe: choosing.RecipeName = None,
-    sparsity: choosing.Sparsity = None,
-    pattern: choosing.Pattern = None,
-    scope: choosing.Scope = None,
-    score: choosing.Score = None,
-    seed: choosing.Seed = None,
-    include: choosing.Include = None,
-    also: choosing.Also = None,
-    exclude: choosing.Exclude = None,
-    min_ndim: choosing.MinNdim = None,
-    min_sparsity: choosing.MinSparsity = None,
-    max_sparsity: choosing.MaxSparsity = None,
-    input_dim: choosing.InputDim = None,
-    nan: choosing.Nan = None,
-    follow_links: sources.FollowLinks = False,
-    as_json: AsJson = False,
-    verbose: Verbose = 0,
-    quiet: Quiet = False,
-) -> None:
-    """Show what would be pruned, what not and why; the disk space and the time that it takes.
-
-    Reads headers, and a few megabytes to see how fast the disk is; writes nothing. Without a
-    sparsity, a pattern or a recipe it shows what the default selection is. Names that differ in
-    numbers only share a line; -v lists every tensor. Ends with 4 if there is no room at DST.
-
-    [bold]Examples[/bold]
-
-      distprune plan Llama-3.2-1B
-
-      distprune plan Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
-
-      distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
-    """
-    from distprune.files.planning import plan as make_plan
-
-    # Without an amount there is still a selection.
-    has_amount = not (recipe is None and sparsity is None and pattern is None)
-    chosen = choosing.resolve(
-        recipe,
-        {
-            "sparsity": sparsity if has_amount else 0.0, "pattern": pattern, "scope": scope,
-            "score": score, "seed": seed, "include": include, "also": also, "exclude": exclude,
-            "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan,
-            "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
-        },
-    )  # fmt: skip
-    made = make_plan(source, chosen, follow_links=follow_links)
-    cost = costing.estimate(made, destination)
-    terminal = Terminal(as_json, -1 if quiet else verbose)
-    sources.tell(terminal, made.checkpoint)
-    show_warnings(terminal, made)
-    if as_json:
-        terminal.json(as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}})
-    else:
-        show(terminal, made, one_by_one=verbose > 0, has_amount=has_amount)
-        _show_cost(terminal, cost, destination)
-    if cost.fits is False:
-        raise typer.Exit(exits.OUTPUT)
 
 
 def show_warnings(terminal: Terminal, plan: Plan) -> None:
@@ -114,20 +24,24 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool =
     lines: dict[tuple[Any, ...], list[Choice]] = {}
     for choice in plan.choices:
         entry = choice.entry
-        name = entry.name if one_by_one else _NUMBER.sub("*", entry.name)
+        name = entry.name if one_by_one else without_numbers(entry.name)
         group = planned[entry.name].group if choice.is_pruned else 0
         key = (name, entry.dtype, entry.shape, choice.reason, group)
         lines.setdefault(key, []).append(choice)
     rows = []
     for (name, dtype, shape, reason, group), choices in lines.items():
         names = [choice.entry.name for choice in choices]
-        counts = [_count(planned[each]) for each in names if each in planned]
-        known = has_amount and counts and None not in counts
-        what = f"keep: {reason}" if reason else f"prune {count(sum(counts))}" if known else "prune"
-        if not reason and len(plan.groups) > 1:
-            what += f", group {group}"
+        if reason:
+            action = f"keep: {reason}"
+        else:
+            counts = [_count(planned[name]) for name in names if name in planned]
+            numbers = [number for number in counts if number is not None]
+            is_known = has_amount and 0 < len(counts) == len(numbers)
+            action = f"prune {count(sum(numbers))}" if is_known else "prune"
+            if len(plan.groups) > 1:
+                action += f", group {group}"
         elements = sum(choice.entry.numel for choice in choices)
-        rows.append((name, count(len(choices)), dtype, _shape(shape), count(elements), what))
+        rows.append((name, count(len(choices)), dtype, shape_text(shape), count(elements), action))
     terminal.table(
         ("tensor", "number", "dtype", "shape", "elements", "plan"),
         rows,
@@ -155,23 +69,6 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
     ]
     numbers = ("group", "tensors", "elements", "to prune", "sparsity")
     terminal.table((*numbers, "how", "what"), rows, right=numbers)
-
-
-def _show_cost(terminal: Terminal, cost: costing.Cost, destination: Path | None) -> None:
-    least, most = map(duration, cost.seconds)
-    speed = ""
-    if cost.sampled_bytes_per_second is not None:
-        speed = f" A piece was read at {size(cost.sampled_bytes_per_second)}/s just now."
-    terminal.text(
-        f"Pruning reads {size(cost.read_bytes)} and writes {size(cost.write_bytes)}; that takes "
-        f"one process from {least} to {most}.{speed}"
-    )
-    if destination is None:
-        return
-    if os.path.lexists(destination):
-        terminal.text(f"{destination} exists already.")
-    room = f"{size(cost.missing_bytes)} are needed and {size(cost.free_bytes or 0)} are free"
-    terminal.text(f"{'' if cost.fits else 'There is no room for it: '}{room} at {destination}.")
 
 
 def summary(plan: Plan, *, has_amount: bool = True) -> str:
@@ -254,7 +151,3 @@ def _ranking(recipe: FileRecipe) -> str:
         low, high = (f"{100 * share:g}" for share in (recipe.min_sparsity, recipe.max_sparsity))
         limits = f", each tensor within {low} to {high} %"
     return f"ranked {together[recipe.scope]} by {recipe.score}{limits}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

@@ -10,9 +10,8 @@ import typer
 
 from distprune.cli import exits, ranks, sources
 from distprune.cli.console import Terminal, counted, size
-from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli.options import AsJson, Destination, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.cli.pruning import Destination
 from distprune.files.errors import Interrupted
 
 Pickled = Annotated[

@@ -11,10 +11,18 @@ import typer
 from distprune.cli import discarding, exits, ranks, sources
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.mask_tables import show_masks
-from distprune.cli.options import AsJson, Discard, Nproc, Quiet, TakeOver, Timeout, Verbose
-from distprune.cli.planning import Source
+from distprune.cli.options import (
+    AsJson,
+    Destination,
+    Discard,
+    Nproc,
+    Quiet,
+    Source,
+    TakeOver,
+    Timeout,
+    Verbose,
+)
 from distprune.cli.progress import Meter
-from distprune.cli.pruning import Destination
 from distprune.files.errors import Interrupted
 
 if TYPE_CHECKING:  # torch comes with it

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import choosing, discarding, exits, planning, ranks, sources
+from distprune.cli import discarding, exits, plan_table, ranks, recipe_options, sources
 from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import (
     AsJson,
+    Destination,
     Discard,
     Nproc,
     Plot,
     Quiet,
+    Source,
     TakeOver,
     Timeout,
     Verbose,
@@ -33,12 +35,6 @@ if TYPE_CHECKING:  # torch comes with it
 # How much a picture reads at most, for its histogram of magnitudes.
 _PLOT_BYTES = 1 << 30
 
-Destination = Annotated[
-    Path,
-    typer.Argument(
-        metavar="DST", help="A new folder; it appears when all is done.", show_default=False
-    ),
-]
 Masks = Annotated[
     bool | None,
     typer.Option(
@@ -59,22 +55,22 @@ Card = Annotated[
 
 def prune(
     context: typer.Context,
-    source: planning.Source,
+    source: Source,
     destination: Destination,
-    recipe: choosing.RecipeName = None,
-    sparsity: choosing.Sparsity = None,
-    pattern: choosing.Pattern = None,
-    scope: choosing.Scope = None,
-    score: choosing.Score = None,
-    seed: choosing.Seed = None,
-    include: choosing.Include = None,
-    also: choosing.Also = None,
-    exclude: choosing.Exclude = None,
-    min_ndim: choosing.MinNdim = None,
-    min_sparsity: choosing.MinSparsity = None,
-    max_sparsity: choosing.MaxSparsity = None,
-    input_dim: choosing.InputDim = None,
-    nan: choosing.Nan = None,
+    recipe: recipe_options.RecipeName = None,
+    sparsity: recipe_options.Sparsity = None,
+    pattern: recipe_options.Pattern = None,
+    scope: recipe_options.Scope = None,
+    score: recipe_options.Score = None,
+    seed: recipe_options.Seed = None,
+    include: recipe_options.Include = None,
+    also: recipe_options.Also = None,
+    exclude: recipe_options.Exclude = None,
+    min_ndim: recipe_options.MinNdim = None,
+    min_sparsity: recipe_options.MinSparsity = None,
+    max_sparsity: recipe_options.MaxSparsity = None,
+    input_dim: recipe_options.InputDim = None,
+    nan: recipe_options.Nan = None,
     masks: Masks = None,
     follow_links: sources.FollowLinks = False,
     card: Card = None,
@@ -122,7 +118,7 @@ def prune(
 
     def make_recipe() -> FileRecipe:
         _check_plot(plot)
-        return choosing.resolve(recipe, options)
+        return recipe_options.resolve(recipe, options)
 
     stop = ranks.Stop()
     # Before the ranks meet: a signal that reaches all of them must not end some at once.
@@ -155,8 +151,8 @@ def _prune(
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe, follow_links=follow_links)
     sources.tell(terminal, plan.checkpoint)
-    planning.show_warnings(terminal, plan)
-    terminal.note(planning.summary(plan))
+    plan_table.show_warnings(terminal, plan)
+    terminal.note(plan_table.summary(plan))
     try:
         with Meter(terminal) as meter:
             report = carry_out(
@@ -184,7 +180,7 @@ def _check(
     from distprune.files.planning import plan
 
     _check_plot(plot)
-    plan(source, choosing.resolve(recipe, options), follow_links=follow_links)
+    plan(source, recipe_options.resolve(recipe, options), follow_links=follow_links)
 
 
 def _check_plot(plot: Path | None) -> None:

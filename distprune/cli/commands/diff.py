@@ -1,0 +1,96 @@
+"""``distprune diff``: two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distprune.cli import exits
+from distprune.cli.console import Terminal, count, percent
+from distprune.cli.options import AsJson, Quiet, Verbose
+from distprune.cli.progress import Meter, Reading
+from distprune.files.checkpoint import open_checkpoint
+
+First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
+Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
+
+
+def diff(
+    first: First,
+    second: Second,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code",
+            help=f"Exit with {exits.DIFFERENT} if there is a difference, else with 0.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor: values, and which elements are zero.
+
+    Names, shapes, dtypes and the metadata of the headers are compared too; the tensors may lie in
+    other files, and files without weights are not looked at. Tensors that are equal bit for bit
+    are listed with -v only.
+
+    [bold]Examples[/bold]
+
+      distprune diff Llama-3.2-1B-50 Llama-3.2-1B-50-tuned
+
+      distprune diff --exit-code A B && echo equal
+    """
+    from distprune.files.comparing import compare, compare_metadata
+
+    a, b = (open_checkpoint(each, follow_links=True) for each in (first, second))
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    with Meter(terminal) as meter:
+        reading = Reading(meter, a.num_bytes + b.num_bytes)
+        found = list(compare(a, b, reading))
+    metadata = compare_metadata(a, b)
+    are_equal = all(each.is_equal for each in found) and not metadata
+    if as_json:
+        values = [{**asdict(each), "is_equal": each.is_equal} for each in found]
+        texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
+        terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
+    else:
+        _show_differences(terminal, found, metadata, with_equal=verbose > 0)
+    if exit_code and not are_equal:
+        raise typer.Exit(exits.DIFFERENT)
+
+
+def _show_differences(
+    terminal: Terminal,
+    found: list[Any],
+    metadata: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    *,
+    with_equal: bool,
+) -> None:
+    rows = [
+        (each.name, each.problem, "", "", "", "")
+        if each.problem
+        else (
+            each.name,
+            "equal" if each.is_equal else f"differs in {percent(each.num_differing, each.numel)}",
+            count(each.num_differing),
+            count(each.num_zero_in_both),
+            count(each.num_zero_in_first),
+            count(each.num_zero_in_second),
+        )
+        for each in found
+        if with_equal or not each.is_equal
+    ]
+    numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
+    if rows:
+        terminal.table(("tensor", "values", *numbers), rows, right=numbers)
+        terminal.text()
+    for key, values in metadata.items():
+        one, two = (", ".join(map(ascii, each)) or "none" for each in values)
+        terminal.text(f"Metadata differ: {ascii(key)[1:-1]}: {one} in A, {two} in B.")
+    num_equal = sum(each.is_equal for each in found)
+    terminal.text(f"{num_equal} of {len(found)} tensors are equal bit for bit.")
