@@ -155,8 +155,7 @@ def check_cuts(plan, report, source, masks):
             keep = masks[entry.name].flatten().numpy()
             for first in range(0, entry.numel, 50):
                 last = min(first + 50, entry.numel)
-                bits = stored.bits(position, first, last)
-                keys = stored.keys(position, first, bits, last - first, own=False)
+                keys = stored.read_keys(position, first, last)
                 found.add(position, first, keys, keep[first:last])
         assert found.problems() == []
         cut, tensors = found.cuts()
@@ -166,7 +165,7 @@ def check_cuts(plan, report, source, masks):
             assert (cut.num_ties, cut.num_ties_pruned) == (told.num_ties, told.num_ties_pruned)
         held = {t.name: t.held_at for t in report.tensors if t.group == number and t.limits}
         assert {plan.tensors[t.position].entry.name: t.held_at for t in tensors} == held
-        form = stored.format(group=number)
+        form = stored.group_format(number)
         for each in tensors:
             if each.held_at is not None:
                 told_of = report.tensors[each.position].threshold
@@ -271,14 +270,14 @@ def test_16_bit_weights_are_counted_in_one_read(tmp_path, monkeypatch, small_pie
     for number, recipe in enumerate(recipes):
         plan = planning.plan(source, recipe)
         read = []
-        original = streaming.Source.bits
+        original = streaming.Source.read_bits
 
-        def bits(self, position, first, last, read=read, original=original):
+        def read_bits(self, position, first, last, read=read, original=original):
             read.append(last - first)
             return original(self, position, first, last)
 
         with monkeypatch.context() as patch:
-            patch.setattr(streaming.Source, "bits", bits)
+            patch.setattr(streaming.Source, "read_bits", read_bits)
             pruning.prune(plan, tmp_path / str(number))
         assert sum(read) == 2 * plan.num_elements  # once to count, once to write
 

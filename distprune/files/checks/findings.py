@@ -245,12 +245,12 @@ class Findings:
         """(first element, keys, keep, bytes) in order; compares the values on the way."""
         position = span.position
         tensor = self._plan.tensors[position]
-        entry, own = tensor.entry, tensor.num_groups > 0
-        wanted = self._source.format(position if own else None, group=tensor.group)
+        entry = tensor.entry
+        key_format = self._source.format_of(position)
         path, size = str(self._folder / entry.file), self._source.itemsize(position)
         for first in range(span.first, span.last, step):
             last = min(first + step, span.last)
-            bits = self._source.bits(position, first, last)
+            bits = self._source.read_bits(position, first, last)
             result = np.empty_like(bits)
             start = entry.start + first * size
             read_into(self._outputs, path, start, memoryview(result).cast("B"))
@@ -260,13 +260,13 @@ class Findings:
                 self._add("wrong", position, len(wrong))
                 where = first + int(wrong[0])
                 self._first_wrong[position] = min(where, self._first_wrong.get(position, where))
-            keys = self._source.keys(position, first, bits, last - first, own)
+            keys = self._source.keys_of(position, first, bits)
             self._add("pruned", position, len(keep) - int(np.count_nonzero(keep)))
             self._add("zero", position, len(bits) - int(np.count_nonzero(bits << 1)))
-            num_nan = self._source.count_nan(keys, wanted)
+            num_nan = key_format.count_nan(keys)
             self._add("nan", position, num_nan)
             if num_nan:
-                self._add("pruned_nan", position, self._source.count_nan(keys[~keep], wanted))
+                self._add("pruned_nan", position, key_format.count_nan(keys[~keep]))
             if tensor.num_groups == 1 and not keep.all():
                 largest = int((keys * ~keep).max())
                 self._thresholds[position] = max(largest, self._thresholds.get(position, 0))

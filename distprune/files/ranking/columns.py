@@ -40,7 +40,7 @@ class ColumnCuts:
         self._position = position
         self._first = first
         self._groups = groups
-        dtype = source.format(position).dtype
+        dtype = source.format_of(position).dtype
         self._thresholds = np.zeros((groups.columns, 1), dtype=dtype)
         self._num_ties = np.zeros(groups.columns, dtype=np.int64)
 
@@ -102,9 +102,6 @@ class ColumnCuts:
         keys = np.empty((groups.length, size), dtype=self._thresholds.dtype)
         start = self._first + first * groups.kernel
         for row in keys:
-            bits = None
-            if source.needs_values:
-                bits = source.bits(self._position, start, start + size)
-            row[:] = source.keys(self._position, start, bits, size, True)
+            row[:] = source.read_keys(self._position, start, start + size)
             start += groups.stride
         return keys.reshape(groups.length, last - first, groups.kernel)

@@ -18,7 +18,7 @@ from distprune.files.planning import Plan
 from distprune.files.ranking.limited_search import LimitedSearch
 from distprune.files.ranking.scores import Array
 from distprune.files.ranking.searching import Cut, Found, Search, TensorCut
-from distprune.files.ranking.streaming import Source
+from distprune.files.ranking.streaming import Source, nan_error
 from distprune.files.ranking.units import PruneUnit, share_out
 from distprune.files.selecting.grouping import check_budget
 from distprune.files.team import Team
@@ -75,7 +75,7 @@ def decide(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -
 def bytes_to_count(plan: Plan, source: Source, units: Sequence[PruneUnit]) -> int:
     """What :func:`decide` reads, over all ranks and passes."""
     num_passes = {
-        number: source.format(group=number).width // 16 for number in _counted_groups(plan, source)
+        number: source.group_format(number).width // 16 for number in _counted_groups(plan, source)
     }
     return sum(num_passes.get(unit.group, 0) * unit.num_bytes for unit in units)
 
@@ -140,7 +140,7 @@ class _Deciding:
         for number in _counted_groups(self._plan, self._source):
             group = self._plan.groups[number]
             numbers = [i for i, unit in enumerate(self._units) if unit.group == number]
-            width = self._source.format(group=number).width
+            width = self._source.group_format(number).width
             what = (self._team, self._units, numbers, width)
             if group.has_limits:
                 limited = LimitedSearch(*what, group.num_to_prune, self._plan, number)
@@ -156,12 +156,12 @@ class _Deciding:
             unit = self._units[number]
             search = self._searches[unit.group]
             counting = search.counting(number)
-            wanted = source.format(group=unit.group)
+            key_format = source.group_format(unit.group)
             for span in unit.spans:
-                chunks = source.chunks_of_keys(span.position, span.first, span.last, own=False)
+                chunks = source.chunks_of_keys(span.position, span.first, span.last)
                 for keys, num_bytes in chunks:
                     if search.is_first:
-                        self._counts[span.position] += source.count_nan(keys, wanted)
+                        self._counts[span.position] += key_format.count_nan(keys)
                     counting.add(span, keys)
                     yield num_bytes
                 counting.end_span(span)
@@ -173,7 +173,7 @@ class _Deciding:
         self._num_nan = self._team.sum(torch.from_numpy(self._counts)).numpy()
         holders = [plan.tensors[i].entry.name for i in np.flatnonzero(self._num_nan).tolist()]
         if holders and plan.recipe.nan == "error":
-            raise self._source.nan_error(holders)
+            raise nan_error(holders)
         for number in self._searches:
             self._check_numbers(number)
 

@@ -48,6 +48,12 @@ class KeyFormat:
         """The key of inf; a larger one is that of a NaN."""
         return _LARGEST.get(self.value_dtype, _SIGN_LESS[self.width])
 
+    def count_nan(self, keys: Array) -> int:
+        """How many of the keys are those of NaN."""
+        if not self.value_dtype:
+            return 0
+        return int(np.count_nonzero(keys > keys.dtype.type(self.largest_number)))
+
     def magnitude_of(self, key: int) -> float | None:
         """The magnitude that a key stands for; None for hashes."""
         if not self.value_dtype:

@@ -1,9 +1,9 @@
-"""Selected tensors, a few megabytes at a time: their bits and their keys."""
+"""The selected tensors of a checkpoint, a few megabytes at a time: their bits and their keys."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -27,10 +27,10 @@ MAX_IN_MEMORY = 8 * CHUNK
 
 
 class Source:
-    """The selected tensors of a plan, read in pieces.
+    """The selected tensors of a plan and the keys that they are ranked by, read in pieces.
 
     Args:
-        plan: what to do.
+        plan: what to prune.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -38,37 +38,36 @@ class Source:
         self._files = OpenFiles(os.O_RDONLY)
         self._paths = {file.name: file.path for file in plan.checkpoint.files}
         self._seed = hash_seed(plan.recipe.seed) if plan.recipe.seed is not None else None
-        self._formats = [
+        self._group_formats = [
             key_format(tensor.entry.dtype for tensor in plan.tensors[group.first : group.last])
             for group in plan.groups
         ]
 
     @property
     def files(self) -> OpenFiles:
-        """For whoever copies the rest."""
+        """The open files, to copy the other bytes from."""
         return self._files
 
     def needs_values(self, group: int) -> bool:
-        """Whether the scores of a group depend on what is stored."""
+        """Whether the scores of a group depend on the stored values; random ones do not."""
         return self._plan.groups[group].recipe.score != "random"
 
-    def format(self, position: int | None = None, *, group: int = 0) -> KeyFormat:
-        """Of the keys of a tensor that is ranked on its own.
+    def group_format(self, group: int) -> KeyFormat:
+        """The format of keys that are ranked across all tensors of a group."""
+        return self._group_formats[group] if self.needs_values(group) else HASHES
 
-        Args:
-            position: of the tensor; None: the format is that of all tensors of the group, ranked
-                together.
-            group: only where there is no position.
-        """
-        group = group if position is None else self._plan.tensors[position].group
-        if not self.needs_values(group):
-            return HASHES
-        if position is None:
-            return self._formats[group]
-        return key_format([self._plan.tensors[position].entry.dtype])
+    def format_of(self, position: int) -> KeyFormat:
+        """The format of a tensor's keys: that of its group if they are ranked together."""
+        tensor = self._plan.tensors[position]
+        if tensor.num_groups and self.needs_values(tensor.group):
+            return key_format([tensor.entry.dtype])
+        return self.group_format(tensor.group)
 
-    def bits(self, position: int, first: int, last: int) -> Array:
-        """The elements [first, last) as they are stored: unsigned integers, a fresh array.
+    def read_bits(self, position: int, first: int, last: int) -> Array:
+        """Read the elements [first, last) as they are stored.
+
+        Returns:
+            Unsigned integers, a fresh array.
 
         Raises:
             CheckpointError: the file cannot be read, or is shorter than it was.
@@ -81,49 +80,55 @@ class Source:
         read_into(self._files, self._paths[entry.file], offset, view)
         return bits
 
-    def keys(self, position: int, first: int, bits: Array | None, size: int, own: bool) -> Array:
-        """Keys of elements from ``first`` on.
+    def keys_of(self, position: int, first: int, bits: Array) -> Array:
+        """The keys of elements that have been read.
 
         Args:
-            bits: as :meth:`bits` returns them; None where values are not needed.
-            size: how many elements.
-            own: in the format of this tensor, not of its group.
+            position: of the tensor.
+            first: index of the first element.
+            bits: as :meth:`read_bits` returns them.
+
+        Returns:
+            Unsigned integers in the tensor's :meth:`format_of`.
         """
         tensor = self._plan.tensors[position]
         if not self.needs_values(tensor.group):
-            assert self._seed is not None
-            start = tensor.offset + first
-            return random_keys(start, start + size, self._seed)
-        assert bits is not None
-        wanted = self.format(position) if own else self.format(group=tensor.group)
-        return magnitude_keys(bits, tensor.entry.dtype, wanted)
+            return self._hashes(position, first, first + len(bits))
+        return magnitude_keys(bits, tensor.entry.dtype, self.format_of(position))
 
-    def chunks_of_keys(
-        self, position: int, first: int, last: int, own: bool
-    ) -> Iterator[tuple[Array, int]]:
-        """Keys of the elements [first, last), piece by piece, and the bytes of each piece."""
+    def read_keys(self, position: int, first: int, last: int) -> Array:
+        """The keys of the elements [first, last). Random scores are computed without a read.
+
+        Raises:
+            CheckpointError: as for :meth:`read_bits`.
+        """
+        if not self.needs_values(self._plan.tensors[position].group):
+            return self._hashes(position, first, last)
+        return self.keys_of(position, first, self.read_bits(position, first, last))
+
+    def chunks_of_keys(self, position: int, first: int, last: int) -> Iterator[tuple[Array, int]]:
+        """:meth:`read_keys` in chunks, each with the bytes that its elements have in the file."""
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
-            needs_values = self.needs_values(self._plan.tensors[position].group)
-            bits = self.bits(position, start, stop) if needs_values else None
-            keys = self.keys(position, start, bits, stop - start, own)
+            keys = self.read_keys(position, start, stop)
             yield keys, (stop - start) * self.itemsize(position)
 
     def itemsize(self, position: int) -> int:
+        """Bytes of a stored element."""
         return bits_dtype(self._plan.tensors[position].entry.dtype).itemsize
-
-    def count_nan(self, keys: Array, wanted: KeyFormat) -> int:
-        """How many keys are those of NaN."""
-        if not wanted.value_dtype:
-            return 0
-        return int(np.count_nonzero(keys > keys.dtype.type(wanted.largest_number)))
-
-    def nan_error(self, names: list[str]) -> NaNError:
-        """What to raise for tensors that hold NaN."""
-        return NaNError(
-            f"NaN in {', '.join(names)}; a NaN has no place in a ranking. Repair the checkpoint, "
-            "exclude the tensor, or keep NaN as they are (nan: keep)."
-        )
 
     def close(self) -> None:
         self._files.close()
+
+    def _hashes(self, position: int, first: int, last: int) -> Array:
+        assert self._seed is not None
+        offset = self._plan.tensors[position].offset
+        return random_keys(offset + first, offset + last, self._seed)
+
+
+def nan_error(names: Sequence[str]) -> NaNError:
+    """The error for selected tensors that contain NaN."""
+    return NaNError(
+        f"NaN in {', '.join(names)}; a NaN has no place in a ranking. Repair the checkpoint, "
+        "exclude the tensor, or keep NaN as they are (nan: keep)."
+    )

@@ -265,7 +265,7 @@ def _group_report(
         index=index,
         num_elements=group.num_elements,
         num_pruned=num_pruned,
-        threshold=_magnitude(source.format(group=index), cut.threshold if cut else None),
+        threshold=_magnitude(source.group_format(index), cut.threshold if cut else None),
         threshold_bits=None if cut is None else hex(cut.threshold),
         num_ties=None if cut is None else cut.num_ties,
         num_ties_pruned=None if cut is None else cut.num_ties_pruned,
@@ -279,11 +279,11 @@ def _thresholds(
     found: dict[int, tuple[float | None, str | None]] = {}
     for record in records:
         for text, key in record.get("threshold", {}).items():
-            found[int(text)] = _magnitude(source.format(int(text)), key), None
+            found[int(text)] = _magnitude(source.format_of(int(text)), key), None
     for cut in decision.tensors if decision is not None else ():
         if cut.held_at is not None:
-            largest = source.format(group=plan.tensors[cut.position].group)
-            magnitude = _magnitude(largest, cut.threshold if cut.num_ties else None)
+            key_format = source.format_of(cut.position)
+            magnitude = _magnitude(key_format, cut.threshold if cut.num_ties else None)
             found[cut.position] = magnitude, cut.held_at
     return found
 

@@ -16,8 +16,8 @@ from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.cutting import Cutting
 from distprune.files.ranking.deciding import Decision
 from distprune.files.ranking.groups import Groups, groups_of
-from distprune.files.ranking.scores import Array, Descent, KeyFormat, Threshold
-from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
+from distprune.files.ranking.scores import Array, Descent, Threshold
+from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
 from distprune.files.ranking.units import CopyUnit, PruneUnit, Span, Unit
 
 # First element, stored bits, and which of them go.
@@ -103,7 +103,7 @@ class Rewriter:
     def _pieces(self, span: Span, cutting: Cutting | None) -> Iterator[Piece | None]:
         """The elements of a span in order; None where something was read only to be counted."""
         if cutting is not None:
-            yield from self._cut_at(span, cutting.threshold(span), own=False)
+            yield from self._cut_at(span, cutting.threshold(span))
             return
         recipe = self._plan.recipe_of(span.position)
         groups = groups_of(self._plan.tensors[span.position], recipe)
@@ -115,7 +115,7 @@ class Rewriter:
             return
         for first in range(span.first, span.last, groups.size):
             part = Span(span.position, first, first + groups.size)
-            descent = Descent(self._format(span).width, groups.num_pruned)
+            descent = Descent(self._source.format_of(span.position).width, groups.num_pruned)
             num_ties = 0
             while groups.num_pruned and not descent.is_done:
                 histogram = np.zeros(descent.num_bins, dtype=np.int64)
@@ -124,7 +124,7 @@ class Rewriter:
                     yield None
                 descent.narrow(histogram)
                 num_ties = descent.rank + 1
-            yield from self._cut_at(part, Threshold(descent.prefix, num_ties), own=True)
+            yield from self._cut_at(part, Threshold(descent.prefix, num_ties))
 
     def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
         for start in range(span.first, span.last, groups.block):
@@ -132,23 +132,24 @@ class Rewriter:
             yield from cuts.find()
             for first in range(start, start + groups.block, cuts.step):
                 last = min(first + cuts.step, start + groups.block)
-                bits = self._source.bits(span.position, first, last)
-                keys = self._source.keys(span.position, first, bits, last - first, True)
+                bits = self._source.read_bits(span.position, first, last)
+                keys = self._source.keys_of(span.position, first, bits)
                 lowest = cuts.lowest(keys)
                 self._check(span, keys, lowest)
                 yield first, bits, lowest
 
     def _keys_of(self, span: Span) -> Iterator[Array]:
-        for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last, own=True):
+        for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last):
             yield keys
 
-    def _cut_at(self, span: Span, threshold: Threshold, *, own: bool) -> Iterator[Piece]:
+    def _cut_at(self, span: Span, threshold: Threshold) -> Iterator[Piece]:
+        is_ranked_alone = self._plan.tensors[span.position].num_groups > 0
         for first in range(span.first, span.last, CHUNK):
             last = min(first + CHUNK, span.last)
-            bits = self._source.bits(span.position, first, last)
-            keys = self._source.keys(span.position, first, bits, last - first, own)
+            bits = self._source.read_bits(span.position, first, last)
+            keys = self._source.keys_of(span.position, first, bits)
             lowest = threshold.lowest(keys)
-            if own:
+            if is_ranked_alone:
                 self._check(span, keys, lowest)
             yield first, bits, lowest
 
@@ -156,22 +157,22 @@ class Rewriter:
         step = max(CHUNK // groups.block, 1) * groups.block
         for first in range(span.first, span.last, step):
             last = min(first + step, span.last)
-            bits = self._source.bits(span.position, first, last)
-            keys = self._source.keys(span.position, first, bits, last - first, True)
+            bits = self._source.read_bits(span.position, first, last)
+            keys = self._source.keys_of(span.position, first, bits)
             lowest = groups.lowest(keys)
             self._check(span, keys, lowest)
             yield first, bits, lowest
 
     def _check(self, span: Span, keys: Array, lowest: Array) -> None:
         """Of tensors that are ranked on their own: NaN, and what the threshold was."""
-        wanted = self._format(span)
+        key_format = self._source.format_of(span.position)
         tensor = self._plan.tensors[span.position]
-        num_nan = self._source.count_nan(keys, wanted)
+        num_nan = key_format.count_nan(keys)
         if num_nan and self._plan.recipe.nan == "error":
-            raise self._source.nan_error([tensor.entry.name])
+            raise nan_error([tensor.entry.name])
         if num_nan:
             self._count("nan", span.position, num_nan)
-            if self._source.count_nan(keys[lowest], wanted):
+            if key_format.count_nan(keys[lowest]):
                 raise SelectionError(
                     f"{tensor.entry.name}: more of a group is to be pruned than is no NaN, and NaN "
                     "are kept. Lower the sparsity, or exclude the tensor."
@@ -180,9 +181,6 @@ class Rewriter:
             largest = self._record["threshold"].get(span.position, 0)
             largest = max(largest, int(keys[lowest].max()))
             self._record["threshold"][span.position] = largest
-
-    def _format(self, span: Span) -> KeyFormat:
-        return self._source.format(span.position)
 
     def _count(self, what: str, position: int, count: int) -> None:
         counts = self._record[what]
