@@ -13,10 +13,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distprune._common import mask_bits
 from distprune._common.collectives import Communicator, attempt, world
 from distprune._common.naming import NamedParameter
 from distprune._transformers.saving import SavedMasks, as_saved
@@ -137,7 +137,7 @@ class _Writer:
     def add(self, parameter: str, words: Tensor) -> None:
         saved = self._saved_of[parameter]
         if saved.conversion is None:
-            size = -(-math.prod(self._shapes[parameter]) // 8)
+            size = mask_bits.num_bytes_of(math.prod(self._shapes[parameter]))
             self._file.write(_bytes_of(words)[:size])
             return
         self._waiting[parameter] = words
@@ -148,13 +148,12 @@ class _Writer:
         del masks
         for name in saved.tensors:
             bits = made.pop(name).reshape(-1).numpy()
-            self._file.write(np.packbits(bits, bitorder="little").tobytes())
+            self._file.write(mask_bits.pack(bits).tobytes())
 
     def _unpacked(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        packed = np.frombuffer(_bytes_of(self._waiting.pop(name)), dtype=np.uint8)
-        bits = np.unpackbits(packed, bitorder="little", count=math.prod(shape)).view(bool)
-        return torch.from_numpy(bits).view(shape)
+        words = self._waiting.pop(name).cpu().numpy()
+        return torch.from_numpy(mask_bits.unpack_words(words, math.prod(shape))).view(shape)
 
     def finish(self) -> None:
         self._file.flush()

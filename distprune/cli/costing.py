@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from distprune._common.mask_bits import num_bytes_of
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan, PlannedGroup
 
@@ -94,7 +95,9 @@ def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
 
 def _sidecar_bytes(plan: Plan) -> int:
     """Masks, and what the report says of each tensor."""
-    masks = sum(-(-tensor.entry.numel // 8) for tensor in plan.tensors) if plan.recipe.masks else 0
+    masks = (
+        sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) if plan.recipe.masks else 0
+    )
     names = sum(len(choice.entry.name) + 200 for choice in plan.choices)
     return masks + 2 * names
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from distprune._common.collectives import Communicator, world
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
@@ -23,7 +24,6 @@ from distprune.files.checkpoints.mask_files import (
     open_masks,
     read_keep,
 )
-from distprune.files.checkpoints.scanning import FORMATS
 from distprune.files.disk.access import WRITE, OpenFiles, copy_range, read_into, write_from
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import CheckpointError, counted
@@ -108,7 +108,7 @@ class Application:
                 problems.append(
                     f"tensor {name} is {list(entry.shape)}, but its mask {list(shape)}."
                 )
-            elif entry.dtype not in FORMATS:
+            elif entry.dtype not in PLAIN_FLOATS:
                 problems.append(f"tensor {name} is {entry.dtype}; expected a plain float.")
         if problems:
             shown = problems[:12]
@@ -191,7 +191,7 @@ class Application:
             while first < numel:
                 last = min(first + -(-missing // 8) * 8, numel)
                 spans.append(Span(position, first, last))
-                num_bytes += (last - first) * FORMATS[tensor.entry.dtype].width
+                num_bytes += (last - first) * PLAIN_FLOATS[tensor.entry.dtype].num_bytes
                 missing -= last - first
                 first = last
                 if missing <= 0:
@@ -334,14 +334,14 @@ class _Applier:
 
     def _apply(self, span: Span) -> Iterator[int]:
         entry = self._application.tensors[span.position].entry
-        form = FORMATS[entry.dtype]
+        form = PLAIN_FLOATS[entry.dtype]
         start = self._layout.starts[entry.name] + span.first // 8
         masks = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
         num_pruned = num_zeroed = 0
         for first in range(span.first, span.last, _CHUNK):
             last = min(first + _CHUNK, span.last)
-            raw = np.empty((last - first) * form.width, np.uint8)
-            offset = entry.start + first * form.width
+            raw = np.empty((last - first) * form.num_bytes, np.uint8)
+            offset = entry.start + first * form.num_bytes
             read_into(self._sources, self._paths[entry.file], offset, memoryview(raw))
             keep = read_keep(self._application.masks, self._sources, entry.name, first, last)
             drop = ~keep

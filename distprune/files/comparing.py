@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.scanning import FORMATS, Scanner
+from distprune.files.checkpoints.scanning import Scanner
 from distprune.files.formats.header import TensorEntry
 
 
@@ -81,7 +82,7 @@ def _compare(
     other: TensorEntry,
     on_bytes: Callable[[int], None],
 ) -> TensorDifference:
-    form = FORMATS.get(entry.dtype)
+    form = PLAIN_FLOATS.get(entry.dtype)
     differing, both, first, second = 0, 0, 0, 0
     for ours, theirs in zip(one.chunks(entry), two.chunks(other), strict=True):
         if form is not None:

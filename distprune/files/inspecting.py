@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.scanning import FORMATS, FloatFormat, Scanner
+from distprune.files.checkpoints.scanning import Scanner
 from distprune.files.checkpoints.special_values import count_special, is_countable
 from distprune.files.formats.header import TensorEntry
 from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
@@ -70,7 +71,7 @@ def inspect(
         for entry in checkpoint.tensors:
             if only is not None and entry.name not in only:
                 continue
-            if entry.dtype in FORMATS:
+            if entry.dtype in PLAIN_FLOATS:
                 yield _inspect(scanner, entry, _layout(layouts, entry), patterns, on_bytes)
             else:
                 yield _inspect_others(scanner, entry, on_bytes)
@@ -106,12 +107,12 @@ def sample_exponents(
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
     """
-    entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in FORMATS]
+    entries = [e for e in checkpoint.tensors if e.name in names and e.dtype in PLAIN_FLOATS]
     exponents: Counter[int] = Counter()
     num_read, num_bytes = 0, sum(entry.nbytes for entry in entries)
     with closing(Scanner(checkpoint)) as scanner:
         for entry, chunk in scanner.sample(entries, max_bytes):
-            form, facts = FORMATS[entry.dtype], TensorFacts(entry)
+            form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
             _count(facts, form, form.magnitudes(chunk))
             exponents.update(facts.exponents)
             num_read += chunk.nbytes
@@ -126,7 +127,7 @@ def _inspect(
     patterns: Iterable[tuple[int, int]],
     on_bytes: Callable[[int], None],
 ) -> TensorFacts:
-    form, facts = FORMATS[entry.dtype], TensorFacts(entry)
+    form, facts = PLAIN_FLOATS[entry.dtype], TensorFacts(entry)
     fitting: list[tuple[int, int]] = []
     stride = 1
     if layout is not None and entry.numel:
@@ -136,7 +137,7 @@ def _inspect(
         facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
     # A chunk is whole groups: the lengths of groups divide the inputs, and so does their multiple.
     whole = stride * int(np.lcm.reduce([1, *(m for _, m in fitting)])) if fitting else 1
-    for chunk in scanner.chunks(entry, form.width * max(whole, 1)):
+    for chunk in scanner.chunks(entry, form.num_bytes * max(whole, 1)):
         magnitudes = form.magnitudes(chunk)
         _count(facts, form, magnitudes)
         for n, m in fitting:
@@ -170,7 +171,7 @@ def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> Non
     biased = (magnitudes >> form.bits(form.num_fraction_bits)).astype(np.int64)
     counts = np.bincount(biased, minlength=last + 1)
     num_zero = magnitudes.size - int(np.count_nonzero(magnitudes))
-    num_inf = int(np.count_nonzero(magnitudes == form.bits(last << form.num_fraction_bits)))
+    num_inf = int(np.count_nonzero(magnitudes == form.bits(form.inf)))
     facts.num_zero = (facts.num_zero or 0) + num_zero
     facts.num_inf += num_inf
     facts.num_nan += int(counts[last]) - num_inf

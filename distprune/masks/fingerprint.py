@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common import memory
+from distprune._common import mask_bits, memory
 from distprune._common.hashing import hash_keys
+from distprune._common.mask_values import is_zero
 from distprune._common.memory import Array, Count
 from distprune.shards.shard import FlatShard, LocalShard
 
@@ -60,7 +61,7 @@ def fingerprint_part(shard: LocalShard, mask: Tensor) -> Count:
     part: Count = 0
     for rows, starts in _blocks(shard, mask.detach()):
         if memory.takes_numpy(mask.device):
-            part = part + _of_rows(_is_zero(rows), starts.numpy())
+            part = part + _of_rows(is_zero(rows), starts.numpy())
         else:
             part = part + _of_rows_on_device(rows == 0, starts.to(mask.device))
     return _wrapped(part)
@@ -74,13 +75,13 @@ def _of_run(flat: Tensor, start: int) -> int:
         length = min(size - first, _TABLE_BITS - (start + first) % _TABLE_BITS)
         which, place = divmod(start + first, _TABLE_BITS)
         word, shift = divmod(place, _BITS)
-        pruned = _is_zero(flat[first : first + length])
+        pruned = is_zero(flat[first : first + length])
         num_words = -(-(shift + length) // _BITS)
         if shift or length % _BITS:
             padded = np.zeros(num_words * _BITS, dtype=bool)
             padded[shift : shift + length] = pruned
             pruned = padded
-        words = np.packbits(pruned, bitorder="little").view("<u4").astype(np.uint64)
+        words = mask_bits.pack(pruned).view("<u4").astype(np.uint64)
         words *= _table().numpy()[word : word + num_words].view(np.uint64)
         total += int(np.add.reduce(words)) * _factor(which)
         first += length
@@ -135,15 +136,6 @@ def _runs(shard: LocalShard) -> tuple[int, Tensor]:
     return math.prod(sizes[dim:]), starts
 
 
-def _is_zero(rows: Tensor) -> Array:
-    """bool; torch takes twenty times as long for bytes. A true byte need not be 1."""
-    if rows.dtype is torch.bool:
-        return rows.view(torch.uint8).numpy() == 0
-    if rows.dtype is torch.bfloat16:  # which numpy does not know; the sign of a zero is shifted out
-        return rows.view(torch.int16).numpy() << 1 == 0
-    return rows.numpy() == 0
-
-
 def _of_rows(pruned: Array, starts: Array) -> int:
     """The sum for rows bool [r, n] that begin at these indices, int64 [r]."""
     length, total = pruned.shape[1], 0
@@ -156,7 +148,7 @@ def _of_rows(pruned: Array, starts: Array) -> int:
             padded = np.zeros((len(rows), num_words * _BITS), dtype=bool)
             padded[:, shift : shift + length] = rows
             rows = padded
-        words = np.packbits(rows, axis=1, bitorder="little").view("<u4").astype(np.uint64)
+        words = mask_bits.pack(rows).view("<u4").astype(np.uint64)
         indices = (starts[here] // _BITS)[:, None] + np.arange(num_words)
         high = indices >> _TABLE_LOG2
         first = high[0, 0]  # starts ascend

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.mask_values import bits_of_one, is_one
 from distprune._common.memory import INTEGERS, SERIAL, Array, Places, Scratch
 from distprune.selection.candidates import Candidates, ChunkRead, Cut, Found, Interval, are_bool
 
@@ -178,14 +179,7 @@ def gather(part: Candidates, places: Places, dead: int) -> Tensor:
 
 def _live(live: Tensor, scratch: Scratch) -> Array:
     """bool [m]: where a chunk of a mask is exactly 1."""
-    if live.dtype is torch.bool:
-        # In a mask that was read from a file any byte but 0 may be true.
-        flags = scratch.array("live", live.numel(), bool)
-        return np.not_equal(live.view(torch.uint8).numpy(), 0, out=flags)
-    if live.itemsize not in INTEGERS:
-        return (live == 1).numpy()
-    bits = live.view(INTEGERS[live.itemsize]).numpy()
-    return np.equal(bits, _bits_of_one(live.dtype), out=scratch.array("live", bits.size, bool))
+    return is_one(live, out=scratch.array("live", live.numel(), bool))
 
 
 def _store(out: Tensor, previous: Tensor | None, stay: Array) -> None:
@@ -203,11 +197,6 @@ def _store(out: Tensor, previous: Tensor | None, stay: Array) -> None:
     else:
         bits = out.view(INTEGERS[out.itemsize]).numpy()
         if previous is None:
-            np.multiply(stay, _bits_of_one(out.dtype), out=bits)
+            np.multiply(stay, bits_of_one(out.dtype), out=bits)
         else:
             np.multiply(previous.view(INTEGERS[out.itemsize]).numpy(), stay, out=bits)
-
-
-def _bits_of_one(dtype: torch.dtype) -> np.integer:
-    """The bits of 1 in a dtype, as an integer of its size."""
-    return torch.ones((), dtype=dtype).view(INTEGERS[dtype.itemsize]).numpy()[()]

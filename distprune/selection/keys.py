@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
+from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
-from distprune._common.memory import SERIAL, Array, Places, Scratch
+from distprune._common.memory import INTEGERS, SERIAL, Array, Places, Scratch
 from distprune.shards.geometry import IndexMap
 
 
@@ -32,12 +33,8 @@ class Order(Enum):
     DESCENDING = "largest score first"
 
 
-# dtype -> (key dtype, largest finite-or-inf key)
-_FLOATS = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF0000000000000),
+_FLOATS: dict[torch.dtype, FloatFormat] = {
+    getattr(torch, form.torch_name): form for form in PLAIN_FLOATS.values()
 }
 # Integers are widened first where |min| would overflow.
 _INTEGERS = {
@@ -91,7 +88,7 @@ def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
         NotImplementedError: a dtype that has no order here (complex, float8, quantised).
     """
     if dtype in _FLOATS:
-        key_dtype, inf = _FLOATS[dtype]
+        key_dtype, inf = INTEGERS[dtype.itemsize], _FLOATS[dtype].inf
         low = 0 if order is Order.MAGNITUDE else -inf
         return KeyRange(key_dtype, low, inf + 1, inf, dtype, order)
     if dtype in _INTEGERS:

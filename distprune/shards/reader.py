@@ -22,12 +22,6 @@ from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private.live_property import shard_mask_key
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
-_FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in dir(torch)
-    if name.startswith("float8") and isinstance(getattr(torch, name), torch.dtype)
-)
-
 
 class ShardReader:
     """Reads the parameters of one call.
@@ -263,7 +257,7 @@ def _registered(module: nn.Module, name: str, label: str) -> Tensor:
 
 def _check_kind(label: str, parameter: Tensor) -> None:
     problem = None
-    if parameter.is_quantized or parameter.dtype in _FLOAT8:
+    if parameter.is_quantized or (parameter.is_floating_point() and parameter.itemsize == 1):
         problem = f"dtype {parameter.dtype} is quantised; dequantise the parameter first"
     elif parameter.layout is not torch.strided:
         problem = f"layout {parameter.layout} is sparse already; expected torch.strided"

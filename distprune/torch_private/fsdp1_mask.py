@@ -27,6 +27,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from distprune._common import mask_bits
 from distprune._common.collectives import over_groups
 from distprune._common.lost import lost_mask
 from distprune._common.product import write_product
@@ -295,11 +296,8 @@ def local_slice(handle: Any) -> Tensor:
 
 def _joined(flags: np.ndarray, group: Any) -> np.ndarray:
     """The union of the ranks' flags, which no two ranks have set at the same place."""
-    words = np.zeros(-(-len(flags) // 64), dtype=np.int64)
-    packed = np.packbits(flags)
-    words.view(np.uint8)[: len(packed)] = packed
-    joined = over_groups([group]).sum(torch.from_numpy(words)).numpy()
-    return np.unpackbits(joined.view(np.uint8), count=len(flags)).astype(bool)
+    words = torch.from_numpy(mask_bits.pack_words(flags))
+    return mask_bits.unpack_words(over_groups([group]).sum(words).numpy(), len(flags))
 
 
 def _whole_of(value: Any, piece: Any) -> Tensor:

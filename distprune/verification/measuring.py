@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
+from distprune._common.mask_values import is_one, is_zero
 from distprune._common.memory import Array
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.shards.checksum import checksums, of_shard
@@ -101,17 +102,11 @@ def _zeros_and_ones(mask: Tensor) -> tuple[Array | Tensor, int, int]:
         num_zeros = int(zeros.sum())
         is_bool = mask.dtype is torch.bool
         return zeros, num_zeros, mask.numel() - num_zeros if is_bool else int((mask == 1).sum())
-    if mask.dtype is torch.bool:  # true bytes need not be 1
-        found = mask.view(torch.uint8).numpy() == 0
-        num_zeros = int(np.count_nonzero(found))
-        return found, num_zeros, found.size - num_zeros
-    if mask.dtype is torch.bfloat16:  # which numpy does not know; the sign of a zero is shifted out
-        bits = mask.view(torch.int16).numpy()
-        found, ones = bits << 1 == 0, bits == 0x3F80
-    else:
-        array = mask.numpy()
-        found, ones = array == 0, array == 1
-    return found, int(np.count_nonzero(found)), int(np.count_nonzero(ones))
+    zeros = is_zero(mask)
+    num_zeros = int(np.count_nonzero(zeros))
+    if mask.dtype is torch.bool:
+        return zeros, num_zeros, zeros.size - num_zeros
+    return zeros, num_zeros, int(np.count_nonzero(is_one(mask)))
 
 
 def _any_nonzero(values: Tensor, where: Array | Tensor) -> bool:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import distprune as prune
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files import applying
 from distprune.files.checkpoints import scanning
-from distprune.files.checkpoints.scanning import FORMATS
 from tiny_checkpoints import load, save, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -119,7 +119,7 @@ def test_diff_tells_values_from_zeros(run, tmp_path):
     assert found["odd.weight"]["problem"] == "F32 [3, 7]; F16 [3, 7]"
     assert found["norm"]["problem"] == "only in the first"
     assert found["new"]["problem"] == "only in the second"
-    assert all(found[f"layers.0.{name}.weight"]["is_equal"] for name in FORMATS)  # NaN, too
+    assert all(found[f"layers.0.{name}.weight"]["is_equal"] for name in PLAIN_FLOATS)  # NaN, too
 
     done = run("diff", first, second)
     assert "4 of 9 tensors are equal bit for bit." in done.out and "layers.0" not in done.out

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from distprune._common import mask_bits
+from distprune._common.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
 from distprune.files.disk.access import OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
@@ -84,7 +86,7 @@ def mask_layout(
     header: dict[str, object] = {"__metadata__": metadata}
     ends, end = {}, 0
     for entry in entries:
-        size = -(-entry.numel // 8)
+        size = num_bytes_of(entry.numel)
         header[entry.name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
         ends[entry.name] = end
         end += size
@@ -117,7 +119,7 @@ def open_masks(folder: str | Path) -> MaskFile:
     crcs = load_json(_encoded(file.metadata.get("header_crc32", "{}")), f"{path}: header_crc32")
     sizes = {tensor.name: tensor.nbytes for tensor in file.tensors}
     if not _are_shapes(shapes) or sizes != {
-        name: -(-math.prod(shape) // 8) for name, shape in shapes.items()
+        name: num_bytes_of(math.prod(shape)) for name, shape in shapes.items()
     }:
         raise CheckpointError(f"{path}: the shapes in its metadata do not fit its tensors.")
     if not isinstance(crcs, dict) or not all(type(crc) is int for crc in crcs.values()):
@@ -153,8 +155,7 @@ def read_keep(masks: MaskFile, files: OpenFiles, name: str, first: int, last: in
     start, stop = first // 8, -(-last // 8)
     packed = np.empty(stop - start, dtype=np.uint8)
     read_into(files, masks.path, masks.starts[name] + start, memoryview(packed))
-    bits = np.unpackbits(packed, bitorder="little", count=last - 8 * start)
-    return bits[first - 8 * start :].view(bool)
+    return mask_bits.unpack(packed, first - 8 * start, last - 8 * start)
 
 
 class MaskWriter:
@@ -187,6 +188,6 @@ class MaskWriter:
 
     def _write(self, keep: np.ndarray) -> None:
         if len(keep):
-            packed = np.packbits(keep, bitorder="little")
+            packed = mask_bits.pack(keep)
             write_from(self._files, self._path, self._offset, memoryview(packed))
             self._offset += len(packed)

@@ -1,14 +1,9 @@
-"""The numbers of a tensor on disk, a few megabytes at a time, as bits.
-
-Numpy has no bfloat16; bit patterns say all that is asked here: what is zero, what is NaN, how large
-a number is.
-"""
+"""The bytes of tensors on disk, a few megabytes at a time."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,42 +15,6 @@ _CHUNK = 4 << 20  # bytes
 _GOLDEN = 0.6180339887498949
 # A tensor and some of its bytes, valid until the next sample.
 Sample = tuple[TensorEntry, np.ndarray]
-
-
-@dataclass(frozen=True)
-class FloatFormat:
-    """How the bits of a number are used; all of these have the sign in front.
-
-    Attributes:
-        bits: an unsigned numpy type as wide as a number.
-        num_exponent_bits, num_fraction_bits: of a number.
-    """
-
-    bits: type[np.unsignedinteger]
-    num_exponent_bits: int
-    num_fraction_bits: int
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number."""
-        return np.dtype(self.bits).itemsize
-
-    @property
-    def bias(self) -> int:
-        """What a biased exponent is above the power of two."""
-        return (1 << (self.num_exponent_bits - 1)) - 1
-
-    def magnitudes(self, raw: np.ndarray) -> np.ndarray:
-        """Bytes as bit patterns without the sign: in the order of magnitudes, 0 for both zeros."""
-        return raw.view(self.bits) & self.bits((1 << (8 * self.width - 1)) - 1)
-
-
-FORMATS = {
-    "BF16": FloatFormat(np.uint16, 8, 7),
-    "F16": FloatFormat(np.uint16, 5, 10),
-    "F32": FloatFormat(np.uint32, 8, 23),
-    "F64": FloatFormat(np.uint64, 11, 52),
-}
 
 
 class Scanner:

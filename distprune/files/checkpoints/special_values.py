@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distprune.files.checkpoints.scanning import FORMATS
+from distprune._common.float_formats import FLOATS, NARROW_FLOATS
 
 _INTEGERS = {
     "BOOL": np.uint8, "U8": np.uint8, "I8": np.uint8, "U16": np.uint16, "I16": np.uint16,
     "U32": np.uint32, "I32": np.uint32, "U64": np.uint64, "I64": np.uint64,
 }  # fmt: skip
-# Of formats of one byte: which bytes are zero, NaN and infinite.
-_BYTES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
-    "F8_E4M3": ((0x00, 0x80), (0x7F, 0xFF), ()),
-    "F8_E5M2": ((0x00, 0x80), (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF), (0x7C, 0xFC)),
-    "F8_E4M3FNUZ": ((0x00,), (0x80,), ()),
-    "F8_E5M2FNUZ": ((0x00,), (0x80,), ()),
-    "F8_E8M0": ((), (0xFF,), ()),
+# By format of one byte: which bytes are zero, NaN and infinite.
+_BYTES = {
+    form.name: [
+        [byte for byte in range(256) if test(byte)]
+        for test in (form.is_zero, form.is_nan, form.is_inf)
+    ]
+    for form in NARROW_FLOATS.values()
+    if form.num_bits == 8
 }
 
 
@@ -42,7 +43,7 @@ def is_countable(dtype: str) -> bool:
 
 def is_float(dtype: str) -> bool:
     """Whether a dtype is one of real or complex floating-point numbers, of any width."""
-    return dtype in FORMATS or dtype.startswith(("F", "C"))
+    return dtype in FLOATS or dtype.startswith(("F", "C"))
 
 
 def count_special(dtype: str, raw: np.ndarray) -> SpecialValues:
@@ -65,4 +66,4 @@ def count_special(dtype: str, raw: np.ndarray) -> SpecialValues:
         halves = (raw & 0x07, raw & 0x70)
         return SpecialValues(sum(half.size - int(np.count_nonzero(half)) for half in halves))
     counts = np.bincount(raw, minlength=256)
-    return SpecialValues(*(int(counts[list(values)].sum()) for values in _BYTES[dtype]))
+    return SpecialValues(*(int(counts[values].sum()) for values in _BYTES[dtype]))

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
 
 # Bits per element. Others are kept as opaque bytes.
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "C64": 64, **{form.name: form.num_bits for form in FLOATS.values()},
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _LFS_POINTER = b"version https://git-lfs"

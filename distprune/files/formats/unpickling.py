@@ -16,17 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
 
-# As safetensors calls them, in its order, in which wide ones come last.
-DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64",
-    torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
+_DTYPE_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
+    "U32": "uint32", "C64": "complex64", "I64": "int64", "U64": "uint64",
+    **{form.name: form.torch_name for form in FLOATS.values()},
 }  # fmt: skip
+# In the order of the safetensors library, in which wide ones come last.
+_ORDER = (
+    "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16",
+    "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+)  # fmt: skip
+# By dtype of torch, the name in a header.
+DTYPES: dict[torch.dtype, str] = {getattr(torch, _DTYPE_NAMES[name]): name for name in _ORDER}
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 _ZIP = b"PK\x03\x04"
 _LFS_POINTER = b"version https://git-lfs"

@@ -13,18 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from distprune._common.float_formats import PLAIN_FLOATS, UNSIGNED, magnitude_mask
 from distprune._common.hashing import hash_keys
 
 Array = np.ndarray
 
-_BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32, "F64": np.uint64}
-_SIGN_LESS = {16: 0x7FFF, 32: 0x7FFFFFFF, 64: 0x7FFFFFFFFFFFFFFF}
-_LARGEST = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF0000000000000}
 # Rows of so few keys are not partitioned: all pairs are compared, five times as fast.
 _FEW = 16
 # Hashed at a time: stays in the cache, and too few for torch to wait for its other threads.
 _HASHED = 1 << 14
-_UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,14 @@ class KeyFormat:
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
-        return _UNSIGNED[self.width]
+        return UNSIGNED[self.width]
 
     @property
     def largest_number(self) -> int:
         """The key of inf; a larger one is that of a NaN."""
-        return _LARGEST.get(self.value_dtype, _SIGN_LESS[self.width])
+        if not self.value_dtype:
+            return magnitude_mask(self.width)
+        return PLAIN_FLOATS[self.value_dtype].inf
 
     def count_nan(self, keys: Array) -> int:
         """How many of the keys are those of NaN."""
@@ -71,13 +70,13 @@ def key_format(dtypes: Iterable[str]) -> KeyFormat:
     kinds = set(dtypes)
     if len(kinds) == 1:
         (kind,) = kinds
-        return KeyFormat(8 * np.dtype(_BITS[kind]).itemsize, kind)
+        return KeyFormat(PLAIN_FLOATS[kind].num_bits, kind)
     return KeyFormat(64, "F64") if "F64" in kinds else KeyFormat(32, "F32")
 
 
 def bits_dtype(dtype: str) -> np.dtype:
     """The unsigned integer, little-endian, that an element is read as."""
-    return np.dtype(_BITS[dtype]).newbyteorder("<")
+    return np.dtype(PLAIN_FLOATS[dtype].bits).newbyteorder("<")
 
 
 def magnitude_keys(bits: Array, dtype: str, wanted: KeyFormat) -> Array:
@@ -90,7 +89,7 @@ def magnitude_keys(bits: Array, dtype: str, wanted: KeyFormat) -> Array:
     if dtype != wanted.value_dtype:
         bits = _widened(bits, dtype, wanted.width)
         own = wanted.width
-    return bits & _UNSIGNED[own](_SIGN_LESS[own])
+    return bits & UNSIGNED[own](magnitude_mask(own))
 
 
 def _widened(bits: Array, dtype: str, width: int) -> Array:
@@ -103,7 +102,7 @@ def _widened(bits: Array, dtype: str, width: int) -> Array:
     # Not through arithmetic that could flush denormals: a conversion, and exact.
     with np.errstate(invalid="ignore"):
         wide = bits.view(f"f{bits.itemsize}").astype(f"f{width // 8}")
-    return wide.view(_UNSIGNED[width])
+    return wide.view(UNSIGNED[width])
 
 
 def random_keys(first: int, last: int, seed: int) -> Array:

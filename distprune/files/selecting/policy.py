@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, counted
 from distprune.files.formats.header import TensorEntry
@@ -18,7 +19,6 @@ from distprune.files.selecting.default_selection import ADAPTER, reason_to_keep
 from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
 from distprune.files.selecting.matching import matched
 
-PRUNED_DTYPES = ("BF16", "F16", "F32", "F64")
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_PROBLEMS = 12
 # Elements that lie between neighbours along the inputs: a pass has a counter for each.
@@ -123,10 +123,10 @@ def _entry_problems(
     except SelectionError as error:
         return [error.headline, *error.problems]
     for entry in chosen:
-        if entry.dtype not in PRUNED_DTYPES:
+        if entry.dtype not in PLAIN_FLOATS:
             problem = (
                 f"tensor {entry.name} is {entry.dtype}; expected one of "
-                f"{', '.join(PRUNED_DTYPES)}. Dequantise the checkpoint, or exclude the tensor."
+                f"{', '.join(PLAIN_FLOATS)}. Dequantise the checkpoint, or exclude the tensor."
             )
             problems[problem] = None
         elif recipe.goes_along_inputs:
