@@ -50,14 +50,18 @@ class _Collector:
             raise pytest.UsageError("not written: a test failed, and the matrix would have holes")
         import torch
 
-        import pair
+        from helpers import training_pair
 
         rows = ",\n".join(map(json.dumps, sorted(self.config.stash[MATRIX], key=_place)))
-        head = {"torch": torch.__version__, "backend": "gloo", "num_steps": pair.NUM_STEPS}
+        head = {"torch": torch.__version__, "backend": "gloo", "num_steps": training_pair.NUM_STEPS}
         Path(path).write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
 
 
 def _place(result):
-    import wraps
+    from helpers import wrappings
 
-    return wraps.TRAINED.index(result["wrapping"]), result["optimizer"], result["optimizer_made"]
+    return (
+        wrappings.TRAINED.index(result["wrapping"]),
+        result["optimizer"],
+        result["optimizer_made"],
+    )

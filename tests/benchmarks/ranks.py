@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 
 import distprune
 from distprune.call.report import PruningReport
-from traffic import Traffic
+from helpers.collective_traffic import Traffic
 
 AMOUNT = 0.5
 MAX_KIB = 256
@@ -417,7 +417,7 @@ def hard_weights(name: str, num_elements: int, dtype: torch.dtype) -> list[Tenso
 
 def many_ranks(options: Options) -> Table:
     """Collectives and bytes of up to a thousand ranks; each runs the whole call."""
-    from many_ranks import Sizes, prune_on, weights, world_size
+    from helpers.thousand_ranks import Sizes, prune_on, weights, world_size
 
     torch.set_num_threads(1)
     wrappings = ["fsdp2-8", "fsdp2_tp-8x8"]

@@ -51,7 +51,7 @@ from torch.distributed.tensor.parallel import (
 import distprune
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from traffic import Traffic
+from helpers.collective_traffic import Traffic
 
 AMOUNT = 0.5
 NUM_RANKS = 2

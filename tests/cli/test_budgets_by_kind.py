@@ -5,7 +5,7 @@ import torch
 
 from distprune.files.recipe import FileRecipe
 from distprune.recipes.checkpoints import load_file_recipe
-from tiny_checkpoints import load, save, tree_digest
+from helpers.tiny_checkpoints import load, save, tree_digest
 
 RUN = ("distprune/run.json",)
 SHAPES = {"self_attn.q_proj": (8, 8), "self_attn.o_proj": (8, 8), "mlp.up_proj": (25, 8)}

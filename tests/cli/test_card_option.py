@@ -3,7 +3,7 @@
 import torch
 import yaml
 
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 CARD = "---\nlicense: mit\n---\nThe card.\n"
 

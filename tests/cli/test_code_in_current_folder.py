@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import ROOT, environment
 
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 NAMES = ("torch", "numpy", "json", "typing", "typer", "rich", "yaml", "encodings", "signal")
 

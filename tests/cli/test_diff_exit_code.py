@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distprune.cli import exits
-from tiny_checkpoints import file_bytes, save
+from helpers.tiny_checkpoints import file_bytes, save
 
 MADE = {"a.weight": torch.eye(4), "b.weight": torch.ones(2, 3), "scale": torch.tensor(1.0)}
 

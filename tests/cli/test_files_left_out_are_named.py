@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tiny_checkpoints import file_bytes, save
+from helpers.tiny_checkpoints import file_bytes, save
 
 NOT_COPIED = "Not copied: pytorch_model.bin (the same weights in another form"
 NOT_PRUNED = "Copied, not pruned: 2_Dense/model.safetensors."

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rights import permissions_count
-from tiny_checkpoints import save
+from helpers.permissions import permissions_count
+from helpers.tiny_checkpoints import save
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from commands import start
 
 from distprune.files.results.partial import Partial
-from small_units import small_units
-from tiny_checkpoints import save, tree_digest
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)
 

@@ -9,7 +9,7 @@ import torch
 from commands import start
 
 from distprune.cli.csv_files import COLUMNS
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 HOSTILE = ['a,"b"', "two\nlines", "\x1b]0;title\x07", "=HYPERLINK(1)", "back\\slash", "日本", "@x"]
 

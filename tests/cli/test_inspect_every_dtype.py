@@ -8,7 +8,7 @@ import torch
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.formats.header import DTYPE_BITS
 from distprune.files.inspecting import inspect
-from tiny_checkpoints import encode, save
+from helpers.tiny_checkpoints import encode, save
 
 TORCH = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,

@@ -9,7 +9,7 @@ import distprune as prune
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files import applying
 from distprune.files.checkpoints import scanning
-from tiny_checkpoints import load, save, tree_digest
+from helpers.tiny_checkpoints import load, save, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import environment
 
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 
 @pytest.mark.slow

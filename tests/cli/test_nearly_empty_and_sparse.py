@@ -7,7 +7,7 @@ from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from commands import start
 
 from distprune.cli.commands import prune
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 CASES = [
     (0, ["plan", "SRC"]),

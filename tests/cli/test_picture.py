@@ -17,7 +17,7 @@ from distprune.cli.sparsity_grid import make_grid
 from distprune.files.checkpoints import scanning
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect, sample_exponents
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj",
          "self_attn.v_proj", "self_attn.o_proj")  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from distprune.cli.commands.recipe import shipped
 from distprune.cli.recipe_options import resolve
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 NAMES = {
     "model.embed_tokens.weight": (8, 4),

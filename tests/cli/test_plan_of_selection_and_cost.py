@@ -10,7 +10,7 @@ from commands import start
 from distprune.cli import costing
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import encode, save, tree_digest
+from helpers.tiny_checkpoints import encode, save, tree_digest
 
 
 @pytest.fixture

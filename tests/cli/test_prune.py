@@ -17,7 +17,7 @@ from distprune.cli import progress, ranks
 from distprune.cli.commands import prune
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
-from tiny_checkpoints import encode, load, save, tree_digest
+from helpers.tiny_checkpoints import encode, load, save, tree_digest
 
 RUN = ("distprune/run.json",)  # time and memory
 

@@ -14,7 +14,7 @@ import pytest
 from commands import start
 
 from distprune.cli import watching
-from tiny_checkpoints import encode, tree_digest
+from helpers.tiny_checkpoints import encode, tree_digest
 
 DEAF = """
 import pathlib, signal, sys, time

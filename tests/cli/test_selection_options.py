@@ -7,7 +7,7 @@ import torch
 import yaml
 from commands import ROOT
 
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 NAMES = {
     "model.embed_tokens.weight": (8, 4),

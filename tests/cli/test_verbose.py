@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from commands import start
 
 from distprune.cli import progress
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 
 @pytest.fixture

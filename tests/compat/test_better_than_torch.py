@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from equal_modules import bits, distinct, fill_distinct, first_output, snapshot
 from torch import Tensor, nn
-from twins import bits, distinct, fill_distinct, first_output, snapshot
 
 import distprune as prune
 

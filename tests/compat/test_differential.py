@@ -24,10 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from twins import (
+from equal_modules import (
     HALF,
     KINDS,
     KINDS_IN_HALF,
@@ -39,6 +36,9 @@ from twins import (
     snapshot,
     twin,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import distprune
 

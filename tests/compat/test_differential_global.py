@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_differential import BAD_AMOUNTS, GOOD_AMOUNTS, STABLE
-from torch import nn
-from twins import (
+from equal_modules import (
     HALF,
     assert_same_modules,
     bits,
@@ -22,6 +18,10 @@ from twins import (
     snapshot,
     twin,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_differential import BAD_AMOUNTS, GOOD_AMOUNTS, STABLE
+from torch import nn
 
 import distprune
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
+from equal_modules import fill_distinct
 from torch import nn
-from twins import fill_distinct
 
 import distprune as prune
 

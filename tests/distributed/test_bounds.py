@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune._common.hashing import hash_keys
 from distprune.testing import run_ranks
-from models import Net, fill, target
-from traffic import Traffic
+from helpers import reference, wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
 
 WRAPPINGS = [
     "plain-1", "plain-3", "ddp-2", "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-3",
@@ -51,7 +50,7 @@ def as_given(limits, targets: list, by_name: dict):
 
 def differences(wrapping: str) -> list[str]:
     wrong = []
-    indices = wraps.local_indices(Net(), wrapping)
+    indices = wrappings.local_indices(Net(), wrapping)
     for turn, (floors, ceilings, counts) in enumerate(PLANS):
         for data in ("normal", "few"):
             method = Smallest if turn == 1 and data == "normal" else prune.L1Unstructured
@@ -59,7 +58,7 @@ def differences(wrapping: str) -> list[str]:
             with torch.no_grad():  # else ceilings are seldom met
                 model.l1.weight.mul_(0.25)
             scores = [model.get_parameter(name).detach().clone() for name in NAMES]
-            model = wraps.unwrapped(wraps.wrap(model, wrapping))
+            model = wrappings.unwrapped(wrappings.wrap(model, wrapping))
             targets = [
                 prune.NamedParameter(*target(model, name), name + " in full") for name in NAMES
             ]
@@ -94,12 +93,12 @@ def differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_are_those_of_the_definition(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
 
 
 def random_differences(wrapping: str) -> list[str]:
     """A random score is a function of (seed, global index), with bounds as without."""
-    indices = wraps.local_indices(Net(), wrapping)
+    indices = wrappings.local_indices(Net(), wrapping)
     torch.manual_seed(7)
     seed = int(torch.randint(2**62, (1,)))
     offsets = [sum(SIZES[:i]) for i in range(len(SIZES))]
@@ -116,8 +115,8 @@ def random_differences(wrapping: str) -> list[str]:
 
 
 def pruned_at_random(wrapping: str, floors: list, ceilings: list) -> torch.nn.Module:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     torch.manual_seed(7 if not dist.is_initialized() or dist.get_rank() == 0 else 8)
     prune.global_unstructured(
         targets,
@@ -131,7 +130,7 @@ def pruned_at_random(wrapping: str, floors: list, ceilings: list) -> torch.nn.Mo
 
 @pytest.mark.parametrize("wrapping", ["plain-3", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_random_masks(wrapping):
-    assert_nothing_wrong(run_ranks(random_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(random_differences, wrappings.world_size(wrapping), wrapping))
 
 
 def test_random_masks_without_a_process_group():
@@ -141,10 +140,10 @@ def test_random_masks_without_a_process_group():
 def traffic_with_bounds(wrapping: str) -> tuple:
     """What one call sends, counted here and by its report; and how many parameters are held."""
     sizes = (100, 400, 100, 8)  # 81 thousand elements: more than are collected outright
-    model = wraps.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
-    targets = prune.select(wraps.unwrapped(model))
+    model = wrappings.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
+    targets = prune.select(wrappings.unwrapped(model))
     with torch.no_grad():
-        wraps.local(targets[0][0].weight).mul_(0.5)
+        wrappings.local(targets[0][0].weight).mul_(0.5)
     with Traffic() as traffic:
         report = prune.global_unstructured(
             targets,
@@ -162,7 +161,7 @@ def traffic_with_bounds(wrapping: str) -> tuple:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3"])
 def test_bounds_cost_kilobytes_per_parameter(wrapping):
-    per_rank = run_ranks(traffic_with_bounds, wraps.world_size(wrapping), wrapping)
+    per_rank = run_ranks(traffic_with_bounds, wrappings.world_size(wrapping), wrapping)
     assert all(found == per_rank[0] for found in per_rank)
     calls, num_bytes, held = per_rank[0]
     assert held == 2 and not [name for name in calls if "gather" in name]
@@ -187,7 +186,7 @@ ALL = {  # what every rank passes
 
 def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str]]]:
     """(type, text, changes) of the error that this rank sees, by case."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     targets = prune.select(model, names=("weight", "bias"))
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     prune.global_unstructured(targets, prune.L1Unstructured, amount=10)
@@ -213,7 +212,7 @@ def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "hsdp-2x2", "tp-2"])
 def test_every_rank_refuses_or_none(wrapping):
-    per_rank = run_ranks(outcomes, wraps.world_size(wrapping), wrapping, timeout=40)
+    per_rank = run_ranks(outcomes, wrappings.world_size(wrapping), wrapping, timeout=40)
     for case, (_, text) in (ODD | ALL).items():
         kinds = {found[case][0] for found in per_rank}
         assert len(kinds) == 1 and kinds <= {"ValueError", "TypeError", "NotImplementedError"}

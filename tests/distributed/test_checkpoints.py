@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import distprune as prune
-import wraps
-from checks import assembled, assert_nothing_wrong
 from distprune import checkpoint, schedule
 from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill, fqns, target
+from helpers import wrappings
+from helpers.comparisons import assembled, assert_nothing_wrong
+from helpers.models import EVEN_HIDDEN, Net, fill, fqns, target
 
 SAVERS = ["fsdp1-3", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2", "tp-2", "ddp-2", "plain-1"]
 LOADERS = ["fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-2", "hsdp-2x2", "hsdp-1x3"]
@@ -43,8 +43,8 @@ class Run:
     def __init__(self, wrapping: str, seed: int = 0, optimizer: type = torch.optim.AdamW):
         dense = fill(Net(EVEN_HIDDEN), "normal", "float32", seed)
         self.wrapping = wrapping
-        self.indices = wraps.local_indices(dense, wrapping)
-        self.model = wraps.wrap(dense, wrapping)
+        self.indices = wrappings.local_indices(dense, wrapping)
+        self.model = wrappings.wrap(dense, wrapping)
         options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
         parameters = self.model.parameters()
         self.optimizer = optimizer(parameters, lr=0.05, weight_decay=0.1, **options)
@@ -58,7 +58,7 @@ class Run:
     def step(self) -> None:
         generator = torch.Generator().manual_seed(self.pruner.num_steps)
         x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
-        part, num_parts = wraps.data_rank(self.wrapping)
+        part, num_parts = wrappings.data_rank(self.wrapping)
         self.optimizer.zero_grad()
         out = self.model(x.chunk(num_parts)[part])
         F.mse_loss(out, y.chunk(num_parts)[part]).backward()
@@ -71,10 +71,10 @@ class Run:
         for name, indices in self.indices.items():
             path, _, parameter = name.rpartition(".")
             mask = modules[path]._buffers.get(parameter + "_mask")
-            held = wraps.shard(self.model, name, self.indices).clone()
+            held = wrappings.shard(self.model, name, self.indices).clone()
             parts[name if mask is None else name + "_orig"] = held, indices
             if mask is not None:
-                parts[name + "_mask"] = wraps.local(mask).clone(), indices
+                parts[name + "_mask"] = wrappings.local(mask).clone(), indices
         return parts
 
     def compare(self, full: dict[str, Tensor], when: str, exact: bool) -> list[str]:
@@ -82,7 +82,7 @@ class Run:
         if set(parts) != set(full):
             return [f"{when}: {sorted(parts)}, not {sorted(full)}"]
         for name, (held, indices) in parts.items():
-            expected = wraps.my_part(full[name], indices).to(held.dtype)
+            expected = wrappings.my_part(full[name], indices).to(held.dtype)
             tolerance = 0 if exact or name.endswith("_mask") else 1e-6
             if not torch.allclose(held, expected, rtol=0, atol=tolerance):
                 wrong.append(f"{when}: {name} is off by {(held.float() - expected).abs().max()}")
@@ -129,7 +129,12 @@ def saved(tmp_path_factory) -> Saved:
     for wrapping in SAVERS:
         path = str(tmp_path_factory.mktemp(wrapping))
         per_rank = run_ranks(
-            save, wraps.world_size(wrapping), wrapping, path, torch.optim.AdamW, wrapping in ASYNC
+            save,
+            wrappings.world_size(wrapping),
+            wrapping,
+            path,
+            torch.optim.AdamW,
+            wrapping in ASYNC,
         )
         before, after = zip(*per_rank, strict=True)
         checkpoints[wrapping] = path, put_together(before), put_together(after)
@@ -157,7 +162,7 @@ def load_all(wrapping: str, saved: Saved) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", LOADERS)
 def test_training_goes_on_from_any_checkpoint(wrapping, saved):
-    assert_nothing_wrong(run_ranks(load_all, wraps.world_size(wrapping), wrapping, saved))
+    assert_nothing_wrong(run_ranks(load_all, wrappings.world_size(wrapping), wrapping, saved))
 
 
 def test_every_wrapper_saves_the_same_keys(saved):
@@ -206,7 +211,7 @@ def sgd(wrapping: str, path: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2_tp-2x2", "ddp-2"])
 def test_momentum(wrapping, tmp_path):
     assert_nothing_wrong(
-        run_ranks(sgd, wraps.world_size(wrapping), wrapping, str(tmp_path / "checkpoint"))
+        run_ranks(sgd, wrappings.world_size(wrapping), wrapping, str(tmp_path / "checkpoint"))
     )
 
 
@@ -257,7 +262,7 @@ def mixed_structure(wrapping: str, path: str) -> dict[str, object]:
     "wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "fsdp2_root-3", "tp-2"]
 )
 def test_a_dense_checkpoint_into_a_pruned_model(wrapping, tmp_path):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     for results in run_ranks(mixed_structure, size, wrapping, str(tmp_path / "checkpoint")):
         message, changed = results["error"]
         assert "l1.weight, l3.weight: pruned" in message and "unmasked='keep'" in message
@@ -285,7 +290,7 @@ def dense_from_pruned(wrapping: str, path: str, full: dict[str, Tensor]) -> list
 @pytest.mark.parametrize("wrapping", ["plain-1", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_a_pruned_checkpoint_into_a_dense_model(wrapping, saved):
     path, before, _ = saved["fsdp2-4"]
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(dense_from_pruned, size, wrapping, path, before))
 
 
@@ -320,12 +325,12 @@ def test_keys_have_no_wrapper_prefixes():
 def uneven_strided(path: str) -> tuple[list[str], bool]:
     """7 rows on a 3x2 mesh: DCP takes the shards of the last ranks for others."""
     messages = []
-    model = wraps.wrap(fill(Net((6, 7, 7, 3)), "normal", "float32"), "fsdp2_tp-3x2")
-    before = {name: wraps.local(value).clone() for name, value in model.state_dict().items()}
+    model = wrappings.wrap(fill(Net((6, 7, 7, 3)), "normal", "float32"), "fsdp2_tp-3x2")
+    before = {name: wrappings.local(value).clone() for name, value in model.state_dict().items()}
     dcp.save(model.state_dict(), checkpoint_id=path)
     loaded = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     dcp.load(loaded, checkpoint_id=path)
-    equal = all(torch.equal(wraps.local(value), before[name]) for name, value in loaded.items())
+    equal = all(torch.equal(wrappings.local(value), before[name]) for name, value in loaded.items())
     prune.l1_unstructured(model.l2, "weight", 0.5)
     for call in (checkpoint.get_state_dict, checkpoint.check_writable, checkpoint_load(path)):
         with pytest.raises(NotImplementedError) as error:
@@ -374,7 +379,7 @@ class Tied(Net):
 def from_torch(wrapping: str, state: dict[str, Tensor], x: Tensor, tied: bool) -> Tensor:
     """A consolidated state dict of a model that torch pruned, into a fresh and dense one."""
     options = StateDictOptions(full_state_dict=True)
-    model = wraps.wrap(Tied() if tied else Net(EVEN_HIDDEN), wrapping)
+    model = wrappings.wrap(Tied() if tied else Net(EVEN_HIDDEN), wrapping)
     names = {name.removesuffix("_mask") for name in state if name.endswith("_mask")}
     checkpoint.prepare_for_load(model, state)
     keys = set(state)  # torch renames them in place under DDP
@@ -382,13 +387,15 @@ def from_torch(wrapping: str, state: dict[str, Tensor], x: Tensor, tied: bool) -
     out = model(x).detach()
     again = get_model_state_dict(model, options=options)
     assert set(again) == keys
-    folded = checkpoint.fold(wraps.unwrapped(model).state_dict())
+    folded = checkpoint.fold(wrappings.unwrapped(model).state_dict())
     for name in names:
-        module, parameter = target(wraps.unwrapped(model), name)
+        module, parameter = target(wrappings.unwrapped(model), name)
         if not prune.is_pruned(module):
             continue  # went with the one that it is tied to
         prune.remove(module, parameter)
-        if not torch.equal(wraps.local(folded[name]), wraps.local(getattr(module, parameter))):
+        if not torch.equal(
+            wrappings.local(folded[name]), wrappings.local(getattr(module, parameter))
+        ):
             raise AssertionError(f"{name}: fold is not remove")
     return out
 
@@ -404,7 +411,7 @@ def test_a_state_dict_of_torch_loads_into_a_fresh_model(wrapping):
             torch_prune.l1_unstructured(layer, "weight", 0.5)
         x = torch.randn(3, 6)
         expected, state = dense(x).detach(), dense.state_dict()
-        size = wraps.world_size(wrapping)
+        size = wrappings.world_size(wrapping)
         for out in run_ranks(from_torch, size, wrapping, state, x, tied):
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 

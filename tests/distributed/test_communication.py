@@ -7,10 +7,10 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
-import wraps
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill, seeded
-from traffic import Traffic
+from helpers import wrappings
+from helpers.collective_traffic import Traffic
+from helpers.models import EVEN_HIDDEN, Net, fill, seeded
 
 
 def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
@@ -20,7 +20,7 @@ def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
 
 def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float = 0.5):
     """What one call sends, counted here and by its report."""
-    model = wraps.wrap(fill(Net((width, 4 * width, width, 8)), data, "float32"), wrapping)
+    model = wrappings.wrap(fill(Net((width, 4 * width, width, 8)), data, "float32"), wrapping)
     with Traffic() as traffic:
         report = prune_weights(model, amount)
     return traffic.calls, report.num_collectives, report.bytes_sent
@@ -29,7 +29,7 @@ def traffic_of_pruning(wrapping: str, data: str, width: int, amount: float = 0.5
 @pytest.mark.parametrize("data", ["normal", "equal", "few"])  # "equal": every score is a tie
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"])
 def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     totals = []
     for width in (100, 400):  # 81 thousand and 1.3 million elements, 5 MB
         per_rank = run_ranks(traffic_of_pruning, size, wrapping, data, width, 0.8)
@@ -43,7 +43,7 @@ def test_pruning_sends_kilobytes_whatever_the_size(wrapping, data):
 
 @pytest.mark.parametrize("wrapping", ["plain-3", "ddp-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"])
 def test_the_report_counts_what_was_sent(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     for calls, num_collectives, bytes_sent in run_ranks(
         traffic_of_pruning, size, wrapping, "normal", 64
     ):
@@ -58,7 +58,7 @@ def test_every_rank_makes_the_same_calls():
 
 def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tuple[str, int]]]:
     """The collectives of forward and backward, in two steps."""
-    model = wraps.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
     if pruned:
         prune_weights(model, weights=weights)
     steps = []
@@ -78,7 +78,7 @@ def traffic_of_steps(wrapping: str, pruned: bool, weights: bool) -> list[list[tu
     ],
 )
 def test_a_step_of_the_pruned_model_sends_what_the_dense_one_sends(wrapping, weights):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     dense = run_ranks(traffic_of_steps, size, wrapping, False, weights)
     assert all(calls for steps in dense for calls in steps)
     assert run_ranks(traffic_of_steps, size, wrapping, True, weights) == dense
@@ -126,12 +126,12 @@ def test_ddp_does_not_broadcast_masks_at_each_forward(pruned, forward_first):
 def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -> int:
     """Bytes of all storages that autograd saved in forward and that still exist after it."""
     dtype = torch.bfloat16 if bf16 else None
-    if wraps.kind_of(wrapping).startswith("fsdp1"):
+    if wrappings.kind_of(wrapping).startswith("fsdp1"):
         policy = {"mixed_precision": MixedPrecision(param_dtype=dtype)}
     else:
         policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
     model = fill(Net((64, 128, 64, 8)), "normal", "float32")
-    model = wraps.wrap(model, wrapping, **policy)
+    model = wrappings.wrap(model, wrapping, **policy)
     if pruned:
         prune_weights(model)
     saved = []
@@ -144,7 +144,7 @@ def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = model(torch.ones(2, 64))
-        storages = {wraps.local(t).untyped_storage() for t in saved}
+        storages = {wrappings.local(t).untyped_storage() for t in saved}
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         out.float().sum().backward()
     return sum(sizes.values())
@@ -155,10 +155,10 @@ def kept_between_forward_and_backward(wrapping: str, pruned: bool, bf16: bool) -
     "wrapping", ["fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-2", "fsdp1_flat-3"]
 )
 def test_fsdp_frees_as_much_after_forward_as_without_masks(wrapping, bf16):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     dense = run_ranks(kept_between_forward_and_backward, size, wrapping, False, bf16)
     assert run_ranks(kept_between_forward_and_backward, size, wrapping, True, bf16) == dense
-    if wraps.kind_of(wrapping) in (
+    if wrappings.kind_of(wrapping) in (
         "fsdp1",
         "fsdp2",
     ):  # less than one layer

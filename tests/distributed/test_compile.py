@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill, seeded, target
-from pair import Pair, train
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import EVEN_HIDDEN, Net, fill, seeded, target
+from helpers.training_pair import Pair, train
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
 NUM_PRUNINGS = 5
@@ -26,9 +26,9 @@ def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
     for how in ("dense", "pruned", "pruned again"):
         torch._dynamo.reset()
         counters.clear()
-        model = wraps.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+        model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
         compiled = torch.compile(model, backend="eager")
-        layers = [target(wraps.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
+        layers = [target(wrappings.unwrapped(model), f"l{i}.weight") for i in (1, 2, 3)]
         num_graphs = []
         for step in range(NUM_PRUNINGS):
             if how == "pruned again" or (how == "pruned" and step == 0):
@@ -42,7 +42,7 @@ def graphs(wrapping: str) -> list[tuple[str, int, list[int]]]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_no_graph_breaks_are_added(wrapping):
-    for dense, pruned, again in run_ranks(graphs, wraps.world_size(wrapping), wrapping):
+    for dense, pruned, again in run_ranks(graphs, wrappings.world_size(wrapping), wrapping):
         assert pruned[1:] == dense[1:]
         assert again[1] == dense[1]
         # Compiled once more for the second pruning, whose hook is of another class, and no more.
@@ -106,12 +106,12 @@ def differences(wrapping: str, backends: list[str]) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_compiled_training_equals_one_process(wrapping):
     backends = ["eager", "aot_eager"]
-    assert_nothing_wrong(run_ranks(differences, wraps.world_size(wrapping), wrapping, backends))
+    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, backends))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
 @pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
 def test_inductor(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, ["inductor"], timeout=300))

@@ -6,25 +6,25 @@ import pytest
 import torch
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import EVEN_HIDDEN, Net, fill
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_root-2", "tp-2"]
 
 
 def problems(wrapping: str, how: str) -> list[str]:
-    model = wraps.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
     prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
-    layer = unwrap(wraps.unwrapped(model).l2)
+    layer = unwrap(wrappings.unwrapped(model).l2)
     mask = layer.weight_mask
     if how == "deleted":
         del layer._buffers["weight_mask"]
     else:
         layer.weight_mask = None
-    others = [(unwrap(each), "weight") for each in wraps.unwrapped(model).children()]
+    others = [(unwrap(each), "weight") for each in wrappings.unwrapped(model).children()]
     calls = {
         "select": lambda: prune.select(model),
         "prune one": lambda: prune.l1_unstructured(layer, "weight", 0.1),
@@ -42,7 +42,7 @@ def problems(wrapping: str, how: str) -> list[str]:
             text = f"{type(error).__name__}: {error}"
             if not text.startswith("RuntimeError") or "Linear.weight is pruned" not in text:
                 wrong.append(f"{what}: {text}")
-    if wraps.kind_of(wrapping) == "plain":
+    if wrappings.kind_of(wrapping) == "plain":
         layer.register_buffer("weight_mask", mask)  # the way out
         other = copy.deepcopy(model)
         prune.l1_unstructured(layer, "weight", 0.1)
@@ -53,4 +53,4 @@ def problems(wrapping: str, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["deleted", "None"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_deleted_mask(wrapping, how):
-    assert_nothing_wrong(run_ranks(problems, wraps.world_size(wrapping), wrapping, how))
+    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping, how))

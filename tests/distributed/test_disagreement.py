@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
 SECONDS = 40  # to agree on the error; a hang would take the whole of it
@@ -65,8 +64,8 @@ def outcomes(wrapping: str, case: str) -> list[tuple[str, str, list[str]]]:
 
 def outcome(wrapping: str, case: str, odd_rank: int) -> tuple[str, str, list[str]]:
     """(type, text, changes) of the error that this rank sees."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     amount = 1.0 if case == "amount of another type" else 0.5
     arguments = {"pruning_method": prune.L1Unstructured, "amount": amount}
     if dist.get_rank() == odd_rank:
@@ -152,7 +151,7 @@ CASES = {  # case -> (type of the error, how its text begins on every rank)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "tp-2", "hsdp-2x2"])
 def test_one_rank_with_other_arguments(wrapping, case):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     per_rank = run_ranks(outcomes, size, wrapping, case, timeout=SECONDS)
     for of_one_odd_rank in zip(*per_rank, strict=True):
         assert_same_error(of_one_odd_rank, *CASES[case])
@@ -161,36 +160,36 @@ def test_one_rank_with_other_arguments(wrapping, case):
 @torch.no_grad()
 def outcome_with_nan(wrapping: str, odd_rank: int | None) -> tuple[str, str, list[str]]:
     """NaN in l2.weight among the elements that one rank holds; None: in those of each rank."""
-    indices = wraps.local_indices(fill(Net(), "normal", "float32"), wrapping)
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    indices = wrappings.local_indices(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     if odd_rank in (dist.get_rank(), None):
-        wraps.shard(model, NAMES[1], indices)[:1] = torch.nan
+        wrappings.shard(model, NAMES[1], indices)[:1] = torch.nan
     return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
 
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "hsdp-2x2"])
 def test_nan_in_one_replica(wrapping):
-    for odd_rank in (0, wraps.world_size(wrapping) - 1):
+    for odd_rank in (0, wrappings.world_size(wrapping) - 1):
         per_rank = run_ranks(
-            outcome_with_nan, wraps.world_size(wrapping), wrapping, odd_rank, timeout=SECONDS
+            outcome_with_nan, wrappings.world_size(wrapping), wrapping, odd_rank, timeout=SECONDS
         )
         assert_same_error(
             per_rank, "ValueError", REPLICAS_DIFFER.format(r"\w*Linear\.weight \(#1\):")
         )
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_nan_in_every_replica(wrapping):
-    per_rank = run_ranks(outcome_with_nan, wraps.world_size(wrapping), wrapping, None)
+    per_rank = run_ranks(outcome_with_nan, wrappings.world_size(wrapping), wrapping, None)
     assert_same_error(per_rank, "ValueError", NOT_NUMBERS)
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-3", "fsdp2_root-2", "tp-2"])
 def test_nan_on_one_rank(wrapping):
-    for odd_rank in (0, wraps.world_size(wrapping) - 1):
+    for odd_rank in (0, wrappings.world_size(wrapping) - 1):
         per_rank = run_ranks(
-            outcome_with_nan, wraps.world_size(wrapping), wrapping, odd_rank, timeout=SECONDS
+            outcome_with_nan, wrappings.world_size(wrapping), wrapping, odd_rank, timeout=SECONDS
         )
         assert_same_error(per_rank, "ValueError", NOT_NUMBERS)
 
@@ -199,14 +198,14 @@ def test_nan_on_one_rank(wrapping):
 def differences_with_pruned_nan(wrapping: str) -> list[str]:
     """NaN wherever the first pruning has put the mask to 0."""
     dense = fill(Net(), "normal", "float32")
-    indices = wraps.local_indices(dense, wrapping)
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    indices = wrappings.local_indices(dense, wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     scores = [dense.get_parameter(name) for name in NAMES]
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     for module, name in targets:
         mask, orig = getattr(module, name + "_mask"), getattr(module, name + "_orig")
-        wraps.local(orig)[wraps.local(mask) == 0] = torch.nan
+        wrappings.local(orig)[wrappings.local(mask) == 0] = torch.nan
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     keeps = reference.prune(scores, 0.5, reference.prune(scores, 0.5))
     return wrong_masks(model, dict(zip(NAMES, keeps, strict=True)), indices)
@@ -215,22 +214,22 @@ def differences_with_pruned_nan(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_nan_among_the_pruned_elements_is_no_error(wrapping):
     assert_nothing_wrong(
-        run_ranks(differences_with_pruned_nan, wraps.world_size(wrapping), wrapping)
+        run_ranks(differences_with_pruned_nan, wrappings.world_size(wrapping), wrapping)
     )
 
 
 @torch.no_grad()
 def outcome_with_other_replica(wrapping: str, what: str, shift: int) -> tuple[str, str, list[str]]:
     """The last rank holds the same numbers as its replicas, but in another order."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     odd = dist.get_rank() == dist.get_world_size() - 1
     module = targets[0][0]
     mask = (torch.arange(60) ** 2 % 7 > 2).view(10, 6)  # no roll by less than 7 maps it to itself
     if what == "mask":
         prune.custom_from_mask(module, "weight", mask.roll(shift if odd else 0))
     elif odd:
-        weight = wraps.local(module.weight)
+        weight = wrappings.local(module.weight)
         weight.copy_(weight.flatten().roll(shift).view_as(weight))
     return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
 
@@ -243,14 +242,14 @@ def outcome_with_other_replica(wrapping: str, what: str, shift: int) -> tuple[st
 )
 def test_replicas_in_another_order(wrapping, what, shift):
     """As after random_unstructured under DDP with another seed on each rank."""
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     per_rank = run_ranks(outcome_with_other_replica, size, wrapping, what, shift, timeout=SECONDS)
     assert_same_error(per_rank, "ValueError", REPLICAS_DIFFER.format(r"\w*Linear\.weight \(#0\):"))
 
 
 def outcome_with_other_mask(wrapping: str) -> tuple[str, str, list[str]]:
     """custom_from_mask, with a whole mask that the last rank has in another order."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     mask = (torch.arange(60) % 3 > 0).view(10, 6)
     odd = dist.get_rank() == dist.get_world_size() - 1
     before = snapshot(model)
@@ -265,7 +264,7 @@ def outcome_with_other_mask(wrapping: str) -> tuple[str, str, list[str]]:
 @pytest.mark.parametrize("wrapping", ["hsdp-2x1", "hsdp-2x2"])
 def test_replicas_given_other_masks(wrapping):
     """Else the replicas of one parameter would drift apart."""
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     per_rank = run_ranks(outcome_with_other_mask, size, wrapping, timeout=SECONDS)
     assert_same_error(per_rank, "ValueError", differ("checksum of the mask", r"-?\d+", r"-?\d+"))
 
@@ -275,8 +274,8 @@ def outcome_with_other_model(wrapping: str, case: str) -> tuple[str, str, list[s
     odd = dist.get_rank() == dist.get_world_size() - 1
     sizes = (6, 10, 7, 3) if odd and case == "shape" else (6, 10, 5, 3)
     dtype = "float64" if odd and case == "dtype" else "float32"
-    model = wraps.wrap(fill(Net(sizes), "normal", dtype), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = wrappings.wrap(fill(Net(sizes), "normal", dtype), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     return error_of(model, targets, {"pruning_method": prune.L1Unstructured, "amount": 0.5})
 
 
@@ -284,7 +283,7 @@ def outcome_with_other_model(wrapping: str, case: str) -> tuple[str, str, list[s
 @pytest.mark.parametrize("wrapping", ["plain-2", "plain-3", "fsdp2-2"])
 def test_one_rank_with_another_model(wrapping, case):
     per_rank = run_ranks(
-        outcome_with_other_model, wraps.world_size(wrapping), wrapping, case, timeout=SECONDS
+        outcome_with_other_model, wrappings.world_size(wrapping), wrapping, case, timeout=SECONDS
     )
     if case == "dtype":
         values = (
@@ -299,8 +298,8 @@ def test_one_rank_with_another_model(wrapping, case):
 
 def outcome_single(wrapping: str, amount_of_odd: object) -> tuple[str, str, list[str]]:
     """The same promise for one sharded parameter."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    module = wraps.unwrapped(model).l1
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    module = wrappings.unwrapped(model).l1
     odd = dist.get_rank() == dist.get_world_size() - 1
     before = snapshot(model)
     try:
@@ -315,7 +314,7 @@ def outcome_single(wrapping: str, amount_of_odd: object) -> tuple[str, str, list
 @pytest.mark.parametrize("wrapping", ["fsdp2-3", "tp-2", "hsdp-2x2", "fsdp2_tp-2x2"])
 def test_one_sharded_parameter(wrapping, amount):
     """Ranks of the mesh of the parameter disagree; every rank of a mesh with the odd one raises."""
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     per_rank = run_ranks(outcome_single, size, wrapping, amount, timeout=SECONDS)
     text = {
         0.4: differ("amount", r"0\.5", r"0\.4"),

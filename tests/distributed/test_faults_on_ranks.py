@@ -13,12 +13,19 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from faults import GROUP_TIMEOUT, Injected, Injector, kill, raising, run_doomed_ranks, stop
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
+from helpers.rank_faults import (
+    GROUP_TIMEOUT,
+    Injected,
+    Injector,
+    kill,
+    raising,
+    run_doomed_ranks,
+    stop,
+)
 
 NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
 STEPS = ("before step", "after step")
@@ -46,9 +53,9 @@ class Setting:
     def __init__(self, wrapping: str, method: str) -> None:
         data = "few" if method == "ties" else "normal"
         dense = fill(Net(), data, "float32")
-        self.indices = wraps.local_indices(dense, wrapping)
-        self.model = wraps.wrap(fill(Net(), data, "float32"), wrapping)
-        self.targets = [target(wraps.unwrapped(self.model), name) for name in NAMES]
+        self.indices = wrappings.local_indices(dense, wrapping)
+        self.model = wrappings.wrap(fill(Net(), data, "float32"), wrapping)
+        self.targets = [target(wrappings.unwrapped(self.model), name) for name in NAMES]
         prune.global_unstructured(self.targets, prune.L1Unstructured, amount=0.3)
         scores = [dense.get_parameter(name).detach() for name in NAMES]
         first = reference.prune(scores, 0.3)
@@ -105,14 +112,14 @@ def wrong_after_raising(wrapping: str, method: str, error: str, odd_rank: int) -
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3"])
 def test_an_error_in_any_step(wrapping, error):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(wrong_after_raising, size, wrapping, "l1", error, size - 1))
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_an_error_in_any_step_of_any_method(wrapping, method):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(wrong_after_raising, size, wrapping, method, "memory", 0))
 
 
@@ -129,7 +136,7 @@ def wrong_after_a_retry(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_the_call_works_after_a_fault(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_after_a_retry, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(wrong_after_a_retry, wrappings.world_size(wrapping), wrapping))
 
 
 FAULTS = {"fails": raising(ConnectionError("the network is gone")), "killed": kill, "stopped": stop}
@@ -175,7 +182,7 @@ def prune_without(doomed: int, setting: Setting, new_store: str) -> None:
 
 def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str]:
     """What survivors of a fault got wrong."""
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (wrapping, fault, point, size - 1, os.path.join(folder, "store"))
         answers, seconds = run_doomed_ranks(
@@ -202,7 +209,7 @@ def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str
 @pytest.mark.parametrize("wrapping", ["plain-3", "fsdp1-2", "fsdp2-2", "tp-2"])
 def test_a_rank_is_lost(wrapping, fault):
     """A rank is lost before or after a step or a collective."""
-    points = run_ranks(num_points, wraps.world_size(wrapping), wrapping)[0]
+    points = run_ranks(num_points, wrappings.world_size(wrapping), wrapping)[0]
     assert points[-1] == "after reduce" and points.count("before reduce") > 6
     every = 1 if ALL_POINTS else 3 if fault == "killed" else 12
     chosen = sorted({*range(len(points) - 1, -1, -every), len(points) - 2, 0})

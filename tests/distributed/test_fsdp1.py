@@ -13,12 +13,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from models import Net, fill, target
-from pair import WEIGHTS, Pair, train
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import Net, fill, target
+from helpers.training_pair import WEIGHTS, Pair, train
 
 OPTIONS = {
     "default": {},
@@ -52,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize(("wrapping", "options", "optimizer"), CASES)
 def test_training_equals_one_process(wrapping, options, optimizer):
     """Prune, evaluate, accumulate, clip, prune again and remove."""
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(training, size, wrapping, options, optimizer, PLAN))
 
 
@@ -73,15 +72,15 @@ def mixed_precision(wrapping: str) -> list[str]:
     expected.square().sum().backward()
     for name in WEIGHTS:
         gradient = half.get_parameter(name).grad.float() * pair.keeps[name]
-        gradient = wraps.my_part(gradient, pair.indices[name])
-        if not torch.equal(wraps.gradient(pair.model, name, pair.indices), gradient):
+        gradient = wrappings.my_part(gradient, pair.indices[name])
+        if not torch.equal(wrappings.gradient(pair.model, name, pair.indices), gradient):
             pair.wrong.append(f"{name}: gradient")
     return pair.wrong
 
 
 @pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1_root-2", "fsdp1_flat-2"])
 def test_bf16_mixed_precision_is_bit_equal(wrapping):
-    assert_nothing_wrong(run_ranks(mixed_precision, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(mixed_precision, wrappings.world_size(wrapping), wrapping))
 
 
 class TiedNet(Net):
@@ -160,4 +159,4 @@ def summoned(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1_flat-2"])
 def test_summon_full_params_shows_the_stored_weights(wrapping):
-    assert_nothing_wrong(run_ranks(summoned, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(summoned, wrappings.world_size(wrapping), wrapping))

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
 from distprune.torch_private.fsdp2 import managed_parameters
-from models import Net, seeded
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import Net, seeded
 
 
 class Early(Net):
@@ -99,7 +99,7 @@ CHANGES = {
 
 
 def wrong(interrupt, before, change):
-    model = wraps.wrap(seeded(Early()), "fsdp2-2")
+    model = wrappings.wrap(seeded(Early()), "fsdp2-2")
     plain = seeded(Net())
     before(model)
     before(plain)
@@ -127,7 +127,7 @@ def test_the_next_forward_has_the_new_mask(interrupt, change):
 
 def wrong_after_waiting():
     """The handle of an asynchronous unshard may be waited for after the pruning."""
-    model, plain = wraps.wrap(seeded(Net()), "fsdp2-2"), seeded(Net())
+    model, plain = wrappings.wrap(seeded(Net()), "fsdp2-2"), seeded(Net())
     handle = model.l2.unshard(async_op=True)
     prune_first(model)
     prune_first(plain)
@@ -142,7 +142,7 @@ def test_a_handle_is_waited_for_after_pruning():
 
 def wrong_gradients(interrupt):
     """A training step after the interruption, against a model that was not interrupted."""
-    models = [wraps.wrap(seeded(Early()), "fsdp2-2") for _ in range(2)]
+    models = [wrappings.wrap(seeded(Early()), "fsdp2-2") for _ in range(2)]
     interrupt(models[0])
     for model in models:
         prune_all(model)

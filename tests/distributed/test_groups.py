@@ -9,12 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, fqns, target
-from traffic import Traffic
+from helpers import reference, wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, fqns, target
 
 
 def my_group(groups: list[list[int]]) -> dist.ProcessGroup:
@@ -28,7 +27,7 @@ def differences_between_groups(groups: list[list[int]]) -> list[str]:
     group = my_group(groups)
     seed = min(dist.get_process_group_ranks(group))
     dense, model = fill(Net(), "rounded", "float32", seed), fill(Net(), "rounded", "float32", seed)
-    indices = wraps.local_indices(dense, "plain-1")
+    indices = wrappings.local_indices(dense, "plain-1")
     names, amount = fqns(dense), 0.1 * (seed + 1)
     keeps = reference.prune([dense.get_parameter(name) for name in names], amount)
     targets = [target(model, name) for name in names]
@@ -43,7 +42,7 @@ def test_groups_do_not_see_each_other(groups):
 
 
 def error_of_a_group_that_is_too_small(wrapping: str, groups: list) -> tuple[str, str, list[str]]:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     group, before = my_group(groups), snapshot(model)
     targets = [target(model, name) for name in ("l1.weight", "l2.weight")]
     try:
@@ -66,7 +65,7 @@ def error_of_a_group_that_is_too_small(wrapping: str, groups: list) -> tuple[str
 )
 def test_a_group_without_all_shards_is_refused(wrapping, groups):
     """A part of the shards cannot know which elements are the lowest of the parameter."""
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     for kind, text, changed in run_ranks(
         error_of_a_group_that_is_too_small, size, wrapping, groups
     ):

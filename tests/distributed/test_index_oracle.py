@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-import wraps
 from distprune.testing import run_ranks
-from models import EVEN, UNEVEN, Net, ShapesNet, fqns, seeded
+from helpers import wrappings
+from helpers.models import EVEN, UNEVEN, Net, ShapesNet, fqns, seeded
 
 REPLICAS = {"plain-3": 3, "ddp-4": 4, "hsdp-2x1": 2, "hsdp-3x1": 3, "hsdp-2x2": 2}
 
@@ -16,21 +16,21 @@ def indices_and_values(wrapping: str, sizes: tuple) -> list[tuple[str, int, list
     """Per parameter: full size, the indices of this rank, and the values that it really holds."""
     model = seeded(Net(sizes) if sizes == EVEN else ShapesNet(sizes))
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
-    indices = wraps.local_indices(model, wrapping)
+    indices = wrappings.local_indices(model, wrapping)
     names = fqns(model)
-    model = wraps.wrap(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     rows = []
     for name in names:
-        held = wraps.shard(model, name, indices)
-        assert torch.equal(held, wraps.my_part(full[name], indices[name]))
+        held = wrappings.shard(model, name, indices)
+        assert torch.equal(held, wrappings.my_part(full[name], indices[name]))
         rows.append((name, full[name].numel(), indices[name].flatten().tolist(), held.shape))
     return rows
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL + wraps.FSDP2_DIM1)
+@pytest.mark.parametrize("wrapping", wrappings.ALL + wrappings.FSDP2_DIM1)
 def test_each_element_is_held_once_per_replica(wrapping):
-    sizes = EVEN if wrapping in wraps.FSDP2_DIM1 else UNEVEN
-    per_rank = run_ranks(indices_and_values, wraps.world_size(wrapping), wrapping, sizes)
+    sizes = EVEN if wrapping in wrappings.FSDP2_DIM1 else UNEVEN
+    per_rank = run_ranks(indices_and_values, wrappings.world_size(wrapping), wrapping, sizes)
     for rows in zip(*per_rank, strict=True):
         name, numel = rows[0][:2]
         holders = Counter(index for _, _, indices, _ in rows for index in indices)

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import EVEN_HIDDEN, Net, fill
 
 SHARDED = ["fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_flat-2", "hsdp-2x2"]
 HOOKS = ["forward pre-hook", "forward hook", "backward hook", "gradient hook"]
@@ -21,7 +21,7 @@ CALLS = ["global", "single", "remove", "shard_masks"]
 
 
 def call(what: str, model: nn.Module) -> None:
-    inner = wraps.unwrapped(model)
+    inner = wrappings.unwrapped(model)
     match what:
         case "global":
             prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
@@ -57,8 +57,8 @@ def refused(wrapping: str, where: str, what: str) -> list[str]:
     if what == "shard_masks":  # pruned first
         for layer in model.children():
             prune.l1_unstructured(layer, "weight", 0.3)
-    model = wraps.wrap(model, wrapping)
-    inner = wraps.unwrapped(model)
+    model = wrappings.wrap(model, wrapping)
+    inner = wrappings.unwrapped(model)
     if what == "remove":
         prune.l1_unstructured(unwrap(inner.l2), "weight", 0.3)
     caught, is_first = [], [True]
@@ -94,7 +94,7 @@ def refused(wrapping: str, where: str, what: str) -> list[str]:
 @pytest.mark.parametrize("where", HOOKS)
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_refused_on_shards(wrapping, where, what):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(refused, size, wrapping, where, what))
 
 
@@ -103,8 +103,8 @@ def right(wrapping: str, where: str, what: str) -> list[str]:
     seen = []
     for each in (wrapping, "plain"):
         model = fill(Net(EVEN_HIDDEN), "normal", "float32")
-        model = wraps.wrap(model, wrapping) if each == wrapping else model
-        inner = wraps.unwrapped(model)
+        model = wrappings.wrap(model, wrapping) if each == wrapping else model
+        inner = wrappings.unwrapped(model)
         if what == "remove":
             prune.l1_unstructured(unwrap(inner.l2), "weight", 0.3)
         is_first = [True]
@@ -142,7 +142,7 @@ def test_right_elsewhere(wrapping, where, what):
 
 def from_the_optimizer(wrapping: str) -> list[str]:
     """A hook of the optimizer is between two steps."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer.register_step_post_hook(lambda *_: call("single", model))
     x, y = batch()
@@ -158,7 +158,7 @@ def test_hooks_of_the_optimizer(wrapping):
 
 
 def after_a_forward_that_raised(wrapping: str) -> list[str]:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     with pytest.raises(RuntimeError):
         model(torch.ones(4, 7))
     call("global", model)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
-import wraps
 from distprune.testing import run_ranks
-from models import Net, seeded
+from helpers import wrappings
+from helpers.models import Net, seeded
 
 
 def freed(wrapping: str, removed: bool) -> list[bool]:
@@ -23,14 +23,14 @@ def freed(wrapping: str, removed: bool) -> list[bool]:
 
 def watch_a_pruned_model(wrapping: str, removed: bool) -> list[weakref.ref]:
     torch.manual_seed(0)
-    model = wraps.wrap(Net(), wrapping)
+    model = wrappings.wrap(Net(), wrapping)
     targets = prune.select(model)
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     if removed:
         for module, name in targets:
             prune.remove(module, name)
-    inner = wraps.unwrapped(model)
+    inner = wrappings.unwrapped(model)
     return [weakref.ref(inner), *(weakref.ref(parameter) for parameter in inner.parameters())]
 
 
@@ -40,13 +40,13 @@ def watch_a_pruned_model(wrapping: str, removed: bool) -> list[weakref.ref]:
     ["plain-2", "fsdp2-2", "hsdp-1x2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"],
 )
 def test_a_pruned_model_is_freed(wrapping, removed):
-    for flags in run_ranks(freed, wraps.world_size(wrapping), wrapping, removed):
+    for flags in run_ranks(freed, wrappings.world_size(wrapping), wrapping, removed):
         assert all(flags), flags
 
 
 def gradient_masks() -> int:
     """How many gradient hooks a parameter has after it was pruned and removed three times."""
-    model = wraps.wrap(Net(), "fsdp2-2")
+    model = wrappings.wrap(Net(), "fsdp2-2")
     for _ in range(3):
         prune.l1_unstructured(model.l1, "weight", 0.1)
         prune.l1_unstructured(model.l1, "weight", 0.1)
@@ -81,14 +81,14 @@ def living() -> Counter:
 
 def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
     """What there is more or less of around the 50th pruning than around the first ones."""
-    model = wraps.wrap(seeded(Net(wraps.runnable_sizes(wrapping))), wrapping)
+    model = wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping)
     targets = prune.select(model)
     module, name = targets[0]
 
     def prune_and_run() -> None:
         prune.global_unstructured(targets, prune.L1Unstructured, amount=0.02)
         with torch.no_grad():
-            model(torch.ones(2, wraps.runnable_sizes(wrapping)[0]))
+            model(torch.ones(2, wrappings.runnable_sizes(wrapping)[0]))
         if removed:
             prune.l1_unstructured(module, name, 1)
             for each in targets:
@@ -117,5 +117,5 @@ def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
     "wrapping", ["plain-1", "ddp-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"]
 )
 def test_nothing_grows_over_many_prunings(wrapping, removed):
-    for grown in run_ranks(growth, wraps.world_size(wrapping), wrapping, removed):
+    for grown in run_ranks(growth, wrappings.world_size(wrapping), wrapping, removed):
         assert grown == {}

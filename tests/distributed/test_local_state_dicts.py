@@ -5,19 +5,19 @@ import torch
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]
 WRAPPINGS = ["fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2"]
 
 
 def pruned(wrapping: str, values: str, amount: float, seed: int = 0) -> torch.nn.Module:
-    model = fill(Net(wraps.runnable_sizes(wrapping)), values, "float32", seed=seed)
-    model = wraps.wrap(model, wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = fill(Net(wrappings.runnable_sizes(wrapping)), values, "float32", seed=seed)
+    model = wrappings.wrap(model, wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
     return model
 
@@ -39,8 +39,8 @@ def problems(wrapping: str) -> list[str]:
     """Into a model of other weights and masks, that has run already."""
     x, wrong = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)), []
     model, other = pruned(wrapping, "normal", 0.5), pruned(wrapping, "few", 0.1, seed=9)
-    dense = Net(wraps.runnable_sizes(wrapping))
-    indices = wraps.local_indices(dense, wrapping)
+    dense = Net(wrappings.runnable_sizes(wrapping))
+    indices = wrappings.local_indices(dense, wrapping)
     with torch.no_grad():
         expected = model(x)
         if torch.equal(other(x), expected):
@@ -68,8 +68,8 @@ def keeps_of(model, indices, wrapping) -> dict[str, torch.Tensor]:
     """Whole masks, of which each rank knows its own part."""
     keeps = {}
     for name in NAMES:
-        module, parameter = target(wraps.unwrapped(model), name)
-        whole = torch.zeros(Net(wraps.runnable_sizes(wrapping)).get_parameter(name).numel())
+        module, parameter = target(wrappings.unwrapped(model), name)
+        whole = torch.zeros(Net(wrappings.runnable_sizes(wrapping)).get_parameter(name).numel())
         whole[indices[name]] = getattr(module, parameter + "_mask").float()
         keeps[name] = whole.bool()
     return keeps
@@ -77,4 +77,4 @@ def keeps_of(model, indices, wrapping) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_it_loads_into_a_model_of_other_masks(wrapping):
-    assert_nothing_wrong(run_ranks(problems, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping))

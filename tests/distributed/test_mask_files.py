@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, ShapesNet, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, ShapesNet, fill
 
 WRAPPINGS = [
     "plain-1", "plain-2", "ddp-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-3", "fsdp1_root-2",
@@ -38,8 +38,8 @@ def loaded_and_saved(net: type, wrapping: str, folder: Path, out: Path) -> list[
     """What is wrong with the masks of a dense model after loading."""
     _, keeps = pruned_net(net)
     model = fill(net(), "normal", "float32", seed=9)
-    indices = wraps.local_indices(model, wrapping)
-    model = wraps.wrap(model, wrapping)
+    indices = wrappings.local_indices(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     report = prune.load_masks(model, folder)
     wrong = wrong_masks(model, keeps, indices)
     counts = {each.name: each.num_pruned for each in report.parameters}
@@ -52,9 +52,9 @@ def loaded_and_saved(net: type, wrapping: str, folder: Path, out: Path) -> list[
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_reach_every_wrapper_and_come_back_to_the_byte(wrapping, tmp_path):
-    size, folder, out = wraps.world_size(wrapping), tmp_path / "folder", tmp_path / "out"
+    size, folder, out = wrappings.world_size(wrapping), tmp_path / "folder", tmp_path / "out"
     # FSDP1 without use_orig_params makes one flat parameter of a layer, whatever its shapes.
-    net = Net if wraps.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
+    net = Net if wrappings.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
     prune.save_masks(pruned_net(net)[0], folder)
     assert_nothing_wrong(run_ranks(loaded_and_saved, size, net, wrapping, folder, out))
     assert (out / FILE).read_bytes() == (folder / FILE).read_bytes()
@@ -157,9 +157,9 @@ def error_of(function, *arguments) -> str:
 def refusals(folders: list[Path], file: Path) -> list[str]:
     """Errors: another model, other shapes, no masks, other masks on one rank, a lost folder."""
     rank = dist.get_rank()
-    wrapped = wraps.wrap(fill(ShapesNet(), "normal", "float32"), "fsdp2-2")
-    cut = wraps.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
-    wide = wraps.wrap(fill(ShapesNet((6, 10, 4, 3)), "normal", "float32"), "fsdp2-2")
+    wrapped = wrappings.wrap(fill(ShapesNet(), "normal", "float32"), "fsdp2-2")
+    cut = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
+    wide = wrappings.wrap(fill(ShapesNet((6, 10, 4, 3)), "normal", "float32"), "fsdp2-2")
     return [
         error_of(prune.load_masks, cut, folders[0]),
         error_of(prune.load_masks, wide, folders[0]),
@@ -167,7 +167,7 @@ def refusals(folders: list[Path], file: Path) -> list[str]:
         error_of(prune.load_masks, wrapped, folders[rank]),
         error_of(prune.load_masks, wrapped, folders[0] if rank else folders[0].parent),
         error_of(prune.save_masks, wrapped, folders[0]),
-        error_of(prune.save_masks, wraps.wrap(pruned_net()[0], "ddp-2"), file),
+        error_of(prune.save_masks, wrappings.wrap(pruned_net()[0], "ddp-2"), file),
     ]
 
 

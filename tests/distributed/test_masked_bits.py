@@ -13,12 +13,12 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong
 from distprune._common import product
 from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
-from models import Net, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import Net, fill
 
 SPECIAL = [-0.0, 0.0, torch.nan, torch.inf, -torch.inf, 1e30, -7e4, 1e-40, -1e-40]
 POLICIES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,14 +71,14 @@ def differences(wrapping: str, policy: str) -> list[str]:
 def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
     dtype, options = POLICIES[policy], {}
     if policy != "float32":
-        is_fsdp1 = wraps.kind_of(wrapping).startswith("fsdp1")
+        is_fsdp1 = wrappings.kind_of(wrapping).startswith("fsdp1")
         key = "mixed_precision" if is_fsdp1 else "mp_policy"
         kind = MixedPrecision if is_fsdp1 else MixedPrecisionPolicy
         options[key] = kind(param_dtype=dtype, reduce_dtype=torch.float32)
-    sizes = wraps.runnable_sizes(wrapping)
-    dense, model = build(sizes), wraps.wrap(build(sizes), wrapping, **options)
+    sizes = wrappings.runnable_sizes(wrapping)
+    dense, model = build(sizes), wrappings.wrap(build(sizes), wrapping, **options)
     ordinary = fill(Side(sizes), "normal", "float32")
-    indices = wraps.local_indices(ordinary, wrapping, **options)
+    indices = wrappings.local_indices(ordinary, wrapping, **options)
     modules = dict(named_modules(model))
     gathered = {}
     for name, mask in masks_of(dense).items():
@@ -102,8 +102,8 @@ def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
         weight = expected.requires_grad_()
         F.linear(x[:, : layer.in_features].to(dtype), weight).sum().backward()
         masked = weight.grad.float() * layer.weight_mask
-        found = wraps.gradient(model, f"{name}.weight", indices)
-        part = wraps.my_part(masked, indices[f"{name}.weight"])
+        found = wrappings.gradient(model, f"{name}.weight", indices)
+        part = wrappings.my_part(masked, indices[f"{name}.weight"])
         # The sum over the ranks may turn a NaN into another one.
         if not torch.equal(bits(one_nan(found)), bits(one_nan(part))):
             wrong.append(f"gradient of {name}.weight")
@@ -119,4 +119,4 @@ def differences_of_a_step(wrapping: str, policy: str) -> list[str]:
     ],
 )
 def test_weights_and_gradients_have_the_bits_of_one_process(wrapping, policy):
-    assert_nothing_wrong(run_ranks(differences, wraps.world_size(wrapping), wrapping, policy))
+    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, policy))

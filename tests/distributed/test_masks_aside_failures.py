@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distprune as prune
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, ShapesNet, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, ShapesNet, fill
 
 WRAPPINGS = [
     "plain-1", "plain-2", "ddp-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-3", "fsdp1_root-2",
@@ -40,8 +40,8 @@ def pairs_of(model: nn.Module) -> list:
 
 def problems(net: type, wrapping: str, dtype: str) -> list[str]:
     model = with_zeros(net, dtype)
-    keeps, indices = keeps_of(model), wraps.local_indices(model, wrapping)
-    model = wraps.wrap(model, wrapping)
+    keeps, indices = keeps_of(model), wrappings.local_indices(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     report = prune.masks_from_zeros(pairs_of(model))
     wrong = wrong_masks(model, keeps, indices)
     expected = {name: int((~keep).sum()) for name, keep in keeps.items()}
@@ -61,19 +61,19 @@ def problems(net: type, wrapping: str, dtype: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_are_the_zeros(wrapping, dtype):
     # FSDP1 without use_orig_params makes one flat parameter of a layer, whatever its shapes.
-    net = Net if wraps.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
-    assert_nothing_wrong(run_ranks(problems, wraps.world_size(wrapping), net, wrapping, dtype))
+    net = Net if wrappings.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
+    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), net, wrapping, dtype))
 
 
 def zeros_after_training(wrapping: str) -> list[str]:
-    model = fill(Net(wraps.runnable_sizes(wrapping)), "normal", "float32")
+    model = fill(Net(wrappings.runnable_sizes(wrapping)), "normal", "float32")
     pairs = [(module, "weight") for module in (model.l1, model.l2, model.l3)]
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
     for module, name in pairs:
         prune.remove(module, name)
     keeps = {f"l{i}.weight": m.weight.detach() != 0 for i, (m, _) in enumerate(pairs, 1)}
-    indices = wraps.local_indices(model, wrapping)
-    model = wraps.wrap(model, wrapping)
+    indices = wrappings.local_indices(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     prune.masks_from_zeros(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -82,11 +82,11 @@ def zeros_after_training(wrapping: str) -> list[str]:
         optimizer.step()
     wrong = wrong_masks(model, keeps, indices)
     for name in keeps:
-        module = wraps.unwrapped(model).get_submodule(name.partition(".")[0])
-        before = wraps.local(module.weight_orig).flatten()
+        module = wrappings.unwrapped(model).get_submodule(name.partition(".")[0])
+        before = wrappings.local(module.weight_orig).flatten()
         prune.remove(module, "weight")
         after, keep = (
-            wraps.local(module.weight).flatten(),
+            wrappings.local(module.weight).flatten(),
             keeps[name].flatten()[indices[name].flatten()],
         )
         if not torch.equal(after, before * keep) or (after[keep] == 0).any():
@@ -96,7 +96,7 @@ def zeros_after_training(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2", "fsdp1-2", "tp-2"])
 def test_zeros_stay_zero_in_training(wrapping):
-    assert_nothing_wrong(run_ranks(zeros_after_training, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(zeros_after_training, wrappings.world_size(wrapping), wrapping))
 
 
 def test_a_model_stands_for_its_matrices_under_any_name():
@@ -211,9 +211,9 @@ def one_rank_has_zeros() -> list[str]:
     nn.init.ones_(model[0].weight)
     with torch.no_grad():
         model[0].weight[3, 3] = 0
-    model = wraps.wrap(model, "fsdp2-2")
+    model = wrappings.wrap(model, "fsdp2-2")
     report = prune.masks_from_zeros(model)
-    mask = wraps.local(model[0].weight_mask)
+    mask = wrappings.local(model[0].weight_mask)
     return [f"{report.num_pruned}, {mask}"] * (
         report.num_pruned != 1 or int((~mask).sum()) != dist.get_rank()
     )

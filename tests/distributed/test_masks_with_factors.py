@@ -9,11 +9,11 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import EVEN_HIDDEN, Net, fill
 
 SHARDED = ["fsdp2-2", "fsdp2-3", "fsdp1-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
 
@@ -25,8 +25,8 @@ def factors(shape, value: float = 0.5) -> torch.Tensor:
 
 
 def refused(wrapping: str, value: float, only_on: int | None) -> list[str]:
-    model = wraps.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
-    layer = unwrap(wraps.unwrapped(model).l2)
+    model = wrappings.wrap(fill(Net(EVEN_HIDDEN), "normal", "float32"), wrapping)
+    layer = unwrap(wrappings.unwrapped(model).l2)
     mask = factors((5, 12), value if only_on in (None, dist.get_rank()) else 0)
     before = snapshot(model)
     try:
@@ -40,7 +40,7 @@ def refused(wrapping: str, value: float, only_on: int | None) -> list[str]:
 @pytest.mark.parametrize("value", [0.5, -1.0, 2.0])
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_refused_on_shards(wrapping, value):
-    assert_nothing_wrong(run_ranks(refused, wraps.world_size(wrapping), wrapping, value, None))
+    assert_nothing_wrong(run_ranks(refused, wrappings.world_size(wrapping), wrapping, value, None))
 
 
 @pytest.mark.parametrize("only_on", [0, 1])
@@ -51,8 +51,8 @@ def test_refused_by_one_rank(only_on):
 def wrapped_afterwards(wrapping: str, what: str) -> list[str]:
     model = fill(Net(EVEN_HIDDEN), "normal", "float32")
     prune.custom_from_mask(model.l2, "weight", factors((5, 12)))
-    model = wraps.wrap(model, wrapping)
-    layer = unwrap(wraps.unwrapped(model).l2)
+    model = wrappings.wrap(model, wrapping)
+    layer = unwrap(wrappings.unwrapped(model).l2)
     before = snapshot(model)
     try:
         if what == "shard_masks":
@@ -76,7 +76,7 @@ def as_in_torch(wrapping: str) -> list[str]:
     mine, of_torch = (fill(Net(), "normal", "float32") for _ in range(2))
     prune.custom_from_mask(mine.l2, "weight", factors((5, 10)))
     torch_prune.custom_from_mask(of_torch.l2, "weight", factors((5, 10)))
-    model = wraps.wrap(mine, wrapping)
+    model = wrappings.wrap(mine, wrapping)
     x = torch.ones(2, 6)
     wrong = [] if torch.equal(model(x), of_torch(x)) else ["other outputs"]
     prune.remove(mine.l2, "weight")
@@ -86,7 +86,7 @@ def as_in_torch(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2"])
 def test_multiplied_on_whole_parameters(wrapping):
-    assert_nothing_wrong(run_ranks(as_in_torch, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(as_in_torch, wrappings.world_size(wrapping), wrapping))
 
 
 class Damped(prune.L1Unstructured):
@@ -101,13 +101,13 @@ def damped(wrapping: str, what: str) -> list[str]:
     model = fill(Net(EVEN_HIDDEN), "normal", "float32")
     if what == "shard_masks":
         Damped.apply(model.l2, "weight", 0.5)
-    model = wraps.wrap(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     before = snapshot(model)
     try:
         if what == "shard_masks":
             prune.shard_masks(model)
         else:
-            Damped.apply(unwrap(wraps.unwrapped(model).l2), "weight", 0.5)
+            Damped.apply(unwrap(wrappings.unwrapped(model).l2), "weight", 0.5)
     except NotImplementedError as error:
         wrong = changes(before, snapshot(model))
         return wrong + [str(error)] * ("Damped has an apply_mask" not in str(error))

@@ -1,17 +1,18 @@
 """The support matrix: every wrapper and world size, trained ten steps beside one process.
 
 ``pytest tests/distributed/test_matrix.py --write-matrix tests/distributed/matrix.json`` writes
-what was measured; ``python tests/make_support_matrix.py`` makes the README's table from it.
+what was measured; ``python tests/distributed/make_support_matrix.py`` makes the README's table
+from it.
 """
 
 import json
 
+import make_support_matrix
 import pytest
 
-import make_support_matrix
-import wraps
 from distprune.testing import run_ranks
-from pair import OPTIMIZERS, Pair, train
+from helpers import wrappings
+from helpers.training_pair import OPTIMIZERS, Pair, train
 
 MADE = {
     "before pruning": {"amounts": {3: 0.5}},
@@ -36,9 +37,9 @@ def trained(wrapping: str) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("wrapping", wraps.TRAINED)
+@pytest.mark.parametrize("wrapping", wrappings.TRAINED)
 def test_ten_steps_equal_one_process(wrapping, record_property):
-    per_rank = run_ranks(trained, wraps.world_size(wrapping), wrapping)
+    per_rank = run_ranks(trained, wrappings.world_size(wrapping), wrapping)
     for rows in zip(*per_rank, strict=True):
         assert not any(row["wrong"] for row in rows), rows
         differences = sum(row["num_mask_differences"] for row in rows)
@@ -56,9 +57,9 @@ def test_ten_steps_equal_one_process(wrapping, record_property):
 def test_the_readme_has_the_matrix_that_was_measured():
     measured = json.loads(make_support_matrix.MEASURED.read_text())
     covered = {result["wrapping"] for result in measured["results"]}
-    assert covered == set(wraps.TRAINED), "run this file with --write-matrix"
+    assert covered == set(wrappings.TRAINED), "run this file with --write-matrix"
     readme = make_support_matrix.README.read_text()
     assert make_support_matrix.START in readme
     assert make_support_matrix.with_table(readme, measured) == readme, (
-        "run python tests/make_support_matrix.py"
+        "run python tests/distributed/make_support_matrix.py"
     )

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
-import reference
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune.testing import run_ranks
-from models import Net, seeded
-from wraps import local
+from helpers import reference
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import Net, seeded
+from helpers.wrappings import local
 
 
 def wrapped(kind, ranks):

@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distprune as prune
-import reference
-from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from models import Net, fill, fqns, target
+from helpers import reference
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import Net, fill, fqns, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight", "l1.bias", "l3.bias"]
 

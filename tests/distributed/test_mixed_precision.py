@@ -6,12 +6,11 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, fqns, target
-from pair import OPTIMIZERS
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.models import Net, fill, fqns, target
+from helpers.training_pair import OPTIMIZERS
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight", "l2.bias"]
 
@@ -27,8 +26,8 @@ def differences_with(wrapping: str, optimizer_name: str) -> list[str]:
     """Pruned twice. One batch on every rank: the mean of 2 or 4 equal gradients is exact."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     dense = fill(Net(), "normal", "float32")
-    indices = wraps.local_indices(dense, wrapping)
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping, mp_policy=policy)
+    indices = wrappings.local_indices(dense, wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping, mp_policy=policy)
     kind, options = OPTIMIZERS[optimizer_name]
     optimizers = [kind(m.parameters(), **options) for m in (model, dense)]
     targets = [target(model, name) for name in NAMES]
@@ -54,16 +53,16 @@ def differences_with(wrapping: str, optimizer_name: str) -> list[str]:
             dense.get_parameter(name).grad = half.get_parameter(name).grad.float() * keep
         for name in fqns(dense):
             sharded = model.get_parameter(name + "_orig" if name in keeps else name)
-            gradient = wraps.my_part(dense.get_parameter(name).grad, indices[name])
-            if not torch.equal(wraps.local(sharded.grad), gradient):
+            gradient = wrappings.my_part(dense.get_parameter(name).grad, indices[name])
+            if not torch.equal(wrappings.local(sharded.grad), gradient):
                 wrong.append(f"step {step}: gradient of {name}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for name in fqns(dense):
             sharded = model.get_parameter(name + "_orig" if name in keeps else name)
-            value = wraps.my_part(dense.get_parameter(name).detach(), indices[name])
-            if not torch.equal(wraps.local(sharded), value):
+            value = wrappings.my_part(dense.get_parameter(name).detach(), indices[name])
+            if not torch.equal(wrappings.local(sharded), value):
                 wrong.append(f"step {step}: {name} after the update")
     return wrong
 
@@ -81,4 +80,4 @@ def bf16_forward(half: Net, dense: Net, keeps: dict, x: torch.Tensor) -> torch.T
     "wrapping", ["fsdp2-1", "fsdp2-2", "fsdp2-4", "fsdp2_root-2", "hsdp-2x2", "hsdp-1x2"]
 )
 def test_bf16_policy_is_bit_exact(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))

@@ -8,12 +8,11 @@ import torch
 import torch.nn.utils.prune as torch_prune
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, wrong_masks
 from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l3.weight"]
 
@@ -33,14 +32,14 @@ class Pair:
     """The sharded model and a dense one, pruned by torch with the same masks."""
 
     def __init__(self, wrapping: str, amount: float = 0.5):
-        sizes = wraps.runnable_sizes(wrapping)
+        sizes = wrappings.runnable_sizes(wrapping)
         self.dense = fill(Net(sizes), "normal", "float32")
-        self.indices = wraps.local_indices(self.dense, wrapping)
+        self.indices = wrappings.local_indices(self.dense, wrapping)
         scores = [self.dense.get_parameter(name) for name in NAMES]
         self.keeps = dict(zip(NAMES, reference.prune(scores, amount), strict=True))
-        self.model = wraps.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
+        self.model = wrappings.wrap(fill(Net(sizes), "normal", "float32"), wrapping)
         # FSDP1 loads through its own module; DDP adds a prefix to the names.
-        is_ddp = wraps.kind_of(wrapping) == "ddp"
+        is_ddp = wrappings.kind_of(wrapping) == "ddp"
         self.inner = self.model.module if is_ddp else self.model
         self.modules = dict(named_modules(self.model))
         for name, keep in self.keeps.items():
@@ -63,7 +62,7 @@ class Pair:
             wrong.append(f"{when}: other outputs")
         for module, name in [self.target(name) for name in NAMES]:
             mask, gradient = getattr(module, name + "_mask"), getattr(module, name + "_orig").grad
-            if mask.numel() and wraps.local(gradient)[wraps.local(mask) == 0].any():
+            if mask.numel() and wrappings.local(gradient)[wrappings.local(mask) == 0].any():
                 wrong.append(f"{when}: a pruned element has a gradient")
         self.model.zero_grad()
         return wrong
@@ -103,7 +102,7 @@ def replace_tensors(pair: Pair, wrapping: str, how: str) -> None:
 def problems(wrapping: str, forward_first: bool) -> list[str]:
     wrong = []
     for how in HOW:
-        if how in TORCH_CANNOT.get(wraps.kind_of(wrapping)[:5], ()):
+        if how in TORCH_CANNOT.get(wrappings.kind_of(wrapping)[:5], ()):
             continue
         if how == "float64" and forward_first and wrapping.startswith(("fsdp2", "hsdp")):
             continue  # torch's FSDP2 cannot change the dtype after a forward, pruned or not
@@ -122,9 +121,9 @@ def problems(wrapping: str, forward_first: bool) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_survive(wrapping):
-    forward_first = (False, True) if wraps.world_size(wrapping) <= 2 else (True,)
+    forward_first = (False, True) if wrappings.world_size(wrapping) <= 2 else (True,)
     for first in forward_first:
-        assert_nothing_wrong(run_ranks(problems, wraps.world_size(wrapping), wrapping, first))
+        assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping, first))
 
 
 def swapped_behind_fsdp() -> tuple[str, str]:

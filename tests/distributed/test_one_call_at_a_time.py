@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight"]
 
@@ -46,8 +46,8 @@ class Action:
 
 
 def model_and_targets(wrapping: str):
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    return model, [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    return model, [target(wrappings.unwrapped(model), name) for name in NAMES]
 
 
 def outcome(model, call) -> tuple[str, str, list[str]]:

@@ -16,12 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong
 from distprune import schedule
 from distprune.testing import run_ranks
-from models import fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import fill, target
 
 NUM_LAYERS = 12  # "layers.10" has to come after "layers.2"
 
@@ -103,7 +102,7 @@ def held(kind: str, data: str, amounts: tuple) -> list[tuple]:
             chosen, prune.L1Unstructured, amount=amount, pipeline_parallel=True
         )
     assert [entry.name for entry in report.parameters] == NAMES
-    masks = [(pair.fqn, wraps.local(pair[0].weight_mask)) for pair in chosen]
+    masks = [(pair.fqn, wrappings.local(pair[0].weight_mask)) for pair in chosen]
     return [(name, mask, report.num_pruned) for name, mask in masks]
 
 

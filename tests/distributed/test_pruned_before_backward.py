@@ -17,22 +17,22 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune.testing import run_ranks
-from models import Net, seeded
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import Net, seeded
 
 MANAGED = ["fsdp2-2", "fsdp2_root-2", "fsdp2_tp-1x2", "fsdp1-2", "fsdp1_root-2", "fsdp1_flat-2"]
 OTHERS = ["plain-1", "ddp-2", "tp-2"]
 
 
 def made(wrapping, **options):
-    return wraps.wrap(seeded(Net(wraps.runnable_sizes(wrapping))), wrapping, **options)
+    return wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping, **options)
 
 
 def layers(model):
-    net = wraps.unwrapped(model)
-    return [wraps.unwrapped(each) for each in (net.l1, net.l2, net.l3)]
+    net = wrappings.unwrapped(model)
+    return [wrappings.unwrapped(each) for each in (net.l1, net.l2, net.l3)]
 
 
 def inputs(rows=4):
@@ -107,7 +107,7 @@ def not_refused(wrapping, forward, before, change):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wrapping", MANAGED)
 def test_refused_on_every_rank(wrapping, change):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(not_refused, size, wrapping, loss_is_pending, *CHANGES[change]))
 
 
@@ -168,14 +168,16 @@ def wrong_after_refusal(wrapping):
         model(inputs()).square().sum().backward()
     pairs = zip(tried.parameters(), other.parameters(), strict=True)
     for p, q in pairs:
-        if p.grad is not q.grad and not torch.equal(wraps.local(p.grad), wraps.local(q.grad)):
+        if p.grad is not q.grad and not torch.equal(
+            wrappings.local(p.grad), wrappings.local(q.grad)
+        ):
             found.append(f"gradients of shape {tuple(p.shape)} differ")
     return found
 
 
 @pytest.mark.parametrize("wrapping", MANAGED)
 def test_the_backward_goes_on_after_the_refusal(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_after_refusal, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(wrong_after_refusal, wrappings.world_size(wrapping), wrapping))
 
 
 def after_backward(model):
@@ -250,7 +252,9 @@ def wrong_when_idle(wrapping, run, before, change):
     for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
         if (p.grad is None) != (q.grad is None):
             found.append(f"{name}: a gradient on one of them")
-        elif p.grad is not None and not torch.equal(wraps.local(p.grad), wraps.local(q.grad)):
+        elif p.grad is not None and not torch.equal(
+            wrappings.local(p.grad), wrappings.local(q.grad)
+        ):
             found.append(f"{name}: gradients differ")
     del kept
     return found
@@ -267,7 +271,7 @@ def checkpointed(wrapping, impl):
     model = seeded(Net())
     for name, layer in list(model.named_children()):
         setattr(model, name, checkpoint_wrapper(layer, checkpoint_impl=impl))
-    return wraps.wrap(model, wrapping)
+    return wrappings.wrap(model, wrapping)
 
 
 def wrong_with_checkpointing(is_pending):
@@ -299,7 +303,7 @@ def wrong_with_frozen(wrapping):
     """The gradient of what comes before a frozen layer depends on its weight."""
     model = seeded(Net())
     model.l2.requires_grad_(False)
-    model = wraps.wrap(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     loss = model(inputs()).square().sum()
     try:
         prune.l1_unstructured(layers(model)[1], "weight", 0.5)
@@ -334,9 +338,9 @@ def test_mixed_precision():
 def wrong_elsewhere(wrapping, before, change):
     """Gradients of a backward across the change, against torch's own pruning on one process."""
     model = made(wrapping)
-    plain = seeded(Net(wraps.runnable_sizes(wrapping)))
+    plain = seeded(Net(wrappings.runnable_sizes(wrapping)))
     full = [name for name, _ in plain.named_parameters() if name.endswith("weight")]
-    indices = wraps.local_indices(copy.deepcopy(plain), wrapping)
+    indices = wrappings.local_indices(copy.deepcopy(plain), wrapping)
     for each in (model, plain):
         before(each)
         loss = each(inputs()).square().sum()
@@ -347,8 +351,8 @@ def wrong_elsewhere(wrapping, before, change):
         path, _, leaf = name.rpartition(".")
         layer = plain.get_submodule(path)
         whole = getattr(layer, "weight_orig" if hasattr(layer, "weight_orig") else leaf).grad
-        held = wraps.gradient(model, name, indices)
-        expected = wraps.my_part(whole, indices[name])
+        held = wrappings.gradient(model, name, indices)
+        expected = wrappings.my_part(whole, indices[name])
         if not torch.allclose(held, expected, rtol=1e-5, atol=1e-6):
             found.append(f"{name}: gradients differ by {(held - expected).abs().max():.2g}")
     return found
@@ -357,7 +361,7 @@ def wrong_elsewhere(wrapping, before, change):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("wrapping", OTHERS)
 def test_elsewhere_the_backward_is_that_of_the_forward(wrapping, change):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(wrong_elsewhere, size, wrapping, *CHANGES[change]))
 
 

@@ -9,38 +9,38 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
-import wraps
-from checks import assembled
 from distprune.testing import run_ranks
-from models import Net, ShapesNet, fill, fqns, target
+from helpers import wrappings
+from helpers.comparisons import assembled
+from helpers.models import Net, ShapesNet, fill, fqns, target
 
 
 def single_masks(wrapping: str, calls: list[tuple[str, tuple]], seed: int) -> list[tuple]:
     """random_unstructured on (name, amounts) in turn; the mask shards and their indices."""
-    indices = wraps.local_indices(Net(), wrapping)
+    indices = wrappings.local_indices(Net(), wrapping)
     masks = []
     for name, amounts in calls:
-        model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-        module, parameter = target(wraps.unwrapped(model), name)
+        model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+        module, parameter = target(wrappings.unwrapped(model), name)
         torch.manual_seed(seed)
         for amount in amounts:
             prune.random_unstructured(module, parameter, amount)
-        masks.append((wraps.local(getattr(module, parameter + "_mask")), indices[name]))
+        masks.append((wrappings.local(getattr(module, parameter + "_mask")), indices[name]))
     return masks
 
 
 @cache
 def full_masks_of(wrapping: str, calls: tuple, seed: int = 0) -> list[torch.Tensor]:
-    per_rank = run_ranks(single_masks, wraps.world_size(wrapping), wrapping, calls, seed)
+    per_rank = run_ranks(single_masks, wrappings.world_size(wrapping), wrapping, calls, seed)
     shapes = [Net().get_parameter(name).shape for name, _ in calls]
     per_call = zip(*per_rank, strict=True)
     return [assembled(parts, shape) for parts, shape in zip(per_call, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
 def test_one_seed_gives_one_mask_on_any_sharding(wrapping):
     names = ["l1.weight", "l2.weight", "l3.bias"]
-    if wraps.kind_of(wrapping) == "tp":
+    if wrappings.kind_of(wrapping) == "tp":
         names.remove("l3.bias")  # plain: it has torch's own stream of random numbers
     calls = tuple((name, (0.5, 0.4)) for name in names)
     expected = full_masks_of("fsdp2-2", calls)
@@ -79,19 +79,19 @@ def masks_of_other_seeds(wrapping: str) -> list[tuple]:
     """random_unstructured and random_structured, with another seed on each rank."""
     torch.manual_seed(torch.distributed.get_rank())
     model = fill(Net(), "normal", "float32")
-    indices = wraps.local_indices(model, wrapping)
-    model = wraps.wrap(model, wrapping)
+    indices = wrappings.local_indices(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     prune.random_unstructured(model.l1, "weight", 0.5)
     prune.random_structured(model.l2, "weight", 4, 1)
     return [
-        (wraps.local(layer.weight_mask), indices[name])
+        (wrappings.local(layer.weight_mask), indices[name])
         for name, layer in [("l1.weight", model.l1), ("l2.weight", model.l2)]
     ]
 
 
-@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
 def test_ranks_with_other_seeds_agree(wrapping):
-    per_rank = run_ranks(masks_of_other_seeds, wraps.world_size(wrapping), wrapping)
+    per_rank = run_ranks(masks_of_other_seeds, wrappings.world_size(wrapping), wrapping)
     first, second = zip(*per_rank, strict=True)
     assert int((assembled(first, (10, 6)) == 0).sum()) == 30
     columns = assembled(second, (5, 10)).sum(0)
@@ -116,14 +116,14 @@ def global_masks(wrapping: str, seed_per_rank: bool, batch_norm: bool):
     else:
         names = fqns(model)
         shapes = {name: tuple(model.get_parameter(name).shape) for name in names}
-        indices = wraps.local_indices(model, wrapping)
-        model = wraps.wrap(model, wrapping)
-        targets = [target(wraps.unwrapped(model), name) for name in names]
+        indices = wrappings.local_indices(model, wrapping)
+        model = wrappings.wrap(model, wrapping)
+        targets = [target(wrappings.unwrapped(model), name) for name in names]
     report = prune.global_unstructured(targets, prune.RandomUnstructured, amount=0.3)
     masks = []
     for (module, parameter), name in zip(targets, names, strict=True):
         mask = getattr(module, parameter + "_mask")
-        masks.append((wraps.local(mask), indices[name], shapes[name]))
+        masks.append((wrappings.local(mask), indices[name], shapes[name]))
     return masks, report.num_pruned
 
 
@@ -132,9 +132,9 @@ def full_masks(per_rank) -> list[torch.Tensor]:
     return [assembled([(m, i) for m, i, _ in parts], parts[0][2]) for parts in per_parameter]
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_global_random_agrees_although_the_ranks_have_other_seeds(wrapping):
-    per_rank = run_ranks(global_masks, wraps.world_size(wrapping), wrapping, True, False)
+    per_rank = run_ranks(global_masks, wrappings.world_size(wrapping), wrapping, True, False)
     masks = full_masks(per_rank)
     num_elements = sum(mask.numel() for mask in masks)
     num_pruned = sum(int((mask == 0).sum()) for mask in masks)
@@ -144,8 +144,8 @@ def test_global_random_agrees_although_the_ranks_have_other_seeds(wrapping):
 
 def test_global_random_is_one_mask_on_any_sharding():
     found = {}
-    for wrapping in wraps.SHARDED:
-        per_rank = run_ranks(global_masks, wraps.world_size(wrapping), wrapping, False, False)
+    for wrapping in wrappings.SHARDED:
+        per_rank = run_ranks(global_masks, wrappings.world_size(wrapping), wrapping, False, False)
         found[wrapping] = torch.cat([mask.flatten() for mask in full_masks(per_rank)])
     differing = [w for w, mask in found.items() if not torch.equal(mask, found["fsdp2-2"])]
     assert not differing

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import distprune as prune
-import wraps
-from checks import changes, snapshot
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import wrappings
+from helpers.comparisons import changes, snapshot
+from helpers.models import Net, fill, target
 
 
 def refusal(model: nn.Module, call) -> tuple[str, str, list[str]]:
@@ -55,7 +55,7 @@ def test_partial_placements(single):
 
 
 def scores_on_other_placements() -> tuple[str, str, list[str]]:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
     mesh = model.l1.weight.device_mesh
     scores = distribute_tensor(torch.ones(10, 6), mesh, [Shard(1)])
     targets = [(model.l1, "weight"), (model.l2, "weight")]
@@ -76,7 +76,7 @@ def test_scores_on_other_placements_than_their_parameter():
 
 
 def integer_reshard(single: bool) -> tuple[str, str, list[str]]:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), "fsdp2-4", reshard_after_forward=2)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2-4", reshard_after_forward=2)
     if single:
         return refusal(model, lambda: prune.l1_unstructured(model.l2, "weight", 0.5))
     return refusal(model, lambda: prune_all(model, ["l1.weight", "l2.weight"]))
@@ -88,7 +88,7 @@ def test_reshard_after_forward_to_a_smaller_mesh(single):
 
 
 def fsdp1(use_orig_params: bool, case: str, single: bool) -> tuple[str, str, list[str]]:
-    model = wraps.wrap(
+    model = wrappings.wrap(
         fill(Net(), "normal", "float32"),
         "fsdp1-2",
         use_orig_params=use_orig_params,

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune._common.naming import NamedParameter
 from distprune.testing import run_ranks
-from models import EVEN, Net, fill, target
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import EVEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
 SECONDS = 40
@@ -35,15 +35,15 @@ def wrong_unless_told(model: nn.Module, call, *, text: str, kind: type = ValueEr
 
 
 def prune_all(model: nn.Module, method=prune.L1Unstructured, **arguments) -> None:
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     prune.global_unstructured(targets, method, **({"amount": 0.5} | arguments))
 
 
 @torch.no_grad()
 def wrong_with_opposite_differences(wrapping: str) -> list[str]:
     """Rank 1 has w + d and rank 2 has w - d, as integers of the bits."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    weight = wraps.unwrapped(model).l1.weight
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    weight = wrappings.unwrapped(model).l1.weight
     weight.view(torch.int32)[0, 0] += (0, 1, -1)[dist.get_rank()]
     return wrong_unless_told(model, lambda: prune_all(model), text="replicas")
 
@@ -57,11 +57,11 @@ def test_opposite_differences(wrapping):
 @torch.no_grad()
 def wrong_with_exchanged_shards(what: str) -> list[str]:
     """The second replica of an HSDP model has the right numbers, on the wrong one of its ranks."""
-    model = wraps.wrap(fill(Net(EVEN), "normal", "float32"), "hsdp-2x2")
+    model = wrappings.wrap(fill(Net(EVEN), "normal", "float32"), "hsdp-2x2")
     if what != "values":
         prune.l1_unstructured(model.l1, "weight", 0.4)
     parameter = model.l1.weight if what == "values" else model.l1.weight_orig
-    local = wraps.local(parameter if what == "values" else model.l1.weight_mask)
+    local = wrappings.local(parameter if what == "values" else model.l1.weight_mask)
     shards = [torch.empty_like(local) for _ in range(2)]
     dist.all_gather(shards, local, group=parameter.device_mesh.get_group(1))
     is_second, place = divmod(dist.get_rank(), 2)
@@ -137,7 +137,7 @@ def colliding_mask(shape) -> torch.Tensor:
 
 
 def wrong_with_another_method(wrapping: str, case: str) -> list[str]:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     rank = dist.get_rank()
     limits = {
         "list": [0.1 + rank],
@@ -145,7 +145,7 @@ def wrong_with_another_method(wrapping: str, case: str) -> list[str]:
         "tensor": torch.tensor([0.1 + rank]),
         "nested": [[[0.1 + rank]]],
     }
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
 
     def call() -> None:
         match case:
@@ -172,8 +172,8 @@ def test_a_method_that_is_another_one_on_each_replica(wrapping, case):
 
 def wrong_with_another_tensor(wrapping: str, what: str) -> list[str]:
     """A whole mask, or whole scores, of which each rank would slice its own."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
-    layer = wraps.unwrapped(model).l1
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    layer = wrappings.unwrapped(model).l1
     if what == "mask":
         given = colliding_mask((10, 6))
         return wrong_unless_told(
@@ -216,11 +216,11 @@ def wrong_on_meshes_of_some_ranks() -> list[str]:
     keep = torch.ones(60).index_fill(0, scores.argsort()[:30], 0)
     wrong = [] if [p.num_elements for p in report.parameters] == [30, 30] else [str(report)]
     mine = keep[:30].view(6, 5)[own.get_local_rank() * 3 :][:3]
-    if not torch.equal(wraps.local(model.a_mask).float(), mine):
-        wrong.append(f"a: {wraps.local(model.a_mask)}")
+    if not torch.equal(wrappings.local(model.a_mask).float(), mine):
+        wrong.append(f"a: {wrappings.local(model.a_mask)}")
     other = keep[30:].view(6, 5)[dist.get_rank() * 3 :][:3] if dist.get_rank() < 2 else mine[:0]
-    if not torch.equal(wraps.local(model.b_mask).float().view(other.shape), other):
-        wrong.append(f"b: {wraps.local(model.b_mask)}")
+    if not torch.equal(wrappings.local(model.b_mask).float().view(other.shape), other):
+        wrong.append(f"b: {wrappings.local(model.b_mask)}")
     if report.num_pruned_now != 30:
         wrong.append(f"pruned {report.num_pruned_now}")
     return wrong

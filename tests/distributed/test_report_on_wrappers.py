@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import distprune as prune
-import reference
-import wraps
 from distprune.testing import run_ranks
-from models import Net, ShapesNet, fill, fqns, target
+from helpers import reference, wrappings
+from helpers.models import Net, ShapesNet, fill, fqns, target
 
 AMOUNTS = (0.3, 20)
 TOTALS = [
@@ -24,12 +23,12 @@ TOTALS = [
 
 
 def reports(wrapping: str) -> list[tuple[dict, str, str, dict]]:
-    model = wraps.wrap(fill(ShapesNet(), "few", "float32"), wrapping)
+    model = wrappings.wrap(fill(ShapesNet(), "few", "float32"), wrapping)
     names = fqns(ShapesNet())
     found = []
     for amount in AMOUNTS:
         report = prune.global_unstructured(
-            [target(wraps.unwrapped(model), name) for name in names],
+            [target(wrappings.unwrapped(model), name) for name in names],
             prune.L1Unstructured,
             amount=amount,
         )
@@ -79,9 +78,9 @@ def expected_reports() -> list[dict]:
     return expected
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_numbers_are_those_of_the_whole_model(wrapping):
-    per_rank = run_ranks(reports, wraps.world_size(wrapping), wrapping)
+    per_rank = run_ranks(reports, wrappings.world_size(wrapping), wrapping)
     for found in per_rank:
         for (values, _, _, _), expected in zip(found, expected_reports(), strict=True):
             assert {key: values[key] for key in expected} == expected
@@ -100,7 +99,7 @@ def test_forms():
 
 
 def threshold_of_nothing(wrapping: str):
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     report = prune.global_unstructured([target(model, "l1.weight")], prune.L1Unstructured, amount=0)
     return report.num_pruned_now, report.sparsity, len(report.parameters)
 

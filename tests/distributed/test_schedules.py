@@ -9,13 +9,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune import schedule
 from distprune.testing import run_ranks
-from models import Net, fill, target
-from traffic import Traffic
+from helpers import reference, wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
 
 WRAPPINGS = [
     "plain-1", "plain-3", "ddp-2", "fsdp2-1", "fsdp2-3", "fsdp2_root-4", "hsdp-2x2", "tp-2",
@@ -28,7 +27,7 @@ CEILING = 0.8
 
 
 def targets_of(model) -> list:
-    return prune.select(wraps.unwrapped(model))
+    return prune.select(wrappings.unwrapped(model))
 
 
 def values_at(step: int, name: str) -> torch.Tensor:
@@ -41,8 +40,8 @@ def values_at(step: int, name: str) -> torch.Tensor:
 def optimizer_step(model, indices, step: int) -> None:
     for name, (module, parameter) in zip(NAMES, targets_of(model), strict=True):
         pruned = parameter + "_mask" in module._buffers
-        held = wraps.local(getattr(module, parameter + "_orig" if pruned else parameter))
-        held.copy_(wraps.my_part(values_at(step, name), indices[name]))
+        held = wrappings.local(getattr(module, parameter + "_orig" if pruned else parameter))
+        held.copy_(wrappings.my_part(values_at(step, name), indices[name]))
 
 
 def expected_masks() -> list[dict[str, torch.Tensor]]:
@@ -58,8 +57,8 @@ def expected_masks() -> list[dict[str, torch.Tensor]]:
 
 
 def make(wrapping: str):
-    indices = wraps.local_indices(Net(), wrapping)
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    indices = wrappings.local_indices(Net(), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     pruner = schedule.ScheduledPruner(targets_of(model), RAMP, max_sparsity=CEILING)
     return model, indices, pruner
 
@@ -113,7 +112,7 @@ def differences(wrapping: str, folder: str, stop: int) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_every_step_and_a_resumed_run(wrapping, tmp_path):
     """Saved in the middle of the ramp, between two due steps, or before the first of them."""
-    turn, size = WRAPPINGS.index(wrapping), wraps.world_size(wrapping)
+    turn, size = WRAPPINGS.index(wrapping), wrappings.world_size(wrapping)
     stop = (5, 1, 6)[turn % 3]
     assert_nothing_wrong(run_ranks(differences, size, wrapping, str(tmp_path), stop))
 
@@ -183,7 +182,7 @@ CASES = {
 
 def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str], bool]]:
     """(type, text, changes, whether the pruner is as before) that this rank sees, by case."""
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     targets = targets_of(model)
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.2)
     is_odd = dist.get_rank() == dist.get_world_size() - 1
@@ -202,7 +201,7 @@ def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str], bool]]:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp2-3", "hsdp-2x2", "tp-2"])
 def test_ranks_that_disagree_all_raise(wrapping):
-    per_rank = run_ranks(outcomes, wraps.world_size(wrapping), wrapping, timeout=40)
+    per_rank = run_ranks(outcomes, wrappings.world_size(wrapping), wrapping, timeout=40)
     for case, (_, _, text) in CASES.items():
         assert len({found[case][0] for found in per_rank}) == 1, (case, per_rank)
         for found in per_rank:
@@ -236,8 +235,8 @@ def tied_counts(wrapping: str) -> list[tuple]:
         model = Net()
         model.tied = torch.nn.Linear(6, 10)
         model.tied.weight = model.l1.weight
-        model = wraps.wrap(fill(model, "normal", "float32"), wrapping)
-        inner = wraps.unwrapped(model)
+        model = wrappings.wrap(fill(model, "normal", "float32"), wrapping)
+        inner = wrappings.unwrapped(model)
         pairs = prune.select(model)
         if given == "both names":
             pairs = [(inner.tied, "weight"), *target_pairs(inner), (inner.l1, "weight")]
@@ -260,5 +259,5 @@ def target_pairs(model) -> list:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp2_root-3"])
 def test_tied_parameters_count_once(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert run_ranks(tied_counts, size, wrapping) == [[(125, 48, 62, False, True)] * 3] * size

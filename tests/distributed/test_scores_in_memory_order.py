@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
-import reference
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune.testing import run_ranks
+from helpers import reference
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
 
 MEMORY = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
 

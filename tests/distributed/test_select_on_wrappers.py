@@ -4,9 +4,9 @@ import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import distprune as prune
-import wraps
 from distprune.testing import run_ranks
-from models import ShapesNet, fill
+from helpers import wrappings
+from helpers.models import ShapesNet, fill
 
 WRAPPINGS = ["plain-2", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-2x2"]
 SELECTIONS = {  # arguments, and the names that they select
@@ -22,7 +22,7 @@ def selected(wrapping: str, checkpointed: bool) -> dict[tuple[str, bool], list[s
     model = fill(ShapesNet(), "normal", "float32")
     if checkpointed:
         model.l3 = checkpoint_wrapper(model.l3)
-    model = wraps.wrap(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     found = {}
     for pruned in (False, True):
         for selection, (arguments, _) in SELECTIONS.items():
@@ -38,12 +38,12 @@ def selected(wrapping: str, checkpointed: bool) -> dict[tuple[str, bool], list[s
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_names_do_not_depend_on_the_wrapper(wrapping, checkpointed):
     expected = {(s, pruned): names for s, (_, names) in SELECTIONS.items() for pruned in (0, 1)}
-    for found in run_ranks(selected, wraps.world_size(wrapping), wrapping, checkpointed):
+    for found in run_ranks(selected, wrappings.world_size(wrapping), wrapping, checkpointed):
         assert found == expected
 
 
 def unmatched(wrapping: str) -> str:
-    model = wraps.wrap(fill(ShapesNet(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(ShapesNet(), "normal", "float32"), wrapping)
     try:
         prune.select(model, exclude=["l1", "lm_head"])
     except ValueError as error:

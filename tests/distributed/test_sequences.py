@@ -1,6 +1,7 @@
 """Random sequences of operations on 1 to 3 ranks, against one process after every operation.
 
-A failing sequence prints its seed and operations; `python tests/sequences.py --seed N` repeats it.
+A failing sequence prints its seed and operations; `python tests/helpers/random_sequences --seed N`
+repeats it.
 """
 
 from contextlib import AbstractContextManager
@@ -12,11 +13,11 @@ import torch
 import distprune.checkpoint
 import distprune.selection.cut
 import distprune.torch_private.fsdp2
-import sequences
-import wraps
 from distprune.selection.candidates import Cut
 from distprune.testing import run_ranks
-from sequence_plans import draw
+from helpers import wrappings
+from helpers.random_sequences.plans import draw
+from helpers.random_sequences.run import Outcome, batch, run_plans, run_seeds
 
 NUM_BATCHES = 20  # of 25 sequences
 
@@ -24,7 +25,7 @@ NUM_BATCHES = 20  # of 25 sequences
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(NUM_BATCHES))
 def test_every_operation_does_what_it_does_in_one_process(number):
-    outcomes = sequences.run_seeds(sequences.batch(number))
+    outcomes = run_seeds(batch(number))
     wrong = [str(outcome) for outcome in outcomes if outcome.wrong]
     assert not wrong, "\n\n".join(wrong)[:10000]
     assert sum(outcome.operations.total() for outcome in outcomes) >= 4 * len(outcomes)
@@ -50,7 +51,7 @@ def rows_of_a_mask_are_exchanged_by_loading() -> AbstractContextManager:
     def exchanged(model, *rest) -> None:
         original(model, *rest)
         for mask in distprune.checkpoint._pruned_here(model).values():
-            local = wraps.local(mask)
+            local = wrappings.local(mask)
             local.copy_(local.flip(0))
 
     return patch.object(distprune.checkpoint, "_set_state_dict", exchanged)
@@ -63,11 +64,11 @@ MUTANTS = [
 ]
 
 
-def outcomes_of(which: int, folder: str) -> list[sequences.Outcome]:
+def outcomes_of(which: int, folder: str) -> list[Outcome]:
     """The first sequences of a mutant, until one differs."""
-    plans = [draw(seed) for seed in sequences.batch(0)]
+    plans = [draw(seed) for seed in batch(0)]
     with MUTANTS[which]():
-        return sequences.run_plans(plans, folder, until_wrong=True)
+        return run_plans(plans, folder, until_wrong=True)
 
 
 @pytest.mark.slow

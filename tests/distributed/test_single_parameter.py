@@ -9,13 +9,12 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.models import Net, fill, target
 
-WRAPPINGS = [*wraps.SHARDED, "ddp-2"]
+WRAPPINGS = [*wrappings.SHARDED, "ddp-2"]
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 AMOUNTS = [0, 1, 0.3, 0.5, 1.0]
 
@@ -23,28 +22,28 @@ AMOUNTS = [0, 1, 0.3, 0.5, 1.0]
 def start(wrapping: str, data: str = "normal", dtype: str = "float32"):
     """The wrapped model, a dense copy that is not wrapped, and the indices of this rank."""
     dense = fill(Net(), data, dtype)
-    indices = wraps.local_indices(dense, wrapping)
-    return wraps.wrap(fill(Net(), data, dtype), wrapping), dense, indices
+    indices = wrappings.local_indices(dense, wrapping)
+    return wrappings.wrap(fill(Net(), data, dtype), wrapping), dense, indices
 
 
 def l1_differences(wrapping: str) -> list[str]:
     """In each round every parameter gets another amount; fewer rounds on many ranks."""
     wrong = []
-    for turn in range(len(AMOUNTS) if wraps.world_size(wrapping) <= 2 else 2):
+    for turn in range(len(AMOUNTS) if wrappings.world_size(wrapping) <= 2 else 2):
         data, dtype = [("normal", "float32"), ("few", "bfloat16")][turn % 2]
         model, dense, indices = start(wrapping, data, dtype)
         keeps = {}
         for i, name in enumerate([*WEIGHTS, "l1.bias", "l2.bias"]):
             amount = AMOUNTS[(turn + i) % len(AMOUNTS)]
-            prune.l1_unstructured(*target(wraps.unwrapped(model), name), amount=amount)
+            prune.l1_unstructured(*target(wrappings.unwrapped(model), name), amount=amount)
             (keeps[name],) = reference.prune([dense.get_parameter(name)], amount)
         wrong += wrong_masks(model, keeps, indices, f"{data} {dtype} round {turn}")
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
 def test_l1_unstructured(wrapping):
-    assert_nothing_wrong(run_ranks(l1_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(l1_differences, wrappings.world_size(wrapping), wrapping))
 
 
 LN_CASES = list(product((1, 2, math.inf), (0, 1, -1), (1, 0.5)))  # n, dim, amount
@@ -55,11 +54,11 @@ def ln_differences(wrapping: str) -> list[str]:
     wrong = []
     num_rounds = len(LN_CASES) // len(WEIGHTS)
     turns = [(turn, ["normal", "equal", "few"][turn % 3]) for turn in range(2 * num_rounds)]
-    for turn, data in turns if wraps.world_size(wrapping) <= 2 else turns[::4]:
+    for turn, data in turns if wrappings.world_size(wrapping) <= 2 else turns[::4]:
         model, dense, indices = start(wrapping, data)
         for i, name in enumerate(WEIGHTS):
             n, dim, amount = LN_CASES[turn // 2 + i * num_rounds]
-            module, _ = target(wraps.unwrapped(model), name)
+            module, _ = target(wrappings.unwrapped(model), name)
             prune.ln_structured(module, "weight", amount, n, dim)
             keep = reference.prune_channels(dense.get_parameter(name), amount, n, dim)
             when = f"{data} n={n} dim={dim} amount={amount}"
@@ -67,9 +66,9 @@ def ln_differences(wrapping: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", wraps.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
 def test_ln_structured(wrapping):
-    assert_nothing_wrong(run_ranks(ln_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(ln_differences, wrappings.world_size(wrapping), wrapping))
 
 
 def other_norm_differences(wrapping: str) -> list[str]:
@@ -80,13 +79,13 @@ def other_norm_differences(wrapping: str) -> list[str]:
         try:
             torch_prune.ln_structured(dense.l1, "weight", 0.5, n, 0)
         except TypeError:  # None, since torch 2.14
-            wrong += none_is_refused(wraps.unwrapped(model).l1) if n is None else [f"n={n}"]
+            wrong += none_is_refused(wrappings.unwrapped(model).l1) if n is None else [f"n={n}"]
             continue
-        prune.ln_structured(wraps.unwrapped(model).l1, "weight", 0.5, n, 0)
+        prune.ln_structured(wrappings.unwrapped(model).l1, "weight", 0.5, n, 0)
         wrong += wrong_masks(model, {"l1.weight": dense.l1.weight_mask}, indices, f"n={n}")
     for n in ("fro", "nuc"):
         try:
-            prune.ln_structured(wraps.unwrapped(model).l2, "weight", 0.5, n, 0)
+            prune.ln_structured(wrappings.unwrapped(model).l2, "weight", 0.5, n, 0)
             wrong.append(f"n={n} was not refused")
         except NotImplementedError as error:
             wrong += [] if n in str(error) else [str(error)]
@@ -103,7 +102,9 @@ def none_is_refused(layer: torch.nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_other_norms(wrapping):
-    assert_nothing_wrong(run_ranks(other_norm_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(
+        run_ranks(other_norm_differences, wrappings.world_size(wrapping), wrapping)
+    )
 
 
 def random_structured_problems(wrapping: str) -> list[str]:
@@ -112,7 +113,7 @@ def random_structured_problems(wrapping: str) -> list[str]:
     for name, amount, dim in [("l1.weight", 0.5, 0), ("l2.weight", 3, 1), ("l3.weight", 1, -1)]:
         model, dense, indices = start(wrapping)
         torch.manual_seed(5)
-        prune.random_structured(*target(wraps.unwrapped(model), name), amount, dim)
+        prune.random_structured(*target(wrappings.unwrapped(model), name), amount, dim)
         torch.manual_seed(5)
         torch_prune.random_structured(*target(dense, name), amount, dim)
         keep = target(dense, name)[0].weight_mask
@@ -123,7 +124,7 @@ def random_structured_problems(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_random_structured_draws_the_channels_of_one_process(wrapping):
     assert_nothing_wrong(
-        run_ranks(random_structured_problems, wraps.world_size(wrapping), wrapping)
+        run_ranks(random_structured_problems, wrappings.world_size(wrapping), wrapping)
     )
 
 
@@ -142,10 +143,10 @@ def custom_mask_differences_given(wrapping: str, as_dtensor: bool) -> list[str]:
         for name in WEIGHTS
     }
     for name, keep in keeps.items():
-        module, _ = target(wraps.unwrapped(model), name)
+        module, _ = target(wrappings.unwrapped(model), name)
         given = keep.clone()
         if as_dtensor and isinstance(module.weight, DTensor):
-            part = wraps.my_part(keep, indices[name])
+            part = wrappings.my_part(keep, indices[name])
             given = DTensor.from_local(
                 part,
                 module.weight.device_mesh,
@@ -159,7 +160,7 @@ def custom_mask_differences_given(wrapping: str, as_dtensor: bool) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_custom_from_mask(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(custom_mask_differences, size, wrapping))
 
 
@@ -182,7 +183,7 @@ def sequence_differences(wrapping: str) -> list[str]:
         ("l1_unstructured", "l3.weight", {"amount": 0.5}),
     ]
     for step, (function, name, arguments) in enumerate(calls):
-        getattr(prune, function)(*target(wraps.unwrapped(model), name), **arguments)
+        getattr(prune, function)(*target(wrappings.unwrapped(model), name), **arguments)
         getattr(torch_prune, function)(*target(dense, name), **arguments)
         keep = target(dense, name)[0].weight_mask
         wrong += wrong_masks(model, {name: keep}, indices, f"after call {step} ({function})")
@@ -191,34 +192,35 @@ def sequence_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_sequences_of_methods_equal_torch(wrapping):
-    assert_nothing_wrong(run_ranks(sequence_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(sequence_differences, wrappings.world_size(wrapping), wrapping))
 
 
 def life_cycle_problems(wrapping: str) -> list[str]:
     """identity, prune, remove: is_pruned, names, values and the Parameter object."""
     model, dense, indices = start(wrapping)
-    module = wraps.unwrapped(model).l1
+    module = wrappings.unwrapped(model).l1
     names, parameter = list(module._parameters), module.weight
     seen = {"pruned at first": prune.is_pruned(model)}
     prune.identity(module, "weight")
-    seen["identity prunes"] = bool((wraps.local(module.weight_mask) != 1).any())
+    seen["identity prunes"] = bool((wrappings.local(module.weight_mask) != 1).any())
     seen["not pruned after identity"] = not prune.is_pruned(model)
     prune.l1_unstructured(module, "weight", 0.5)
     (keep,) = reference.prune([dense.l1.weight], 0.5)
-    part = wraps.my_part(keep, indices["l1.weight"])
-    effective = wraps.my_part(dense.l1.weight.detach() * keep, indices["l1.weight"])
-    seen["weight is not orig * mask"] = not torch.equal(wraps.local(module.weight), effective)
+    part = wrappings.my_part(keep, indices["l1.weight"])
+    effective = wrappings.my_part(dense.l1.weight.detach() * keep, indices["l1.weight"])
+    seen["weight is not orig * mask"] = not torch.equal(wrappings.local(module.weight), effective)
     seen["another Parameter object"] = module.weight_orig is not parameter
     seen["values lost"] = not torch.equal(
-        wraps.local(module.weight_orig), wraps.my_part(dense.l1.weight, indices["l1.weight"])
+        wrappings.local(module.weight_orig),
+        wrappings.my_part(dense.l1.weight, indices["l1.weight"]),
     )
     prune.remove(module, "weight")
     seen["pruned at last"] = prune.is_pruned(model)
     seen["names differ"] = set(module._parameters) != set(names) or bool(module._buffers)
     seen["order of parameters differs"] = list(module._parameters) != names
     seen["another Parameter object at last"] = module.weight is not parameter
-    seen["wrong values at last"] = not torch.equal(wraps.local(module.weight), effective)
-    seen["pruned values at last"] = bool((wraps.local(module.weight)[~part] != 0).any())
+    seen["wrong values at last"] = not torch.equal(wrappings.local(module.weight), effective)
+    seen["pruned values at last"] = bool((wrappings.local(module.weight)[~part] != 0).any())
     try:
         prune.remove(module, "weight")
         seen["removed twice"] = True
@@ -227,10 +229,10 @@ def life_cycle_problems(wrapping: str) -> list[str]:
     return [problem for problem, happened in seen.items() if happened]
 
 
-@pytest.mark.parametrize("wrapping", [w for w in WRAPPINGS if w not in wraps.FSDP1_FLAT])
+@pytest.mark.parametrize("wrapping", [w for w in WRAPPINGS if w not in wrappings.FSDP1_FLAT])
 def test_identity_prune_remove(wrapping):
-    problems = run_ranks(life_cycle_problems, wraps.world_size(wrapping), wrapping)
-    if wraps.kind_of(wrapping) in ("ddp", "tp"):  # the compatible path: torch moves the name
+    problems = run_ranks(life_cycle_problems, wrappings.world_size(wrapping), wrapping)
+    if wrappings.kind_of(wrapping) in ("ddp", "tp"):  # the compatible path: torch moves the name
         problems = [[p for p in wrong if "order of" not in p] for wrong in problems]
     assert_nothing_wrong(problems)
 
@@ -238,7 +240,7 @@ def test_identity_prune_remove(wrapping):
 def amount_errors(wrapping: str) -> list[tuple[str, bool]]:
     """What wrong arguments raise, and whether the module was left alone."""
     model, _, _ = start(wrapping)
-    module = wraps.unwrapped(model).l1
+    module = wrappings.unwrapped(model).l1
     results = []
     for call in [
         lambda: prune.l1_unstructured(module, "weight", amount=61),  # 60 elements
@@ -264,5 +266,5 @@ def amount_errors(wrapping: str) -> list[tuple[str, bool]]:
 def test_wrong_arguments_raise_what_torch_raises_and_change_nothing(wrapping):
     names = [*["ValueError"] * 3, "TypeError", "AttributeError", "IndexError", *["ValueError"] * 3]
     expected = [(name, True) for name in names]
-    per_rank = run_ranks(amount_errors, wraps.world_size(wrapping), wrapping)
-    assert per_rank == [expected] * wraps.world_size(wrapping)
+    per_rank = run_ranks(amount_errors, wrappings.world_size(wrapping), wrapping)
+    assert per_rank == [expected] * wrappings.world_size(wrapping)

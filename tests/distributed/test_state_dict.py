@@ -11,19 +11,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
-import reference
-import wraps
 from distprune.testing import run_ranks
-from models import UNEVEN, Net, fill, target
+from helpers import reference, wrappings
+from helpers.models import UNEVEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]
-WRAPPINGS = [*wraps.ALL]
+WRAPPINGS = [*wrappings.ALL]
 FULL = StateDictOptions(full_state_dict=True)
 
 
 def pruned(wrapping: str, dtype: str = "float32", sizes=UNEVEN) -> torch.nn.Module:
-    model = wraps.wrap(fill(Net(sizes), "normal", dtype), wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = wrappings.wrap(fill(Net(sizes), "normal", dtype), wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
     return model
 
@@ -39,8 +38,8 @@ def pruned_by_torch(sizes=UNEVEN) -> torch.nn.Module:
 
 def mask_problems(wrapping: str, dtype: str) -> list[str]:
     wrapped = pruned(wrapping, dtype)
-    model = wraps.unwrapped(wrapped)
-    fully_sharded = wraps.kind_of(wrapping).startswith(("fsdp", "hsdp"))
+    model = wrappings.unwrapped(wrapped)
+    fully_sharded = wrappings.kind_of(wrapping).startswith(("fsdp", "hsdp"))
     problems = []
     for name in NAMES:
         module, parameter = target(model, name)
@@ -55,7 +54,7 @@ def mask_problems(wrapping: str, dtype: str) -> list[str]:
         expected = torch.bool if fully_sharded else orig.dtype
         if mask.dtype != expected:
             problems.append(f"{name}: mask is {mask.dtype}, not {expected}")
-        if wraps.local(mask).untyped_storage().nbytes() > wraps.local(mask).nbytes:
+        if wrappings.local(mask).untyped_storage().nbytes() > wrappings.local(mask).nbytes:
             problems.append(f"{name}: mask is a view of something larger")
         if not any(buffer is mask for buffer in module.buffers()):
             problems.append(f"{name}: mask is no buffer")
@@ -67,22 +66,22 @@ def mask_problems(wrapping: str, dtype: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_lie_as_their_parameters_do(wrapping):
     for dtype in ("float32", "bfloat16"):
-        per_rank = run_ranks(mask_problems, wraps.world_size(wrapping), wrapping, dtype)
-        assert per_rank == [[]] * wraps.world_size(wrapping), dtype
+        per_rank = run_ranks(mask_problems, wrappings.world_size(wrapping), wrapping, dtype)
+        assert per_rank == [[]] * wrappings.world_size(wrapping), dtype
 
 
 def state_dict_keys(wrapping: str) -> tuple[set[str], set[str]]:
     """While it is pruned, and after remove."""
     model = pruned(wrapping)
-    keys = set(wraps.unwrapped(model).state_dict())
+    keys = set(wrappings.unwrapped(model).state_dict())
     for name in NAMES:
-        prune.remove(*target(wraps.unwrapped(model), name))
-    return keys, set(wraps.unwrapped(model).state_dict())
+        prune.remove(*target(wrappings.unwrapped(model), name))
+    return keys, set(wrappings.unwrapped(model).state_dict())
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_state_dict_has_the_keys_of_torch(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     expected = set(pruned_by_torch().state_dict()), set(Net().state_dict())
     assert {"l1.weight_orig", "l1.weight_mask", "l3.bias_orig", "l3.bias_mask"} < expected[0]
     assert run_ranks(state_dict_keys, size, wrapping) == [expected] * size
@@ -90,7 +89,7 @@ def test_state_dict_has_the_keys_of_torch(wrapping):
 
 def consolidated(wrapping: str) -> list[dict[str, torch.Tensor]]:
     """Before and after a forward; FSDP2's root stays unsharded after it."""
-    model = pruned(wrapping, sizes=wraps.runnable_sizes(wrapping))
+    model = pruned(wrapping, sizes=wrappings.runnable_sizes(wrapping))
     before = get_model_state_dict(model, options=FULL)
     with torch.no_grad():
         model(torch.ones(2, 6))
@@ -99,9 +98,9 @@ def consolidated(wrapping: str) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_consolidated_state_dict_loads_into_a_model_pruned_by_torch(wrapping):
-    sizes = wraps.runnable_sizes(wrapping)
+    sizes = wrappings.runnable_sizes(wrapping)
     expected = pruned_by_torch(sizes)
-    for state in run_ranks(consolidated, wraps.world_size(wrapping), wrapping)[0]:
+    for state in run_ranks(consolidated, wrappings.world_size(wrapping), wrapping)[0]:
         model = fill(Net(sizes), "equal", "float32")
         for name in NAMES:
             torch_prune.identity(*target(model, name))
@@ -114,9 +113,9 @@ def test_consolidated_state_dict_loads_into_a_model_pruned_by_torch(wrapping):
 
 def outputs_after_loading(wrapping: str, state: dict, x: torch.Tensor) -> torch.Tensor:
     """Into a model of other values and masks, that has run already."""
-    model = fill(Net(wraps.runnable_sizes(wrapping)), "few", "float32", seed=9)
-    model = wraps.wrap(model, wrapping)
-    targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+    model = fill(Net(wrappings.runnable_sizes(wrapping)), "few", "float32", seed=9)
+    model = wrappings.wrap(model, wrapping)
+    targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
     prune.global_unstructured(targets, prune.L1Unstructured, amount=0.1)
     model(x).sum().backward()
     set_model_state_dict(model, state, options=FULL)
@@ -125,8 +124,8 @@ def outputs_after_loading(wrapping: str, state: dict, x: torch.Tensor) -> torch.
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_state_dict_of_torch_loads_into_a_sharded_model(wrapping):
-    dense = pruned_by_torch(wraps.runnable_sizes(wrapping))
+    dense = pruned_by_torch(wrappings.runnable_sizes(wrapping))
     x = torch.randn(3, 6)
     state, expected = dense.state_dict(), dense(x).detach()
-    for out in run_ranks(outputs_after_loading, wraps.world_size(wrapping), wrapping, state, x):
+    for out in run_ranks(outputs_after_loading, wrappings.world_size(wrapping), wrapping, state, x):
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distprune as prune
-import reference
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune.testing import run_ranks
-from wraps import local
+from helpers import reference
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.wrappings import local
 
 
 def holding(parameter):

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 import distprune as prune
-import reference
-import wraps
 from distprune.testing import run_ranks
-from models import fill
+from helpers import reference, wrappings
+from helpers.models import fill
 
 WRAPPINGS = ["plain-1", "plain-2", "ddp-2", "fsdp2_root-2", "fsdp2_root-3"]
 
@@ -30,8 +29,8 @@ class TiedNet(nn.Module):
 def outcome(wrapping: str, given: str) -> dict[str, object]:
     """Prune 20 of 28 + 16 elements, the tied weight given once or under both names."""
     dense = fill(TiedNet(), "normal", "float32")
-    model = wraps.wrap(fill(TiedNet(), "normal", "float32"), wrapping)
-    inner = wraps.unwrapped(model)
+    model = wrappings.wrap(fill(TiedNet(), "normal", "float32"), wrapping)
+    inner = wrappings.unwrapped(model)
     pairs = [(inner.embedding, "weight"), (inner.hidden, "weight"), (inner.head, "weight")]
     if given == "select":
         pairs = prune.select(model)
@@ -76,5 +75,5 @@ def test_tied_weights(wrapping, given):
         "removed": True,
         "still tied": True,
     }
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert run_ranks(outcome, size, wrapping, given) == [expected] * size

@@ -16,11 +16,11 @@ from test_tied import TiedNet
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune import checkpoint, schedule
 from distprune.testing import run_ranks
-from models import fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import fill
 
 TOKENS = torch.tensor([0, 3, 6, 2])
 HOW = ["two calls", "one name", "together and one more"]
@@ -54,7 +54,7 @@ def refused(what: str, how: str) -> list[str]:
         "other name again": lambda: prune.l1_unstructured(model.embedding, "weight", 0.1),
     }[what]
     if what != "masks_aside":
-        model = wraps.wrap(model, "fsdp2_root-2")
+        model = wrappings.wrap(model, "fsdp2_root-2")
     before = snapshot(model)
     try:
         call()
@@ -71,7 +71,7 @@ def test_wrapping(what, how):
 
 
 def refused_fsdp1(how: str) -> list[str]:
-    model = wraps.wrap(pruned(how), "fsdp1_root-2")
+    model = wrappings.wrap(pruned(how), "fsdp1_root-2")
     before = snapshot(model)
     try:
         prune.shard_masks(model)
@@ -157,7 +157,7 @@ def saved(path: str, how: str) -> None:
 
 
 def loaded(path: str, wrapping: str, prepared_only: bool) -> list[str]:
-    model = wraps.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
+    model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
     before = snapshot(model)
     try:
         if prepared_only:
@@ -181,13 +181,13 @@ def test_checkpoint_with_one_name_pruned(tmp_path, wrapping):
 @pytest.mark.parametrize("wrapping", ["fsdp2_root-2", "fsdp1_root-2", "plain-1"])
 def test_checkpoint_with_two_masks(tmp_path, wrapping):
     run_ranks(saved, 1, str(tmp_path), "two calls")
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(into_one_mask, size, str(tmp_path), wrapping))
 
 
 def into_one_mask(path: str, wrapping: str) -> list[str]:
     """Both names have one mask in the model; the checkpoint has two that differ."""
-    model = wraps.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
+    model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
     prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
     before = snapshot(model)
     try:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-import wraps
-from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from pair import OPTIMIZERS, Pair, train
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.training_pair import OPTIMIZERS, Pair, train
 
 WRAPPINGS = [
     *["plain-1", "ddp-2", "ddp-3", "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2_root-2"],
@@ -42,7 +42,7 @@ def differences(wrapping: str, plans: list[str], **options) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_training_equals_one_process(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     plans = list(PLANS)[: None if size <= 2 else 3]  # more ranks than 2 are dear
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans))
 
@@ -57,7 +57,7 @@ OPTIONS = {
 @pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2_root-2", "hsdp-2x2", "fsdp2_tp-2x2"])
 def test_training_with_options_of_fsdp2(wrapping, options):
     plans = ["evaluated in between", "accumulated and clipped"]
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans, **OPTIONS[options]))
 
 
@@ -69,7 +69,7 @@ def test_activation_checkpointing(wrapping, recompute):
     if recompute == "wrapper" and wrapping == "tp-2":
         pytest.skip("torch's ColwiseParallel does not know a layer that is wrapped already")
     plans = ["removed and pruned again", "evaluated in between"]
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans, recompute=recompute))
 
 
@@ -86,4 +86,4 @@ def frozen(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "fsdp2_root-3", "tp-2"])
 def test_frozen_parameters(wrapping):
-    assert_nothing_wrong(run_ranks(frozen, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(frozen, wrappings.world_size(wrapping), wrapping))

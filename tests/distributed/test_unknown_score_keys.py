@@ -11,13 +11,12 @@ import torch.distributed as dist
 from test_tied import TiedNet
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune import schedule
 from distprune._common.naming import unwrap
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight"]
 
@@ -32,7 +31,7 @@ CASES = {  # case -> (type of the error, what its text says)
 
 
 def wrong_key(case: str, model: torch.nn.Module) -> object:
-    inner = wraps.unwrapped(model)
+    inner = wrappings.unwrapped(model)
     return {
         "misspelt": (unwrap(inner.l1), "weigth"),
         "another module": (unwrap(inner.l3), "weight"),
@@ -44,7 +43,7 @@ def wrong_key(case: str, model: torch.nn.Module) -> object:
 
 
 def refused(wrapping: str, case: str, on_every_rank: bool) -> list[str]:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
     pairs = prune.select(model, NAMES)
     scores = {pairs[0]: torch.ones(10, 6)}
     if on_every_rank or dist.get_rank() == 0:
@@ -74,8 +73,8 @@ def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand(7, 4, generator=generator)
     keep = reference.prune([scores], 10)[0]
-    model = wraps.wrap(model, wrapping)
-    inner = wraps.unwrapped(model)
+    model = wrappings.wrap(model, wrapping)
+    inner = wrappings.unwrapped(model)
     pair, key = (getattr(inner, listed), "weight"), (getattr(inner, scored), "weight")
     prune.global_unstructured([pair], prune.L1Unstructured, {key: scores}, amount=10)
     mask = getattr(inner, listed).weight_mask
@@ -87,7 +86,7 @@ def under_any_name(wrapping: str, listed: str, scored: str) -> list[str]:
 @pytest.mark.parametrize("listed", ["embedding", "head"])
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2_root-2"])
 def test_scores_under_any_name_of_a_tied_parameter(wrapping, listed):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     for scored in ("embedding", "head"):
         assert_nothing_wrong(run_ranks(under_any_name, size, wrapping, listed, scored))
 
@@ -114,12 +113,12 @@ def test_two_scores_for_one_tied_parameter():
 def scheduled(wrapping: str) -> list[str]:
     """One mapping serves all groups of a pruner; what is in none of them is an error."""
     dense = fill(Net(), "normal", "float32")
-    indices = wraps.local_indices(dense, wrapping)
+    indices = wrappings.local_indices(dense, wrapping)
     generator = torch.Generator().manual_seed(1)
     scores = {
         name: torch.rand(dense.get_parameter(name).shape, generator=generator) for name in NAMES
     }
-    model = wraps.wrap(dense, wrapping)
+    model = wrappings.wrap(dense, wrapping)
     groups = [{"parameters": prune.select(model, name)} for name in NAMES]
     given = {
         group["parameters"][0]: scores[name] for group, name in zip(groups, NAMES, strict=True)
@@ -129,7 +128,7 @@ def scheduled(wrapping: str) -> list[str]:
     keeps = {name: reference.prune([scores[name]], 0.5)[0] for name in NAMES}
     wrong = wrong_masks(model, keeps, indices)
 
-    given[target(wraps.unwrapped(model), "l3.weight")] = torch.ones(3, 5)
+    given[target(wrappings.unwrapped(model), "l3.weight")] = torch.ones(3, 5)
     later = schedule.OneShot(0, 0.8)
     pruner = schedule.ScheduledPruner(groups, later, importance_scores=lambda: given)
     before = snapshot(model)
@@ -144,4 +143,4 @@ def scheduled(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
 def test_groups_of_a_pruner(wrapping):
-    assert_nothing_wrong(run_ranks(scheduled, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(scheduled, wrappings.world_size(wrapping), wrapping))

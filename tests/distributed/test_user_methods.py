@@ -8,11 +8,10 @@ import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot, wrong_masks
 from distprune.testing import run_ranks
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l3.bias", "l2.weight"]
 
@@ -86,13 +85,13 @@ class WrongShape(BelowLimit):
 
 def start(wrapping: str):
     dense = fill(Net(), "rounded", "float32")
-    indices = wraps.local_indices(dense, wrapping)
-    model = wraps.wrap(fill(Net(), "rounded", "float32"), wrapping)
+    indices = wrappings.local_indices(dense, wrapping)
+    model = wrappings.wrap(fill(Net(), "rounded", "float32"), wrapping)
     return model, dense, indices
 
 
 def targets_of(model) -> list:
-    return [target(wraps.unwrapped(model), name) for name in NAMES]
+    return [target(wrappings.unwrapped(model), name) for name in NAMES]
 
 
 def elementwise_differences(wrapping: str) -> list[str]:
@@ -104,15 +103,17 @@ def elementwise_differences(wrapping: str) -> list[str]:
             name: keep & (dense.get_parameter(name).abs() >= limit) for name, keep in keeps.items()
         }
     wrong = wrong_masks(model, keeps, indices, "global")
-    BelowLimit.apply(*target(wraps.unwrapped(model), "l3.weight"), limit=1.0)
+    BelowLimit.apply(*target(wrappings.unwrapped(model), "l3.weight"), limit=1.0)
     return wrong + wrong_masks(
         model, {"l3.weight": dense.l3.weight.abs() >= 1.0}, indices, "single"
     )
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_elementwise(wrapping):
-    assert_nothing_wrong(run_ranks(elementwise_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(
+        run_ranks(elementwise_differences, wrappings.world_size(wrapping), wrapping)
+    )
 
 
 def scores_differences(wrapping: str) -> list[str]:
@@ -124,13 +125,13 @@ def scores_differences(wrapping: str) -> list[str]:
         keeps = reference.prune(values, amount, keeps, key=float)
     wrong = wrong_masks(model, dict(zip(NAMES, keeps, strict=True)), indices, "global")
     (keep,) = reference.prune([dense.l3.weight], 0.5, key=float)
-    LowestSigned.apply(*target(wraps.unwrapped(model), "l3.weight"), amount=0.5)
+    LowestSigned.apply(*target(wrappings.unwrapped(model), "l3.weight"), amount=0.5)
     return wrong + wrong_masks(model, {"l3.weight": keep}, indices, "single")
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_scores(wrapping):
-    assert_nothing_wrong(run_ranks(scores_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(scores_differences, wrappings.world_size(wrapping), wrapping))
 
 
 def gather_differences(wrapping: str) -> list[str]:
@@ -138,7 +139,7 @@ def gather_differences(wrapping: str) -> list[str]:
     for _ in range(2):
         prune.global_unstructured(targets_of(model), BelowMean)
         torch_prune.global_unstructured(targets_of(dense), TorchBelowMean)
-    BelowMean.apply(*target(wraps.unwrapped(model), "l3.weight"))
+    BelowMean.apply(*target(wrappings.unwrapped(model), "l3.weight"))
     TorchBelowMean.apply(*target(dense, "l3.weight"))
     keeps = {}
     for name in [*NAMES, "l3.weight"]:
@@ -147,9 +148,9 @@ def gather_differences(wrapping: str) -> list[str]:
     return wrong_masks(model, keeps, indices)
 
 
-@pytest.mark.parametrize("wrapping", wraps.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_gather_sees_what_one_process_sees(wrapping):
-    assert_nothing_wrong(run_ranks(gather_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(gather_differences, wrappings.world_size(wrapping), wrapping))
 
 
 def error(wrapping: str, method: type, arguments: dict, single: bool):
@@ -157,7 +158,7 @@ def error(wrapping: str, method: type, arguments: dict, single: bool):
     before = snapshot(model)
     try:
         if single:
-            method.apply(*target(wraps.unwrapped(model), "l1.weight"), **arguments)
+            method.apply(*target(wrappings.unwrapped(model), "l1.weight"), **arguments)
         else:
             prune.global_unstructured(targets_of(model), method, **arguments)
         found = ("nothing", "")
@@ -170,7 +171,7 @@ def error(wrapping: str, method: type, arguments: dict, single: bool):
 @pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-3", "tp-2", "hsdp-2x2", "fsdp2_tp-2x2"])
 def test_undeclared_on_shards_is_refused_with_the_ways_out(wrapping, single):
     for kind, text, changed in run_ranks(
-        error, wraps.world_size(wrapping), wrapping, Undeclared, {}, single
+        error, wrappings.world_size(wrapping), wrapping, Undeclared, {}, single
     ):
         assert kind == "NotImplementedError", text
         assert all(word in text for word in ["Undeclared", "elementwise", "scores", "gather"]), text
@@ -184,14 +185,16 @@ def undeclared_differences(wrapping: str) -> list[str]:
     return wrong_masks(model, keeps, indices)
 
 
-@pytest.mark.parametrize("wrapping", wraps.REPLICATED)
+@pytest.mark.parametrize("wrapping", wrappings.REPLICATED)
 def test_undeclared_on_replicas_runs_as_in_torch(wrapping):
-    assert_nothing_wrong(run_ranks(undeclared_differences, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(
+        run_ranks(undeclared_differences, wrappings.world_size(wrapping), wrapping)
+    )
 
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3"])
 def test_undeclared_that_differs_between_replicas_is_an_error(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     per_rank = run_ranks(error, size, wrapping, OtherOnEachRank, {}, False, timeout=20)
     assert {kind for kind, _, _ in per_rank} <= {"ValueError", "RuntimeError"}
     assert len({kind for kind, _, _ in per_rank}) == 1
@@ -203,7 +206,7 @@ def test_undeclared_that_differs_between_replicas_is_an_error(wrapping):
 @pytest.mark.parametrize("single", [False, True], ids=["global", "single"])
 @pytest.mark.parametrize("wrapping", ["fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_a_method_that_fails_on_one_rank_fails_on_all(wrapping, single):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     per_rank = run_ranks(error, size, wrapping, FailsOnOneRank, {"limit": 0.5}, single, timeout=20)
     assert {kind for kind, _, _ in per_rank} == {"RuntimeError"}
     assert all("this rank cannot" in text and not changed for _, text, changed in per_rank)

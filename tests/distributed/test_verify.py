@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune.testing import run_ranks
-from models import Net, fill
-from traffic import Traffic
+from helpers import wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.models import Net, fill
 
 WRAPPINGS = [
     "plain-1", "plain-2", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp1_root-3", "fsdp1_hybrid-2x2",
@@ -22,7 +22,7 @@ WRAPPINGS = [
 
 
 def make(wrapping: str, dtype: str = "float32") -> nn.Module:
-    return wraps.wrap(fill(Net(wraps.runnable_sizes(wrapping)), "normal", dtype), wrapping)
+    return wrappings.wrap(fill(Net(wrappings.runnable_sizes(wrapping)), "normal", dtype), wrapping)
 
 
 def prune_all(model: nn.Module, amount: float = 0.5, **kwargs) -> prune.PruningReport:
@@ -84,14 +84,14 @@ def lifetime(wrapping: str) -> list[str]:
 
 
 def prune_shape(report: prune.PruningReport, name: str, model: nn.Module) -> tuple[int, ...]:
-    sizes = wraps.runnable_sizes("tp-2")[:2]
+    sizes = wrappings.runnable_sizes("tp-2")[:2]
     numel = next(entry.num_elements for entry in report.parameters if entry.name == name)
     return (numel // sizes[0], sizes[0])
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_nothing_is_found_on_a_healthy_model(wrapping):
-    assert_nothing_wrong(run_ranks(lifetime, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(lifetime, wrappings.world_size(wrapping), wrapping))
 
 
 def other_ways(wrapping: str) -> list[str]:
@@ -120,9 +120,9 @@ def other_ways(wrapping: str) -> list[str]:
         wrong += found(model, f"step {step}, trained", expected=expected)
     for options in ({"assign": True}, {}):
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        inner = model.module if wraps.kind_of(wrapping) == "ddp" else model
+        inner = model.module if wrappings.kind_of(wrapping) == "ddp" else model
         state = {name.removeprefix("module."): value for name, value in state.items()}
-        if options and wraps.kind_of(wrapping).startswith("fsdp1"):
+        if options and wrappings.kind_of(wrapping).startswith("fsdp1"):
             continue
         inner.load_state_dict(state, **options)
         wrong += found(model, f"loaded with {options}")
@@ -135,17 +135,17 @@ def other_ways(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_nothing_is_found_however_it_was_pruned(wrapping):
-    assert_nothing_wrong(run_ranks(other_ways, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(other_ways, wrappings.world_size(wrapping), wrapping))
 
 
 def wrapped_afterwards(wrapping: str) -> list[str]:
-    model = fill(Net(wraps.runnable_sizes(wrapping)), "normal", "float32")
+    model = fill(Net(wrappings.runnable_sizes(wrapping)), "normal", "float32")
     report = prune_all(model)
-    if wraps.kind_of(wrapping) in ("tp", "fsdp2_tp"):
+    if wrappings.kind_of(wrapping) in ("tp", "fsdp2_tp"):
         with prune.masks_aside(model):
-            model = wraps.wrap(model, wrapping)
+            model = wrappings.wrap(model, wrapping)
     else:
-        model = wraps.wrap(model, wrapping)
+        model = wrappings.wrap(model, wrapping)
         prune.shard_masks(model)
     wrong = found(model, "wrapped", report)
     train(model)
@@ -154,7 +154,7 @@ def wrapped_afterwards(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"])
 def test_wrapping_a_pruned_model_is_no_fault(wrapping):
-    assert_nothing_wrong(run_ranks(wrapped_afterwards, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(wrapped_afterwards, wrappings.world_size(wrapping), wrapping))
 
 
 class Tied(Net):
@@ -164,7 +164,7 @@ class Tied(Net):
 
 
 def tied(wrapping: str) -> list[str]:
-    model = wraps.wrap(fill(Tied(), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Tied(), "normal", "float32"), wrapping)
     report = prune_all(model)
     wrong = found(model, "tied", report)
     train(model)
@@ -231,7 +231,7 @@ def traffic(wrapping: str) -> tuple[int, int, int, list[str], str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_it_takes_a_few_small_all_reduces(wrapping):
-    first, *others = run_ranks(traffic, wraps.world_size(wrapping), wrapping)
+    first, *others = run_ranks(traffic, wrappings.world_size(wrapping), wrapping)
     assert all(other == first for other in others)
     num_collectives, reported, seen, kinds, _ = first
     assert num_collectives == 4 and reported == seen and kinds == ["allreduce_"]
@@ -264,7 +264,7 @@ def load(wrapping: str, path: str, with_records: bool) -> list[str]:
             prune_all(model, amount)
         prune.checkpoint.load(path, model)
         wrong += found(model, f"loaded, pruned before: {amount}")
-        wraps.local(prune.select(model, "l1")[0][0].weight_mask).fill_(1)
+        wrappings.local(prune.select(model, "l1")[0][0].weight_mask).fill_(1)
         if prune.verify(model, raise_errors=False).ok == with_records:
             wrong.append("a mask that changed after loading is not told")
     return wrong
@@ -274,8 +274,8 @@ def load(wrapping: str, path: str, with_records: bool) -> list[str]:
 @pytest.mark.parametrize("with_records", [True, False])
 def test_checkpoints_tell_what_was_known_of_the_masks(first, second, with_records, tmp_path):
     path = str(tmp_path / "checkpoint")
-    run_ranks(save, wraps.world_size(first), first, path, with_records)
-    size = wraps.world_size(second)
+    run_ranks(save, wrappings.world_size(first), first, path, with_records)
+    size = wrappings.world_size(second)
     assert_nothing_wrong(run_ranks(load, size, second, path, with_records))
 
 
@@ -294,7 +294,7 @@ def other_masks(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
 def test_masks_that_were_loaded_by_hand_have_to_be_accepted(wrapping):
-    assert_nothing_wrong(run_ranks(other_masks, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(other_masks, wrappings.world_size(wrapping), wrapping))
 
 
 def test_what_is_expected_and_missing_is_told():
@@ -348,7 +348,7 @@ def follow(wrapping: str) -> list[str]:
         train(model, 1)
         if step == 6:
             module, _ = prune.select(model, "l1")[0]
-            mask = wraps.local(module.weight_mask)
+            mask = wrappings.local(module.weight_mask)
             mask.copy_(1 - mask.int())
         try:
             pruner.step()
@@ -359,7 +359,7 @@ def follow(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
 def test_a_schedule_verifies_every_few_steps(wrapping):
-    assert_nothing_wrong(run_ranks(follow, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(follow, wrappings.world_size(wrapping), wrapping))
 
 
 def test_verify_every_is_a_number_of_steps():

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
-import wraps
 from distprune._common.naming import named_modules
 from distprune.masks.hook import find_hook
 from distprune.testing import run_ranks
-from models import Net, fill
+from helpers import wrappings
+from helpers.models import Net, fill
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp2-2", "hsdp-2x2", "tp-2"]
 SIZES = (6, 6, 6, 6)  # so that parameters can be exchanged
@@ -27,7 +27,7 @@ NAME = "l1.weight"
 
 
 def make(wrapping: str) -> nn.Module:
-    model = wraps.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
+    model = wrappings.wrap(fill(Net(SIZES), "normal", "float32"), wrapping)
     prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
     return model
 
@@ -37,7 +37,7 @@ def inner(model: nn.Module, name: str) -> nn.Module:
 
 
 def values(tensor: Tensor) -> Tensor:
-    return wraps.local(tensor)
+    return wrappings.local(tensor)
 
 
 def flip(model, kind):
@@ -90,7 +90,7 @@ def values_of_weight(model) -> Tensor:
 
 
 def replace_submodule(model, kind):
-    wraps.unwrapped(model).l1 = nn.Linear(6, 6)
+    wrappings.unwrapped(model).l1 = nn.Linear(6, 6)
 
 
 def replace_parameter(model, kind):
@@ -125,7 +125,7 @@ def wrap_anew(model, kind):
     plain = fill(Net(SIZES), "normal", "float32")
     prune.global_unstructured(prune.select(plain), prune.L1Unstructured, amount=0.5)
     if kind != "tp":
-        return wraps.wrap(plain, f"{kind}-2")
+        return wrappings.wrap(plain, f"{kind}-2")
     mesh = init_device_mesh("cpu", (2,))
     return parallelize_module(plain, mesh, {"l1": ColwiseParallel()})
 
@@ -204,7 +204,7 @@ def verified(wrapping: str, mutations: list, only_last_rank: bool, trained: bool
     """Per mutation: what verify raised on this rank, or nothing."""
     results = []
     for mutation in mutations:
-        if (wraps.kind_of(wrapping), mutation) in SKIPPED:
+        if (wrappings.kind_of(wrapping), mutation) in SKIPPED:
             results.append((mutation.__name__, NAME + " (skipped)"))
             continue
         model = make(wrapping)
@@ -213,7 +213,7 @@ def verified(wrapping: str, mutations: list, only_last_rank: bool, trained: bool
         prune.verify(model)
         if not only_last_rank or dist.get_rank() == dist.get_world_size() - 1:
             with torch.no_grad():
-                model = mutation(model, wraps.kind_of(wrapping)) or model
+                model = mutation(model, wrappings.kind_of(wrapping)) or model
         try:
             prune.verify(model)
             results.append((mutation.__name__, None))
@@ -240,14 +240,14 @@ def missed(per_rank: list[list]) -> list[str]:
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_mutations_on_all_ranks_are_found(wrapping, trained):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     found = run_ranks(verified, size, wrapping, EVERYWHERE, False, trained, timeout=60)
     assert not missed(found), "\n".join(missed(found))
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS[1:])
 def test_mutations_on_one_rank_are_found(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     found = run_ranks(verified, size, wrapping, ONE_RANK, True, False, timeout=60)
     assert not missed(found), "\n".join(missed(found))
     if size == 2:
@@ -256,14 +256,14 @@ def test_mutations_on_one_rank_are_found(wrapping):
 
 @pytest.mark.parametrize("mutation, wrapping", SOME, ids=lambda x: getattr(x, "__name__", x))
 def test_mutations_of_some_wrappers_are_found(mutation, wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     found = run_ranks(verified, size, wrapping, [mutation], False, False, timeout=60)
     assert not missed(found), "\n".join(missed(found))
 
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "hsdp-2x2"])
 def test_one_weight_of_one_replica_is_found(wrapping):
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     found = run_ranks(verified, size, wrapping, [change_a_weight], True, True, timeout=60)
     assert not missed(found), "\n".join(missed(found))
     assert "different weights: rank" in found[0][0][1]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import distprune as prune
-import wraps
-from checks import assert_nothing_wrong
 from distprune.testing import run_ranks
-from models import Net, fill
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import Net, fill
 
 WRAPPINGS = [
     "plain-1", "plain-2", "ddp-2", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2",
@@ -16,7 +16,7 @@ WRAPPINGS = [
 
 
 def pruned(wrapping: str, data: str = "few", dtype: str = "float32"):
-    model = wraps.wrap(fill(Net(wraps.runnable_sizes(wrapping)), data, dtype), wrapping)
+    model = wrappings.wrap(fill(Net(wrappings.runnable_sizes(wrapping)), data, dtype), wrapping)
     pairs = prune.select(model, names=("weight", "bias"))
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.4)
     return model, pairs
@@ -36,7 +36,7 @@ def wrong_when_right(wrapping: str, data: str, dtype: str) -> list[str]:
 def test_a_right_selection_passes(wrapping, data, dtype):
     if dtype == "mixed" and "fsdp1" in wrapping:
         pytest.skip("FSDP1 joins parameters of one dtype")
-    size = wraps.world_size(wrapping)
+    size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(wrong_when_right, size, wrapping, data, dtype))
 
 
@@ -44,7 +44,7 @@ def test_a_right_selection_passes(wrapping, data, dtype):
 def wrong_when_wrong(wrapping: str) -> list[str]:
     """On one shard a kept element and a pruned one change places; the new mask is accepted."""
     model, _ = pruned(wrapping, "normal")
-    mask = wraps.local(wraps.unwrapped(model).l1.weight_mask).view(-1)
+    mask = wrappings.local(wrappings.unwrapped(model).l1.weight_mask).view(-1)
     kept, gone = int(mask.nonzero()[0]), int((mask == 0).nonzero()[0])
     mask[kept], mask[gone] = 0, 1
     prune.verify(model, accept=True)
@@ -58,7 +58,7 @@ def wrong_when_wrong(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "hsdp-2x2", "tp-2"])
 def test_a_wrong_selection_is_found(wrapping):
-    assert_nothing_wrong(run_ranks(wrong_when_wrong, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(wrong_when_wrong, wrappings.world_size(wrapping), wrapping))
 
 
 def reasons(wrapping: str, case: str) -> list[str]:
@@ -89,5 +89,5 @@ def reasons(wrapping: str, case: str) -> list[str]:
 )
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "tp-2"])
 def test_what_cannot_be_repeated_is_named(wrapping, case, reason):
-    for found in run_ranks(reasons, wraps.world_size(wrapping), wrapping, case):
+    for found in run_ranks(reasons, wrappings.world_size(wrapping), wrapping, case):
         assert len(found) >= 5 and all(reason in each for each in found), found

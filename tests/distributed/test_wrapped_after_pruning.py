@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distprune as prune
-import reference
-import wraps
-from checks import assert_nothing_wrong, wrong_masks
 from distprune.testing import run_ranks
-from models import EVEN_HIDDEN, Net, fill, target
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.models import EVEN_HIDDEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.weight"]
 SHARDED = [
@@ -67,17 +66,17 @@ def problems(wrapping: str, how: str) -> list[str]:
     if how == "after a forward":
         model(torch.ones(2, 6)).sum().backward()
         model.zero_grad()
-    indices = wraps.local_indices(Net(), wrapping)
+    indices = wrappings.local_indices(Net(), wrapping)
     hooks = [pruning_hooks(target(model, name)[0]) for name in NAMES]
     wrong = []
     if how == "put aside":
         with prune.masks_aside(model):
             wrong += ["still pruned inside"] * prune.is_pruned(model)
-            model = wraps.wrap(model, wrapping)
+            model = wrappings.wrap(model, wrapping)
     else:
-        model = wraps.wrap(model, wrapping)
+        model = wrappings.wrap(model, wrapping)
         if how == "pruned again":
-            targets = [target(wraps.unwrapped(model), name) for name in NAMES]
+            targets = [target(wrappings.unwrapped(model), name) for name in NAMES]
             prune.global_unstructured(targets, prune.L1Unstructured, amount=0)
         elif (num := prune.shard_masks(model)) != 3:
             wrong.append(f"{num} masks were sharded")
@@ -88,12 +87,12 @@ def problems(wrapping: str, how: str) -> list[str]:
         warnings.simplefilter("error")
         wrong += train(model, dense, 3, how)
     # Nothing whole is left on a rank: neither masks nor products.
-    for module in wraps.unwrapped(model).modules():
+    for module in wrappings.unwrapped(model).modules():
         for name, held in [*module._buffers.items(), *module.__dict__.items()]:
             whole = isinstance(held, torch.Tensor) and not isinstance(held, DTensor)
             if whole and held.numel() >= 60 and "_orig" not in name and name != "_flat_param":
                 wrong.append(f"a whole tensor is left: {name} {tuple(held.shape)}")
-    layers = [target(wraps.unwrapped(model), name)[0] for name in NAMES]
+    layers = [target(wrappings.unwrapped(model), name)[0] for name in NAMES]
     layers = [getattr(layer, "_fsdp_wrapped_module", layer) for layer in layers]
     if how != "pruned again" and [pruning_hooks(layer) for layer in layers] != hooks:
         wrong.append("other hooks")
@@ -107,26 +106,26 @@ def problems(wrapping: str, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["sharded", "after a forward", "put aside", "pruned again"])
 @pytest.mark.parametrize("wrapping", SHARDED)
 def test_prune_then_wrap(wrapping, how):
-    assert_nothing_wrong(run_ranks(problems, wraps.world_size(wrapping), wrapping, how))
+    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), wrapping, how))
 
 
 def without_the_call(wrapping: str) -> list[str]:
     """Training is right, and a warning tells what to do."""
     model, dense, _ = pruned()
-    model = wraps.wrap(model, wrapping)
+    model = wrappings.wrap(model, wrapping)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         wrong = train(model, dense, 3, "not sharded")
     texts = [str(each.message) for each in caught]
     is_told = any("shard_masks" in text for text in texts)
-    if is_told != (wraps.kind_of(wrapping) != "ddp"):
+    if is_told != (wrappings.kind_of(wrapping) != "ddp"):
         wrong.append(f"warnings: {texts}")
     return wrong
 
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp1-2", "fsdp1_flat-2"])
 def test_a_forgotten_call_is_no_wrong_model(wrapping):
-    assert_nothing_wrong(run_ranks(without_the_call, wraps.world_size(wrapping), wrapping))
+    assert_nothing_wrong(run_ranks(without_the_call, wrappings.world_size(wrapping), wrapping))
 
 
 def tensor_parallel(how: str) -> list[str]:
@@ -178,9 +177,9 @@ def tied(wrapping: str, aside: bool) -> list[str]:
         torch_prune.custom_from_mask(layer, "weight", keep)
     if aside:
         with prune.masks_aside(model):
-            model = wraps.wrap(model, wrapping)
+            model = wrappings.wrap(model, wrapping)
     else:
-        model = wraps.wrap(model, wrapping)
+        model = wrappings.wrap(model, wrapping)
         if wrapping != "ddp-2":
             prune.shard_masks(model)
     x = torch.ones(2, 6)
@@ -198,7 +197,7 @@ def test_tied_parameters(wrapping, aside):
 
 
 def refused() -> str:
-    model = wraps.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), "fsdp2-2")
     prune.l1_unstructured(model.l1, "weight", 0.5)
     try:
         with prune.masks_aside(model):

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crashes import Steps, disk_is_full, kill_self, run_forked
 from distprune.files import applying, planning, pruning
 from distprune.files.applying import Application
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
-from small_units import small_units
-from tiny_checkpoints import load, save, tree_digest
+from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import load, save, tree_digest
 
 RUN = ("distprune/run.json",)
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

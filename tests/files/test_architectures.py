@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, in_the_cache
 from distprune.files.errors import FilesError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
-from tiny_checkpoints import load
+from helpers.architecture_checkpoints import ARCHITECTURES, in_the_cache
+from helpers.tiny_checkpoints import load
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -12,7 +12,7 @@ from distprune.files import planning, pruning
 from distprune.files.disk import access as disk
 from distprune.files.errors import OutputError
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 REFUSALS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 

@@ -8,9 +8,6 @@ import signal
 import pytest
 import torch
 
-import file_oracle
-import tiny_checkpoints
-from crashes import Steps, kill_self, run_forked
 from distprune.files import planning, pruning, verifying
 from distprune.files.checks import findings, order
 from distprune.files.errors import SelectionError
@@ -19,8 +16,10 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from distprune.files.results import rewriting
 from distprune.testing import run_ranks
-from small_units import small_units
-from tiny_checkpoints import load, tree_digest
+from helpers import file_oracle, tiny_checkpoints
+from helpers.disk_crashes import Steps, kill_self, run_forked
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
 DTYPES = {

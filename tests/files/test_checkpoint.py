@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
-from tiny_checkpoints import file_bytes
+from helpers import tiny_checkpoints
+from helpers.tiny_checkpoints import file_bytes
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))

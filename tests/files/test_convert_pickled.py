@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crashes import Steps, disk_is_full, run_forked
 from distprune.files.converting import Conversion
 from distprune.files.errors import CheckpointError, Interrupted, OutputError
 from distprune.files.formats.unpickling import unpickle
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import tree_digest
+from helpers.disk_crashes import Steps, disk_is_full, run_forked
+from helpers.tiny_checkpoints import tree_digest
 
 MANY = {
     "half": torch.randn(3, 5).half(),

@@ -9,7 +9,7 @@ import torch
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tiny_checkpoints
-from crashes import Steps, disk_is_full, kill_self, run_forked
 from distprune._common.collectives import world
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
 from distprune.files.recipe import FileRecipe
 from distprune.files.results.placing import discard
 from distprune.testing import RankError, run_ranks
-from small_units import small_units
-from tiny_checkpoints import encode, tree_digest
+from helpers import tiny_checkpoints
+from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import encode, tree_digest
 
 RUN = ("distprune/run.json",)
 WAYS = {

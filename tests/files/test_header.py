@@ -10,7 +10,7 @@ from safetensors.torch import save as safetensors_save
 
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import MAX_HEADER_BYTES, read_header
-from tiny_checkpoints import encode, file_bytes
+from helpers.tiny_checkpoints import encode, file_bytes
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

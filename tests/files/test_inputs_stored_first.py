@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-import file_oracle
-import tiny_checkpoints
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
@@ -18,8 +16,9 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.results import rewriting
 from distprune.files.selecting.layouts import Layouts
 from distprune.testing import run_ranks
-from small_units import small_units
-from tiny_checkpoints import load, tree_digest
+from helpers import file_oracle, tiny_checkpoints
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import load, tree_digest
 
 WAYS = [
     {"pattern": "2:4"},

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.checks import findings
@@ -13,7 +12,8 @@ from distprune.files.formats.header import read_header
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
 from distprune.files.results import rewriting
-from small_units import small_units
+from helpers import tiny_checkpoints
+from helpers.small_work_units import small_units
 
 
 def expected(keys, keep):

@@ -7,13 +7,13 @@ import stat
 import pytest
 import torch
 
-from crashes import run_forked
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
 from distprune.files.recipe import FileRecipe
 from distprune.files.results.partial import Partial
 from distprune.files.results.placing import discard
-from tiny_checkpoints import save, tree_digest
+from helpers.disk_crashes import run_forked
+from helpers.tiny_checkpoints import save, tree_digest
 
 VICTIM = b"precious" * 1000
 

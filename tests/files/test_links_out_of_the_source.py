@@ -5,13 +5,13 @@ import os
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files.applying import Application
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
+from helpers import tiny_checkpoints
 
 WEIGHTS = {"layers.0.weight": torch.randn(8, 8).bfloat16()}
 

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from crashes import run_forked
 from distprune.files.disk import locking
 from distprune.files.disk.locking import Lock
 from distprune.files.errors import OutputError
+from helpers.disk_crashes import run_forked
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 DEAD = int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],

@@ -10,7 +10,7 @@ from distprune.files.errors import CheckpointError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import encode, save
+from helpers.tiny_checkpoints import encode, save
 
 BAD = [None, -1, 0, True, "x", "16", [], {}, [[]], [-4, -4], [4.0, 4], ["4", 4], [[4], 4], 2**70]
 

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import distprune
-import tiny_checkpoints
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.disk.access import OpenFiles
@@ -13,6 +12,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe
 from distprune.recipes.checkpoints import file_recipe
 from distprune.testing import run_ranks
+from helpers import tiny_checkpoints
 
 
 def make_model(dtype):

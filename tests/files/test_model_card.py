@@ -14,7 +14,7 @@ from distprune.files.formats import front_matter
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import model_card
 from distprune.recipe import parse_recipe
-from tiny_checkpoints import save, tree_digest
+from helpers.tiny_checkpoints import save, tree_digest
 
 CARD = """---
 license: llama3.2

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.checks import findings
@@ -22,7 +21,8 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE, read_report
 from distprune.files.results import rewriting
 from distprune.files.verifying import verify
-from small_units import small_units
+from helpers import tiny_checkpoints
+from helpers.small_work_units import small_units
 
 RECIPE_FILE = "distprune/recipe.yaml"
 RECIPES = {

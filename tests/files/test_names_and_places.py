@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files.applying import Application
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
-from rights import permissions_count
+from helpers import tiny_checkpoints
+from helpers.permissions import permissions_count
 
 WEIGHTS = {"layers.0.weight": torch.randn(8, 8).bfloat16()}
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from test_verifying import MODEL, entry, flip
 
-import reference
-import tiny_checkpoints
 from distprune.files import planning, pruning, verifying
 from distprune.files.checks.order import GroupOrder
 from distprune.files.recipe import FileRecipe
+from helpers import reference, tiny_checkpoints
 
 SHAPES = [(1, 5), (2, 2), (1, 4)]
 

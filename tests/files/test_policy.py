@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
+from helpers import tiny_checkpoints
 
 M = torch.ones(4, 8)
 LLAMA = {

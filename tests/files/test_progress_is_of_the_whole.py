@@ -8,8 +8,8 @@ from distprune.files import planning, pruning, team
 from distprune.files.errors import Interrupted
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Pace, Progress, Team
-from small_units import small_units
-from tiny_checkpoints import save
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import save
 
 GB = 10**9
 

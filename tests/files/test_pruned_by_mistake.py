@@ -10,7 +10,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.policy import choose
-from tiny_checkpoints import save
+from helpers.tiny_checkpoints import save
 
 HEAD = "the output head"
 TABLE = "a table of relative positions"

@@ -5,8 +5,6 @@ import os
 import numpy as np
 import torch
 
-import file_oracle
-import tiny_checkpoints
 from distprune.files import planning
 from distprune.files.formats.header import read_header
 from distprune.files.ranking import columns
@@ -14,6 +12,7 @@ from distprune.files.ranking.columns import ColumnCuts
 from distprune.files.ranking.groups import groups_of
 from distprune.files.ranking.streaming import Source
 from distprune.files.recipe import FileRecipe
+from helpers import file_oracle, tiny_checkpoints
 
 
 def test_columns_are_cut_without_reading_them(tmp_path, monkeypatch):

@@ -6,11 +6,11 @@ from dataclasses import asdict
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import load_recipe
 from distprune.recipes.checkpoints import load_file_recipe
+from helpers import tiny_checkpoints
 
 yaml = pytest.importorskip("yaml")
 RECIPES = [

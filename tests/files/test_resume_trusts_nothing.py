@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny_checkpoints
-from crashes import Steps
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
 from distprune.files.recipe import FileRecipe
 from distprune.files.results.partial import Partial
 from distprune.testing import run_ranks
-from small_units import small_units
-from tiny_checkpoints import tree_digest
+from helpers import tiny_checkpoints
+from helpers.disk_crashes import Steps
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import tree_digest
 
 RUN = ("distprune/run.json",)
 WEIGHTS = "model-00001-of-00002.safetensors"
@@ -264,7 +264,7 @@ assert not __debug__ or sys.exit(77)
 from distprune.files import planning, pruning
 from distprune.files.results.partial import Partial
 from distprune.files.recipe import FileRecipe
-from small_units import small_units
+from helpers.small_work_units import small_units
 recipe = FileRecipe(0.5) if sys.argv[3] == "global" else FileRecipe(pattern="2:4")
 with small_units():
     pruning.prune(planning.plan(sys.argv[1], recipe), sys.argv[2])

@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
-from rights import permissions_count
+from helpers import tiny_checkpoints
+from helpers.permissions import permissions_count
 
 WEIGHTS = {"layers.0.weight": torch.randn(8, 8).bfloat16()}
 CLOSED = ("model.safetensors", "merges.txt", "code/secret.py")

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune._common.collectives import world
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
@@ -19,7 +18,8 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import REPORT_FILE
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
-from small_units import small_units
+from helpers import tiny_checkpoints
+from helpers.small_work_units import small_units
 
 WAYS = [
     {"sparsity": 0.5},

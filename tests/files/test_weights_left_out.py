@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-import tiny_checkpoints
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
-from tiny_checkpoints import file_bytes
+from helpers import tiny_checkpoints
+from helpers.tiny_checkpoints import file_bytes
 
 WEIGHTS = {
     "layers.0.weight": torch.randn(8, 8).bfloat16(),

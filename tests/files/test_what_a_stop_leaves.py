@@ -7,15 +7,15 @@ import re
 import pytest
 import torch
 
-from crashes import Steps, disk_is_full
 from distprune.files import planning, pruning
 from distprune.files.disk.locking import Lock
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, OutputError
 from distprune.files.recipe import FileRecipe
 from distprune.files.results.placing import discard
 from distprune.testing import run_ranks
-from small_units import small_units
-from tiny_checkpoints import save, tree_digest
+from helpers.disk_crashes import Steps, disk_is_full
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-import file_oracle
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect
 from distprune.files.planning import plan
@@ -14,8 +13,9 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.layouts import Layouts
 from distprune.files.selecting.policy import choose
 from distprune.files.verifying import verify
-from tiny_checkpoints import load
-from tiny_families import FAMILIES, save_tiny, tiny_model
+from helpers import file_oracle
+from helpers.tiny_checkpoints import load
+from helpers.tiny_transformers import FAMILIES, save_tiny, tiny_model
 
 # The last two parts of names, without numbers and "weight"; read and judged one by one.
 PRUNED = {

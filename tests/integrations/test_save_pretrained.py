@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 import distprune as prune
-from checks import assert_nothing_wrong, changes, snapshot
 from distprune import checkpoint
 from distprune.integrations.transformers import PruningCallback
 from distprune.testing import run_ranks
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
 
 TOKENS = torch.arange(8).view(1, 8)
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
-import reference
 from distprune._common.bounds import Bounded, Bounds, to_bounds
 from distprune.call.within_bounds import room_for, select_within
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep
-from models import Net, fill
-from virtual_ranks import run_virtual_ranks
-from virtual_shards import KINDS, LAYOUTS, candidates
-from virtual_shards import fill as fill_tensor
+from helpers import reference
+from helpers.models import Net, fill
+from helpers.virtual_ranks import run_virtual_ranks
+from helpers.virtual_shards import KINDS, LAYOUTS, candidates
+from helpers.virtual_shards import fill as fill_tensor
 
 SPARSITY = st.sampled_from([0.0, 0.07, 0.1, 0.25, 0.3, 0.5, 0.7, 0.9, 0.95, 1.0])
 

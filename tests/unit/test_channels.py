@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distprune._common.collectives import Communicator
 from distprune.methods.structured import channel_norms, checked_dim, drop_lowest_channels
 from distprune.shards.geometry import Split, dim_coordinates
-from virtual_ranks import run_virtual_ranks
+from helpers.virtual_ranks import run_virtual_ranks
 
 NORMS = (0, 0.5, 1, 2, 3, math.inf, -math.inf)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 
 from distprune.shards import dtensor
 from distprune.shards.reader import ShardReader
-from fake_ranks import run_fake_ranks
+from helpers.fake_ranks import run_fake_ranks
 
 
 def global_indices(shard):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import reference
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
@@ -15,7 +14,8 @@ from distprune.selection.candidates import Cut
 from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish
-from virtual_shards import candidates
+from helpers import reference
+from helpers.virtual_shards import candidates
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,

@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-import reference
 from distprune.shards import dtensor
-from fake_ranks import run_fake_ranks
-from many_ranks import (
+from helpers import reference
+from helpers.fake_ranks import run_fake_ranks
+from helpers.thousand_ranks import (
     Block,
     Sizes,
     layouts,
@@ -19,7 +19,7 @@ from many_ranks import (
     world_size,
     wrap,
 )
-from virtual_ranks import run_virtual_ranks
+from helpers.virtual_ranks import run_virtual_ranks
 
 MAX_COLLECTIVES, MAX_BYTES = 32, 256 * 1024
 THOUSAND = [

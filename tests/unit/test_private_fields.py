@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import distprune as prune
-import wraps
 from distprune.testing import run_ranks
 from distprune.torch_private import private_fields
 from distprune.torch_private.wrapper import managed_parameters
-from models import Net, seeded
+from helpers import wrappings
+from helpers.models import Net, seeded
 
 FIELDS, NAMES = private_fields.FIELDS, private_fields.NAMES
 
@@ -37,7 +37,7 @@ def refusals(wrapping: str, wrapper: str) -> list[str]:
     """Per object of a wrapper: all fields are there; and what is said when one is not."""
     found = []
     for kind, names in FIELDS[wrapper].items():
-        model = wraps.wrap(seeded(Net()), wrapping)
+        model = wrappings.wrap(seeded(Net()), wrapping)
         for managed in managed_parameters(model).values():
             managed.check_fields()
         if kind == "FSDPState":

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
 
-import reference
+from helpers import reference
 
 
 def bools(*rows: str) -> torch.Tensor:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
-import reference
 from distprune import schedule
-from models import Net, fill
+from helpers import reference
+from helpers.models import Net, fill
 
 STEPS = st.integers(0, 60)
 SPARSITY = st.floats(0, 1)

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference
 from distprune._common.collectives import Communicator
 from distprune.selection.bracket import COLLECT_ALL
 from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish, write_keep
-from virtual_ranks import run_virtual_ranks
-from virtual_shards import KINDS, LAYOUTS, candidates, fill
+from helpers import reference
+from helpers.virtual_ranks import run_virtual_ranks
+from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
 
 DRAFT_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.complex128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import distprune
 from distprune.testing import RankError, preload, run_ranks
-from fake_ranks import run_fake_ranks
+from helpers.fake_ranks import run_fake_ranks
 
 
 def sum_of_ranks(offset: int = 0) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from distprune._common.natural_order import natural_key
 from distprune.selection.keys import hash_keys
-from reference import num_to_prune, prune, prune_bounded
+from helpers.reference import num_to_prune, prune, prune_bounded
 
 
 def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=None, limits=None):

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import distprune as prune
-import reference
-import wraps
 from distprune import checkpoint
-from models import values
-from sequence_mistakes import MISTAKES
-from sequence_oracle import Counts, Refused, places
-from sequence_state import SideBySide, bounds, by_name
+from helpers import reference, wrappings
+from helpers.models import values
+from helpers.random_sequences.mistakes import MISTAKES
+from helpers.random_sequences.oracle import Counts, Refused, places
+from helpers.random_sequences.state import SideBySide, bounds, by_name
 
 Act = Callable[[], Any]
 Both = tuple[Act, Act]  # what the oracle does, and what the sharded model does
@@ -188,7 +187,7 @@ class Run(SideBySide):
         for pair in self.twins.get(name, ()):
             if prune.is_pruned(self.modules[pair[0]]):
                 prune.remove(self.modules[pair[0]], pair[1])
-        held, keep = self.held(name), wraps.my_part(self.oracle.value(name), self.indices[name])
+        held, keep = self.held(name), wrappings.my_part(self.oracle.value(name), self.indices[name])
         if (held.signbit() & (held == 0) & ~keep.signbit()).any():
             self.wrong.append(f"{name}: -0 is left, not +0")
 
@@ -207,7 +206,7 @@ class Run(SideBySide):
             self.optimizer.step()
             self.optimizer.zero_grad()
             for name, indices in self.indices.items():
-                expected = wraps.my_part(self.oracle.value(name), indices)
+                expected = wrappings.my_part(self.oracle.value(name), indices)
                 self.close(self.held(name), expected, f"{name} after training")
             self.copy_from_oracle()
 
@@ -216,7 +215,7 @@ class Run(SideBySide):
     @torch.no_grad()
     def copy_from_oracle(self) -> None:
         for name, indices in self.indices.items():
-            self.held(name).copy_(wraps.my_part(self.oracle.value(name), indices))
+            self.held(name).copy_(wrappings.my_part(self.oracle.value(name), indices))
 
     def evaluate(self, seed: int, inference: bool) -> Both:
         def act() -> None:
@@ -268,7 +267,7 @@ class Run(SideBySide):
             )
             old = self.model, self.wrapping, self.optimizer, self.pruner
             try:
-                self.take(wraps.wrap(self.filled(seed), wrapping), wrapping)
+                self.take(wrappings.wrap(self.filled(seed), wrapping), wrapping)
                 if self.pruner is not None and with_state:
                     self.pruner = self.new_pruner()
                 for name in pruned:
@@ -310,11 +309,11 @@ class Run(SideBySide):
                     prune.custom_from_mask(module, leaf, mask)
             if how == "masks_aside":
                 with prune.masks_aside(model):
-                    model = wraps.wrap(model, wrapping)
+                    model = wrappings.wrap(model, wrapping)
             else:
-                model = wraps.wrap(model, wrapping)
+                model = wrappings.wrap(model, wrapping)
                 found = prune.shard_masks(model)
-                is_sharded = wraps.kind_of(wrapping) not in ("plain", "ddp")
+                is_sharded = wrappings.kind_of(wrapping) not in ("plain", "ddp")
                 expected = len(self.oracle.masks) * is_sharded
                 if found != expected and self.plan.family != "tied":
                     self.wrong.append(f"{found} masks were sharded, not {expected}")
@@ -337,7 +336,7 @@ class Run(SideBySide):
             with torch.no_grad():
                 for value in self.model.state_dict().values():
                     if isinstance(value, Tensor):
-                        wraps.local(value).fill_(1)
+                        wrappings.local(value).fill_(1)
             self.model.load_state_dict(saved)
 
         return ignored, act

@@ -1,10 +1,10 @@
 """Random sequences of operations on sharded models, compared with one process after every step.
 
-Everything about a sequence is a function of its seed: see sequence_plans.py. To repeat one, or to
+Everything about a sequence is a function of its seed: see plans.py. To repeat one, or to
 run them for an hour::
 
-    python tests/sequences.py --seed 1234 --shrink
-    python tests/sequences.py --minutes 60 --save tests/distributed/results/sequences.txt
+    python tests/helpers/random_sequences --seed 1234 --shrink
+    python tests/helpers/random_sequences --minutes 60 --save sequences.txt
 
 After each operation masks, counts and weights equal those of the oracle bit for bit, and outputs
 do at rounding level. After a training step weights are compared at rounding level, and then the
@@ -29,15 +29,11 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-import distprune  # noqa: E402
-import wraps  # noqa: E402
-from distprune.testing import RankError, run_ranks  # noqa: E402
-from sequence_operations import Run  # noqa: E402
-from sequence_plans import BATCH, Plan, draw  # noqa: E402
+import distprune
+from distprune.testing import RankError, run_ranks
+from helpers import wrappings
+from helpers.random_sequences.operations import Run
+from helpers.random_sequences.plans import BATCH, Plan, draw
 
 
 @dataclass
@@ -75,13 +71,13 @@ def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> 
 @contextlib.contextmanager
 def shared_meshes() -> Iterator[None]:
     """Make each mesh once: its process groups cost more than a sequence."""
-    original = wraps.init_device_mesh
+    original = wrappings.init_device_mesh
     cached = functools.cache(lambda *a, **k: original(*a, **k))
-    wraps.init_device_mesh = cached
+    wrappings.init_device_mesh = cached
     try:
         yield
     finally:
-        wraps.init_device_mesh = original
+        wrappings.init_device_mesh = original
 
 
 def run_together(plans: Sequence[Plan]) -> list[Outcome]:
@@ -89,7 +85,7 @@ def run_together(plans: Sequence[Plan]) -> list[Outcome]:
 
     Where a rank dies, or hangs, the sequences are run one by one.
     """
-    (world_size,) = {wraps.world_size(plan.wrapping) for plan in plans}
+    (world_size,) = {wrappings.world_size(plan.wrapping) for plan in plans}
     with tempfile.TemporaryDirectory(prefix="sequences") as folder:
         try:
             per_rank = run_ranks(run_plans, world_size, plans, folder, timeout=300)
@@ -186,10 +182,3 @@ def main() -> int:
             break
     print(log, end="")
     return bool(log.wrong)
-
-
-if __name__ == "__main__":
-    # The ranks import this file by name; they cannot import what is in __main__.
-    import sequences
-
-    sys.exit(sequences.main())

@@ -19,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
-import reference
-import wraps
 from distprune._common.naming import named_modules
-from models import Net, fill, target
+from helpers import reference, wrappings
+from helpers.models import Net, fill, target
 
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 OPTIMIZERS = {
@@ -54,21 +53,21 @@ class Pair:
     """
 
     def __init__(self, wrapping: str, recompute: str = "", compiler: str = "", **fsdp_options: Any):
-        sizes = wraps.runnable_sizes(wrapping)
+        sizes = wrappings.runnable_sizes(wrapping)
         self.dense = fill(Net(sizes), "normal", "float32")
-        self.indices = wraps.local_indices(self.dense, wrapping, **fsdp_options)
+        self.indices = wrappings.local_indices(self.dense, wrapping, **fsdp_options)
         model = Recomputing(sizes) if recompute == "inside" else Net(sizes)
         fill(model, "normal", "float32")
         if recompute == "wrapper":
             model.l1, model.l3 = checkpoint_wrapper(model.l1), checkpoint_wrapper(model.l3)
-        self.model = wraps.wrap(model, wrapping, **fsdp_options)
+        self.model = wrappings.wrap(model, wrapping, **fsdp_options)
         self.run = torch.compile(self.model, backend=compiler) if compiler else self.model
         self.modules = dict(named_modules(self.model))
-        self.part, self.num_parts = wraps.data_rank(wrapping)
+        self.part, self.num_parts = wrappings.data_rank(wrapping)
         # torch cannot stack the norms of parameters on different meshes.
-        self.can_clip = "tp" not in wraps.kind_of(wrapping)
+        self.can_clip = "tp" not in wrappings.kind_of(wrapping)
         # Else outside of forward the effective weight is as FSDP1 leaves a dense one: freed.
-        self.is_live = wraps.kind_of(wrapping) != "fsdp1_flat"
+        self.is_live = wrappings.kind_of(wrapping) != "fsdp1_flat"
         self.keeps: dict[str, Tensor] = {}
         self.wrong: list[str] = []
         self.largest_difference = 0.0  # of a weight or a bias, over all steps
@@ -115,30 +114,32 @@ class Pair:
 
     def compare_gradients(self, when: str) -> None:
         for name, dense, indices in self.parameters():
-            gradient = wraps.gradient(self.model, name, self.indices)
-            self.close(gradient, wraps.my_part(dense.grad, indices), f"{when}: gradient of {name}")
-            if name in self.keeps and gradient[~wraps.my_part(self.keeps[name], indices)].any():
+            gradient = wrappings.gradient(self.model, name, self.indices)
+            self.close(
+                gradient, wrappings.my_part(dense.grad, indices), f"{when}: gradient of {name}"
+            )
+            if name in self.keeps and gradient[~wrappings.my_part(self.keeps[name], indices)].any():
                 self.wrong.append(f"{when}: pruned elements of {name} have a gradient")
 
     def compare_values(self, when: str) -> None:
         held_keeps = {name: (*self.target(name), keep) for name, keep in self.keeps.items()}
         for name, (module, parameter, keep) in held_keeps.items():
-            held = wraps.local(getattr(module, parameter + "_mask"))
-            differences = int((held != wraps.my_part(keep, self.indices[name])).sum())
+            held = wrappings.local(getattr(module, parameter + "_mask"))
+            differences = int((held != wrappings.my_part(keep, self.indices[name])).sum())
             self.num_mask_differences += differences
             if differences:
                 self.wrong.append(f"{when}: {differences} elements of the mask of {name}")
         for name, dense, indices in self.parameters():
-            held = wraps.shard(self.model, name, self.indices)
-            expected = wraps.my_part(dense.detach(), indices)
+            held = wrappings.shard(self.model, name, self.indices)
+            expected = wrappings.my_part(dense.detach(), indices)
             if held.numel():
                 largest = float((held - expected).abs().max())
                 self.largest_difference = max(self.largest_difference, largest)
             self.close(held, expected, f"{when}: {name}")
             module, parameter = self.target(name)
             if name in self.keeps and self.is_live and parameter not in vars(module):
-                effective = wraps.local(getattr(module, parameter))
-                if not torch.equal(effective, held * wraps.my_part(self.keeps[name], indices)):
+                effective = wrappings.local(getattr(module, parameter))
+                if not torch.equal(effective, held * wrappings.my_part(self.keeps[name], indices)):
                     self.wrong.append(f"{when}: {name} is not orig * mask as they are now")
 
     def close(self, actual: Tensor, expected: Tensor, when: str) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import distprune as prune
-import wraps
-from checks import changes, snapshot, wrong_masks
 from distprune import schedule
 from distprune._common.naming import named_modules
-from models import fill
-from sequence_oracle import Counts, Oracle, Refused
-from sequence_plans import FAMILIES, Operation, Plan
+from helpers import wrappings
+from helpers.comparisons import changes, snapshot, wrong_masks
+from helpers.models import fill
+from helpers.random_sequences.oracle import Counts, Oracle, Refused
+from helpers.random_sequences.plans import FAMILIES, Operation, Plan
 
 OPTIMIZERS = {
     # A large eps: else rounding decides the sign of whole steps where gradients are near 0.
@@ -46,7 +46,7 @@ class SideBySide:
         self.ramp = schedule.Linear(0, 6, 1, final_sparsity=0.1 * (plan.seed % 10))
         self.pruner: schedule.ScheduledPruner | None = None
         self.wrong: list[str] = []
-        self.take(wraps.wrap(self.filled(plan.seed), plan.wrapping), plan.wrapping)
+        self.take(wrappings.wrap(self.filled(plan.seed), plan.wrapping), plan.wrapping)
 
     def filled(self, seed: int) -> nn.Module:
         return fill(self.plan.make(), self.plan.data, self.plan.dtype, seed)
@@ -54,7 +54,7 @@ class SideBySide:
     def take(self, model: nn.Module, wrapping: str) -> None:
         """Go on with another model, and an optimizer and a pruner of its own."""
         plan = self.plan
-        self.model, self.wrapping, self.kind = model, wrapping, wraps.kind_of(wrapping)
+        self.model, self.wrapping, self.kind = model, wrapping, wrappings.kind_of(wrapping)
         self.indices = indices_of(plan.family, plan.sizes, plan.dtype, wrapping, dist.get_rank())
         self.modules = dict(named_modules(model))
         self.optimizer = self.make_optimizer(model.parameters())
@@ -78,7 +78,7 @@ class SideBySide:
         return [pair.fqn for pair in pairs], pairs
 
     def held(self, name: str) -> Tensor:
-        return wraps.shard(self.model, name, self.indices)
+        return wrappings.shard(self.model, name, self.indices)
 
     def do(self, operation: Operation) -> list[str]:
         """Carry out an operation on both; what differs on this rank, or on another one."""
@@ -133,13 +133,13 @@ class SideBySide:
                 self.wrong.append(f"{name} has a mask")
                 continue
             held = self.held(name)
-            expected = wraps.my_part(self.oracle.value(name), indices)
+            expected = wrappings.my_part(self.oracle.value(name), indices)
             if held.shape != expected.shape or not torch.equal(held, expected):
                 self.wrong.append(f"{name}: {held.tolist()}, not {expected.tolist()}")
             # Else its last forward computed it, or FSDP1 frees it.
             if name in masks and leaf not in vars(module) and self.kind != "fsdp1_flat":
-                effective = wraps.local(getattr(module, leaf))
-                if not torch.equal(effective, held * wraps.my_part(masks[name], indices)):
+                effective = wrappings.local(getattr(module, leaf))
+                if not torch.equal(effective, held * wrappings.my_part(masks[name], indices)):
                     self.wrong.append(f"{name} is not what its mask leaves")
 
     def compare_outputs(self, seed: int, mode: Any) -> None:
@@ -165,7 +165,7 @@ class SideBySide:
             self.wrong.append(f"{what}: off by {float(off):.3g}")
 
     def my_rows(self, batch: Tensor) -> Tensor:
-        part, num_parts = wraps.data_rank(self.wrapping)
+        part, num_parts = wrappings.data_rank(self.wrapping)
         return batch.chunk(num_parts)[part]
 
 
@@ -173,9 +173,9 @@ class SideBySide:
 def indices_of(
     family: str, sizes: tuple[int, ...], dtype: str, wrapping: str, rank: int
 ) -> dict[str, Tensor]:
-    """What a rank holds of every parameter: wraps.local_indices, kept for later sequences."""
+    """What a rank holds of every parameter: wrappings.local_indices, kept for later sequences."""
     model = fill(FAMILIES[family](sizes), "zeros", dtype)
-    return wraps.local_indices(model, wrapping)
+    return wrappings.local_indices(model, wrapping)
 
 
 def agreed(error: Exception | None, wrong: list[str]) -> bool:

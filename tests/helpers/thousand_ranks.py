@@ -3,7 +3,7 @@
 Placements come from torch's own wrappers, on a fake process group. Each rank's part is cut
 by them, and the ranks of one call are virtual ones, whose sums are real.
 
-A wrapping is written "kind-mesh", as in wraps.py, e.g. "fsdp2_tp-128x8".
+A wrapping is written "kind-mesh", as in wrappings.py, e.g. "fsdp2_tp-128x8".
 """
 
 import functools
@@ -31,8 +31,8 @@ from distprune.api.global_unstructured import prune_over
 from distprune.call.report import PruningReport
 from distprune.shards.dtensor import replica_of, splits_of
 from distprune.shards.geometry import IndexMap, dim_coordinates, index_map
-from fake_ranks import run_fake_ranks
-from virtual_ranks import run_virtual_ranks
+from helpers.fake_ranks import run_fake_ranks
+from helpers.virtual_ranks import run_virtual_ranks
 
 MESH_AXES = {
     "fsdp2": ("shard",),

@@ -105,7 +105,7 @@ def with_duplicates(folder: Path) -> Path:
 
 def with_adapter(folder: Path) -> Path:
     """An adapter of peft beside the model."""
-    from tiny_checkpoints import file_bytes
+    from helpers.tiny_checkpoints import file_bytes
 
     weights = {"base_model.model.layers.0.lora_A.weight": torch.ones(2, 8)}
     (folder / "adapter_model.safetensors").write_bytes(file_bytes(weights))
@@ -115,7 +115,7 @@ def with_adapter(folder: Path) -> Path:
 
 def with_dense_module(folder: Path) -> Path:
     """A model of sentence-transformers: modules with weights of their own in folders."""
-    from tiny_checkpoints import file_bytes
+    from helpers.tiny_checkpoints import file_bytes
 
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Dense": "Dense"}
     modules = [

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from models import EVEN, EVEN_HIDDEN, UNEVEN, fqns
+from helpers.models import EVEN, EVEN_HIDDEN, UNEVEN, fqns
 
 REPLICATED = [f"{kind}-{size}" for kind in ("plain", "ddp") for size in (1, 2, 3, 4)]
 FSDP2 = [f"fsdp2-{size}" for size in (1, 2, 3, 4)]

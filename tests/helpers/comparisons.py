@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from models import target
-from wraps import local, my_part, unwrapped
+from helpers.models import target
+from helpers.wrappings import local, my_part, unwrapped
 
 
 def wrong_masks(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import reference
-from models import fill, target
+from helpers import reference
+from helpers.models import fill, target
 
 WEYL, MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
 BITS = 2**64 - 1

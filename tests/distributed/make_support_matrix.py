@@ -1,13 +1,13 @@
 """Make the README's support matrix from what tests/distributed/test_matrix.py measured.
 
-python tests/make_support_matrix.py [matrix.json]
+python tests/distributed/make_support_matrix.py [matrix.json]
 """
 
 import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 MEASURED = ROOT / "tests" / "distributed" / "matrix.json"
 START, END = "<!-- matrix -->", "<!-- /matrix -->"

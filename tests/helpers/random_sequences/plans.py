@@ -1,7 +1,7 @@
 """Random sequences of operations: what they do is a function of the seed alone.
 
 A plan names a small model, how it is sharded at first, and what happens to it, as plain data
-that prints. sequences.py carries it out.
+that prints. run.py carries it out.
 """
 
 import random
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import wraps
-from models import EVEN, EVEN_HIDDEN, UNEVEN, Net, fqns
-from sequence_mistakes import MISTAKES
+from helpers import wrappings
+from helpers.models import EVEN, EVEN_HIDDEN, UNEVEN, Net, fqns
+from helpers.random_sequences.mistakes import MISTAKES
 
 BATCH = 25  # seeds in a row that share a world size, and a process group
 WORLD_SIZES = (2, 3, 1, 2, 3)
@@ -173,7 +173,7 @@ class _Drawing:
         return self.random.choice([w for w in _WRAPPINGS[world_size_of(self.seed)] if self.fits(w)])
 
     def fits(self, wrapping: str) -> bool:
-        kind = wraps.kind_of(wrapping)
+        kind = wrappings.kind_of(wrapping)
         if self.family == "tied":
             return kind in _TIED_KINDS
         if kind in _TP_KINDS:
@@ -289,7 +289,7 @@ class _Drawing:
 
     def wrap_pruned(self) -> dict[str, Any]:
         wrapping = self.wrapping()
-        ways = ["masks_aside"] if wraps.kind_of(wrapping) in _TP_KINDS else _WAYS
+        ways = ["masks_aside"] if wrappings.kind_of(wrapping) in _TP_KINDS else _WAYS
         return {"wrapping": wrapping, "how": self.random.choice(ways)}
 
     def state_dict(self) -> dict[str, Any]:
