@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import attempt, world
 from distprune._common.naming import named_modules
-from distprune.api.checkpoint_ties import MASK, ORIGINAL, check_masks_of_ties, to_be_masked
+from distprune._common.pruned_form import mask_key, orig_key
+from distprune.api.checkpoint_ties import check_masks_of_ties, to_be_masked
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.pretrained import fold, save_pretrained
 from distprune.masks.hook import PruningHook
@@ -172,9 +173,9 @@ def load(
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
-    as_saved = {name + ORIGINAL: name for name in dense}
+    as_saved = {orig_key(name): name for name in dense}
     state = _get_state_dict(model, optimizers, pruner)
-    kept = {name + MASK: state[_MODEL].pop(name + MASK) for name in dense}
+    kept = {mask_key(name): state[_MODEL].pop(mask_key(name)) for name in dense}
     if has_records:
         state[_RECORDS] = ""
     _rename(state, as_saved)
@@ -225,10 +226,10 @@ def prepare_for_load(
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
     """The masks on this rank by the names of their parameters."""
     return {
-        _join(path, hook._tensor_name): module._buffers[hook._tensor_name + MASK]
+        _join(path, hook._tensor_name): module._buffers[mask_key(hook._tensor_name)]
         for path, module in named_modules(model)
         for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook) and hook._tensor_name + MASK in module._buffers
+        if isinstance(hook, PruningHook) and mask_key(hook._tensor_name) in module._buffers
     }
 
 

@@ -7,26 +7,19 @@ plain model may have been saved with a mask under one name only, or with two tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.pruned_form import mask_key, name_of_pruned_mask, name_without_orig, orig_key
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import StorageReader
-
-ORIGINAL, MASK = "_orig", "_mask"
-
-
-def paired(key: str, suffix: str, other: str, keys: Container[str]) -> str | None:
-    """The name of a pruned parameter if ``key`` is one half of its pair of keys."""
-    name = key.removesuffix(suffix)
-    return name if name != key and name + other in keys else None
 
 
 def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
@@ -72,7 +65,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
             if record is None and parameter is None:
                 continue
             key = record.key if record is not None else id(parameter)
-            name = registered.removesuffix(ORIGINAL)
+            name = name_without_orig(registered)
             name = name if find_hook(module, name) is not None else registered
             tied.setdefault(key, []).append(_join(path, name))
     return [names for names in tied.values() if len(names) > 1]
@@ -94,18 +87,18 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
     managed = managed_parameters(model)
     for places in _pruned_places(model, set(keys), managed).values():
         # Fresh names are pruned as one.
-        masks = {id(m._buffers.get(name + MASK)) for m, name in places}
+        masks = {id(m._buffers.get(mask_key(name))) for m, name in places}
         if len(places) < 2 or len(masks) > 1:
             continue
         entries = reader.read_metadata().state_dict_metadata
         state: dict[str, Tensor] = {}
         for place in places:
-            key = f"model.{place.fqn}{MASK}"
+            key = f"model.{mask_key(place.fqn)}"
             state[key] = torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
         dcp.load(state, storage_reader=reader, no_dist=True)
-        first = state[f"model.{places[0].fqn}{MASK}"]
+        first = state[f"model.{mask_key(places[0].fqn)}"]
         for place in places[1:]:
-            if not torch.equal(first != 0, state[f"model.{place.fqn}{MASK}"] != 0):
+            if not torch.equal(first != 0, state[f"model.{mask_key(place.fqn)}"] != 0):
                 raise ValueError(
                     f"{place.fqn} is tied to {places[0].fqn}, and their masks in the checkpoint "
                     "differ; expected equal ones, because the model has one mask for both. Load "
@@ -120,14 +113,14 @@ def _pruned_places(
     """The parameters that are pruned in a state dict, with all names that are, in its order."""
     wanted = defaultdict(list)
     for key in sorted(keys):
-        name = paired(key, MASK, ORIGINAL, keys)
+        name = name_of_pruned_mask(key, keys)
         if name is not None:
             path, _, leaf = name.rpartition(".")
             wanted[path].append(leaf)
     places: dict[Hashable, list[NamedParameter]] = {}
     for path, module in named_modules(model):
         for name in wanted[path]:
-            for registered in (name, name + ORIGINAL):
+            for registered in (name, orig_key(name)):
                 record = managed.get((id(module), registered))
                 parameter = module._parameters.get(registered)
                 key = record.key if record is not None else id(parameter)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.pruned_form import mask_key, name_without_orig
 from distprune.torch_private.wrapper import managed_parameters
 
 
@@ -38,8 +39,8 @@ def all_places(model: nn.Module) -> Iterable[Place]:
             record = managed.get((id(module), name))
             key = record.key if record is not None else id(module._parameters[name])
             shape = record.shape if record is not None else module._parameters[name].shape
-            plain = name.removesuffix("_orig")
-            if plain != name and plain + "_mask" not in module._buffers:
+            plain = name_without_orig(name)
+            if plain != name and mask_key(plain) not in module._buffers:
                 plain = name
             fqn = f"{path}.{plain}" if path else plain
             yield Place(key, tuple(shape), NamedParameter(module, plain, fqn))

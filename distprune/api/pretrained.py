@@ -11,7 +11,13 @@ from torch import nn
 
 from distprune._common.collectives import attempt, is_distributed, world
 from distprune._common.naming import unwrap
-from distprune.api.checkpoint_ties import MASK, ORIGINAL, paired, tied_names
+from distprune._common.pruned_form import (
+    mask_key,
+    masked_product,
+    name_of_pruned_mask,
+    name_of_pruned_orig,
+)
+from distprune.api.checkpoint_ties import tied_names
 from distprune.masks.checks import check_ties
 from distprune.masks.writable import check_writable
 from distprune.torch_private.wrapper import is_flattened
@@ -32,13 +38,13 @@ def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     folded = {}
     for key, value in state_dict.items():
-        if paired(key, MASK, ORIGINAL, state_dict) is not None:
+        if name_of_pruned_mask(key, state_dict) is not None:
             continue
-        name = paired(key, ORIGINAL, MASK, state_dict)
+        name = name_of_pruned_orig(key, state_dict)
         if name is not None:
-            mask = state_dict[name + MASK]
+            mask = state_dict[mask_key(name)]
             with torch.no_grad():
-                value = (value * mask.to(value.dtype)).masked_fill(mask == 0, 0)
+                value = masked_product(value, mask).masked_fill(mask == 0, 0)
         folded[key if name is None else name] = value
     return folded
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from distprune._common.lost import lost_mask
 from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.pruned_form import mask_key, orig_key
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
 
@@ -132,10 +133,10 @@ def _find(
 ) -> tuple[Hashable, int] | None:
     """What is the same for all names of a parameter, pruned or not, and its dimensions."""
     is_pruned = find_hook(module, name) is not None
-    if is_pruned and module._buffers.get(name + "_mask") is None:
+    if is_pruned and module._buffers.get(mask_key(name)) is None:
         raise lost_mask(module, name)
-    for registered in (name, name + "_orig"):
-        if registered != name and name + "_mask" not in module._buffers:
+    for registered in (name, orig_key(name)):
+        if registered != name and mask_key(name) not in module._buffers:
             continue
         record = managed.get((id(module), registered))
         if record is not None:

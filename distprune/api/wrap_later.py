@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, attempt_all, world
+from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.masks.attach import Transaction, unregister
 from distprune.masks.checks import (
     check_binary,
@@ -22,7 +23,7 @@ from distprune.masks.checks import (
 )
 from distprune.masks.hook import PruningHook, find_hook, named_hooks
 from distprune.shards.checksum import checksums
-from distprune.shards.reader import ShardReader, is_dtensor
+from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
                 assert shard.mask is not None
                 check_binary(shard.mask, label)
                 check_hook(hook, label)
-                sharded[label] = _checksum(module._buffers[f"{name}_mask"])
+                sharded[label] = _checksum(module._buffers[mask_key(name)])
                 _attach(transaction, reader, module, name, hook, shard, shard.mask)
         return sharded
 
@@ -169,8 +170,7 @@ def _describe(masks: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def _checksum(mask: Tensor | None) -> int:
     assert mask is not None
-    local = mask.to_local() if is_dtensor(mask) else mask
-    return checksums([local != 0])[0]
+    return checksums([local_tensor(mask) != 0])[0]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _masks_of(model: nn.Module) -> list[_Kept]:
                 f"{label} is sharded already; expected a model that was pruned and has not been "
                 "wrapped yet. Masks that were made after wrapping need not be put aside."
             )
-        mask = module._buffers[f"{name}_mask"]
+        mask = module._buffers[mask_key(name)]
         assert mask is not None
         check_binary(mask, label)
         check_hook(hook, label)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distprune._common.pruned_form import is_dtensor
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -166,11 +168,7 @@ def _found(model: nn.Module) -> str:
 
 def _has_tp(model: nn.Module, is_fsdp2: bool) -> bool:
     """FSDP2 makes DTensors of all parameters; tensor parallelism adds a mesh axis, "tp"."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p)]
     if is_fsdp2:
         return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
     return bool(meshes)

@@ -26,6 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from distprune._common.collectives import world
+from distprune._common.pruned_form import mask_key, name_of_pruned_mask
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
@@ -279,13 +280,11 @@ def _check_arguments(args: TrainingArguments) -> None:
 
 def _add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> None:
     """Before a state dict is loaded: give the model the masks that it has; see [Note: resuming]."""
-    suffix = "_mask"
-    found = {key.removesuffix(suffix) for key in state_dict if key.endswith(suffix)}
-    found = {key for key in found if f"{key}_orig" in state_dict}
-    if not found:
+    names = {name_of_pruned_mask(key, state_dict) for key in state_dict} - {None}
+    if not names:
         return
-    pairs = select(model, "*", names=sorted({key.rpartition(".")[2] for key in found}))
-    missing = [p for p in pairs if p.fqn in found and p[1] + suffix not in p[0]._buffers]
+    pairs = select(model, "*", names=sorted({name.rpartition(".")[2] for name in names}))
+    missing = [p for p in pairs if p.fqn in names and mask_key(p[1]) not in p[0]._buffers]
     if missing:
         # Masks of ones, under all names of a tied parameter.
         global_unstructured(missing, L1Unstructured, amount=0)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from distprune._common.pruned_form import local_tensor, mask_key, orig_key
 from distprune.masks import loading, survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
@@ -78,10 +79,10 @@ class Transaction:
             _unmask_shards(owners, name, managed)
             others = [(owner, name) for owner in owners[1:]]
         else:
-            parameter = module._parameters[name + "_orig"]
+            parameter = module._parameters[orig_key(name)]
             others = _tied_places(module, name)
             if final is not None:
-                _local(parameter).copy_(final)
+                local_tensor(parameter.detach()).copy_(final)
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None)
                 _restore_parameter(owner, owned_name)
@@ -106,7 +107,7 @@ class Transaction:
                 if now is not None:
                     now.detach()
                 if was_renamed != _is_renamed(managed, name):
-                    pair = (name, name + "_orig")
+                    pair = (name, orig_key(name))
                     managed.rename(*(pair if was_renamed else reversed(pair)))
                 if shard_mask is not None:
                     shard_mask.attach()
@@ -128,7 +129,7 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     saved = [dict(each) for each in dicts]
     non_persistent = module._non_persistent_buffers_set
     saved_non_persistent = set(non_persistent)
-    keys = (name, name + "_orig", live_property.shard_mask_key(name), survival.KEY)
+    keys = (name, orig_key(name), live_property.shard_mask_key(name), survival.KEY)
     attributes = {key: module.__dict__[key] for key in keys if key in module.__dict__}
 
     def restore() -> None:
@@ -150,32 +151,32 @@ def _owners(module: nn.Module, name: str, managed: Any | None) -> list[nn.Module
     """The modules that hold the parameter under this name; FSDP masks it for all of them."""
     if managed is None:
         return [module]
-    names = (name, name + "_orig")
+    names = (name, orig_key(name))
     others = [owner for owner, n in managed.owners if n in names and owner is not module]
     return [module, *others]
 
 
 def _is_renamed(managed: Any | None, name: str) -> bool:
     """Whether the wrapper knows the parameter by its name in the pruned form."""
-    return managed is not None and any(n == name + "_orig" for _, n in managed.owners)
+    return managed is not None and any(n == orig_key(name) for _, n in managed.owners)
 
 
 def _tied_places(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
     """Where else a parameter was pruned together with this place, and still is."""
     present = find_hook(module, name)
     places = present[1].tied_places if present is not None else ()
-    parameter = module._parameters[name + "_orig"]
+    parameter = module._parameters[orig_key(name)]
     return [
         (other, other_name)
         for other, other_name in places
         if (other is not module or other_name != name)
-        and other._parameters.get(other_name + "_orig") is parameter
+        and other._parameters.get(orig_key(other_name)) is parameter
         and find_hook(other, other_name) is not None
     ]
 
 
 def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor) -> None:
-    original, buffer = name + "_orig", name + "_mask"
+    original, buffer = orig_key(name), mask_key(name)
     if original not in module._parameters:
         _check_free(module, original, buffer)
         _rename_parameter(module, name, original)
@@ -193,15 +194,15 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
     if live_property.is_live(module, name):
         live_property.uninstall(module, name)
     module.__dict__.pop(name, None)
-    del module._buffers[name + "_mask"]
+    del module._buffers[mask_key(name)]
     survival.uninstall(module)
     loading.uninstall(module)
-    _rename_parameter(module, name + "_orig", name)
+    _rename_parameter(module, orig_key(name), name)
     _refresh_flat_weights(module, name)
 
 
 def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Any) -> None:
-    original, buffer = name + "_orig", name + "_mask"
+    original, buffer = orig_key(name), mask_key(name)
     key = live_property.shard_mask_key(name)
     # The gathered copy, if there is one, was made without this mask.
     managed.reshard()
@@ -230,14 +231,14 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
     key = live_property.shard_mask_key(name)
     managed.reshard()
     owners[0].__dict__[key].detach()
-    managed.rename(name + "_orig", name)
+    managed.rename(orig_key(name), name)
     for owner in owners:
         live_property.uninstall(owner, name)
         del owner.__dict__[key]
-        delattr(owner, name + "_mask")
+        delattr(owner, mask_key(name))
         survival.uninstall(owner)
         loading.uninstall(owner)
-        _rename_parameter(owner, name + "_orig", name)
+        _rename_parameter(owner, orig_key(name), name)
 
 
 def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
@@ -264,11 +265,6 @@ def _check_free(module: nn.Module, *names: str) -> None:
                 f"{type(module).__name__} has an attribute {name!r} already; expected none, "
                 "because pruning stores its state under that name."
             )
-
-
-def _local(parameter: Any) -> Tensor:
-    local = parameter.detach()
-    return local.to_local() if hasattr(local, "to_local") else local
 
 
 def unregister(module: nn.Module, name: str) -> None:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.lost import lost_mask
 from distprune._common.naming import named_modules
+from distprune._common.pruned_form import local_tensor, mask_key, name_without_orig, orig_key
 from distprune.masks import hook as hooks
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private.live_property import shard_mask_key
@@ -37,7 +38,7 @@ def check_state(module: nn.Module, name: str) -> None:
             the one that is left after a removal fails at the next forward.
     """
     if find_hook(module, name) is not None:
-        if not isinstance(module._buffers.get(name + "_mask"), Tensor):
+        if not isinstance(module._buffers.get(mask_key(name)), Tensor):
             raise lost_mask(module, name)
         return
     torch_prune = sys.modules.get("torch.nn.utils.prune")
@@ -48,7 +49,7 @@ def check_state(module: nn.Module, name: str) -> None:
             raise ValueError(
                 f"{type(module).__name__}.{name} was pruned by torch.nn.utils.prune already; "
                 "expected a parameter that it has not pruned. To keep its mask, take it over: "
-                f"mask = module.{name}_mask; torch.nn.utils.prune.remove(module, {name!r}); "
+                f"mask = module.{mask_key(name)}; torch.nn.utils.prune.remove(module, {name!r}); "
                 f"distprune.custom_from_mask(module, {name!r}, mask)."
             )
 
@@ -121,12 +122,12 @@ def check_removable(module: nn.Module, name: str) -> None:
             parameter it can hold the zeros of one mask only.
     """
     check_state(module, name)
-    parameter = module._parameters.get(name + "_orig")
+    parameter = module._parameters.get(orig_key(name))
     if parameter is None or shard_mask_key(name) in module.__dict__:
         return
-    mask = module._buffers[name + "_mask"]
+    mask = module._buffers[mask_key(name)]
     for other, other_name in _pruned_places(parameter):
-        if not _is_same(mask, other._buffers.get(other_name + "_mask")):
+        if not _is_same(mask, other._buffers.get(mask_key(other_name))):
             raise _different(
                 f"{type(module).__name__}.{name}", f"{type(other).__name__}.{other_name}"
             )
@@ -147,7 +148,7 @@ def check_ties(model: nn.Module) -> None:
         for registered, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            name = registered.removesuffix("_orig")
+            name = name_without_orig(registered)
             if name == registered or find_hook(module, name) is None:
                 name = registered
             else:
@@ -169,7 +170,7 @@ def check_owners(owners: Iterable[Place], name: str) -> None:
     Raises:
         ValueError: names both.
     """
-    places = [(module, registered.removesuffix("_orig")) for module, registered in owners]
+    places = [(module, name_without_orig(registered)) for module, registered in owners]
     if any(shard_mask_key(name) in module.__dict__ for module, _ in places):
         return
     _check_equal([(f"{type(module).__name__}.{n}", module, n) for module, n in places])
@@ -181,7 +182,7 @@ def _check_equal(tied: Sequence[tuple[str, nn.Module, str]]) -> None:
     masks = []
     for _, module, name in tied:
         is_pruned = find_hook(module, name) is not None
-        masks.append(module._buffers.get(name + "_mask") if is_pruned else None)
+        masks.append(module._buffers.get(mask_key(name)) if is_pruned else None)
     for (label, _, _), mask in zip(tied[1:], masks[1:], strict=True):
         if not _is_same(masks[0], mask):
             raise _different(tied[0][0], label)
@@ -201,7 +202,7 @@ def _pruned_places(parameter: Tensor) -> list[Place]:
     for module in hooks.take_bound():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PruningHook):
-                original = module._parameters.get(hook._tensor_name + "_orig")
+                original = module._parameters.get(orig_key(hook._tensor_name))
                 if original is not None:
                     if original not in _pruned_on:
                         _pruned_on[original] = weakref.WeakSet()
@@ -211,7 +212,7 @@ def _pruned_places(parameter: Tensor) -> list[Place]:
         for module in _pruned_on.get(parameter, ())
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, PruningHook)
-        and module._parameters.get(hook._tensor_name + "_orig") is parameter
+        and module._parameters.get(orig_key(hook._tensor_name)) is parameter
     ]
 
 
@@ -220,5 +221,5 @@ def _is_same(mask: Any, other: Any) -> bool:
         return mask is other
     if mask is other:
         return True
-    held = [each.to_local() if hasattr(each, "to_local") else each for each in (mask, other)]
+    held = [local_tensor(each) for each in (mask, other)]
     return torch.equal(held[0], held[1].to(held[0].device, held[0].dtype))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.lost import lost_mask
+from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
 from distprune.masks.record import MaskRecord, Member, Selection
 from distprune.torch_private import live_property
 from distprune.torch_private.wrapper import is_managed
@@ -52,7 +53,7 @@ class PruningHook:
         """Recompute ``module.<name>`` before forward, as torch does."""
         name = self._tensor_name
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and module._buffers.get(name + "_mask") is None:
+        if not is_compiling and module._buffers.get(mask_key(name)) is None:
             raise lost_mask(module, name)
         if live_property.is_live(module, name):
             shard_mask = module.__dict__.get(live_property.shard_mask_key(name))
@@ -73,9 +74,9 @@ class PruningHook:
         """
         name = getattr(self, "_tensor_name", None)
         assert name is not None, f"Module {module} has to be pruned"
-        mask = getattr(module, name + "_mask")
-        original = getattr(module, name + "_orig")
-        return mask.to(dtype=original.dtype) * original
+        mask = getattr(module, mask_key(name))
+        original = getattr(module, orig_key(name))
+        return masked_product(original, mask)
 
     @property
     def multiplies(self) -> bool:
@@ -89,14 +90,14 @@ class PruningHook:
 
     def note_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
         """Remember which parameter the mask is for."""
-        parameter = module._parameters.get(self._tensor_name + "_orig")
+        parameter = module._parameters.get(orig_key(self._tensor_name))
         self.layout = None if is_managed or parameter is None else layout_of(parameter)
         self._parameter_id = None
         self.note_again(module)
 
     def note_again(self, module: nn.Module) -> None:
         """The same after something that may replace the parameter: loading, or moving."""
-        parameter = module._parameters.get(self._tensor_name + "_orig")
+        parameter = module._parameters.get(orig_key(self._tensor_name))
         if self.layout is not None and parameter is not None:
             self._parameter_id = id(parameter)
 
@@ -107,7 +108,7 @@ class PruningHook:
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
-        original = module._parameters.get(self._tensor_name + "_orig")
+        original = module._parameters.get(orig_key(self._tensor_name))
         if self._seen is not None and id(original) != self._seen:
             self._seen = id(original)
             _bound.add(module)
@@ -118,9 +119,9 @@ class PruningHook:
         """Tell those who pruned first and wrapped second what is left to do."""
         name = self._tensor_name
         label = f"{type(module).__name__}.{name}"
-        mask = module._buffers[name + "_mask"]
-        is_parallel = hasattr(original, "placements")
-        if is_parallel and not hasattr(mask, "placements"):
+        mask = module._buffers[mask_key(name)]
+        is_parallel = is_dtensor(original)
+        if is_parallel and not is_dtensor(mask):
             raise RuntimeError(
                 f"{label} was parallelised after it had been pruned, and its mask is whole; "
                 "expected a mask that is sharded like the parameter. Call "
@@ -156,9 +157,9 @@ class PruningHook:
             name = self._tensor_name
             product = module.__dict__.get(name)
             if isinstance(product, Tensor) and not product.is_leaf and id(product) not in memo:
-                mask = copy.deepcopy(module._buffers[name + "_mask"], memo)
-                original = copy.deepcopy(module._parameters[name + "_orig"], memo)
-                memo[id(product)] = mask.to(dtype=original.dtype) * original
+                mask = copy.deepcopy(module._buffers[mask_key(name)], memo)
+                original = copy.deepcopy(module._parameters[orig_key(name)], memo)
+                memo[id(product)] = masked_product(original, mask)
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -169,7 +170,7 @@ class PruningHook:
 
 def layout_of(parameter: Tensor) -> str:
     """How a parameter that no wrapper has is spread over the ranks, in words."""
-    if not hasattr(parameter, "placements"):
+    if not is_dtensor(parameter):
         return "whole"
     return f"{parameter.placements} on a mesh of shape {tuple(parameter.device_mesh.shape)}"
 
@@ -212,7 +213,7 @@ def _tell_ddp(hook: PruningHook | None = None) -> None:
     if wrapper is None or told is wrapper:
         return
     hooks = list(named_hooks(wrapper.module))
-    masks = (f"{prefix}.{name}_mask" if prefix else f"{name}_mask" for prefix, name, _ in hooks)
+    masks = (mask_key(f"{prefix}.{name}" if prefix else name) for prefix, name, _ in hooks)
     ddp.ignore_buffers(wrapper, masks)
     for _, _, each in hooks:
         each._ddp_ref = weakref.ref(wrapper)
@@ -230,5 +231,5 @@ def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
             f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
             "swapped behind the back of FSDP2, by .to() or to_empty() on a module that is not "
             "an FSDPModule itself. Expected the call on the FSDP root; put the mask back with "
-            f"custom_from_mask(module, {name!r}, module.{name}_mask)."
+            f"custom_from_mask(module, {name!r}, module.{mask_key(name)})."
         )

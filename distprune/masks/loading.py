@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks.hook import PruningHook
 from distprune.torch_private import live_property
 
@@ -43,20 +44,20 @@ class _AfterLoading:
             hook
             for hook in module._forward_pre_hooks.values()
             if isinstance(hook, PruningHook)
-            and isinstance(module._buffers.get(hook._tensor_name + "_mask"), Tensor)
+            and isinstance(module._buffers.get(mask_key(hook._tensor_name)), Tensor)
         ]
 
 
 def _has_product(module: nn.Module, name: str) -> bool:
     """Whether there is a masked weight, and what was loaded can be multiplied."""
-    original, mask = module._parameters.get(name + "_orig"), module._buffers[name + "_mask"]
+    original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
     return (
         isinstance(module.__dict__.get(name), Tensor)
         and not live_property.is_live(module, name)
         and original is not None
         and original.shape == mask.shape
         and original.device == mask.device
-        and hasattr(original, "placements") == hasattr(mask, "placements")
+        and is_dtensor(original) == is_dtensor(mask)
     )
 
 

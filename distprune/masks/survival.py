@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from distprune._common.pruned_form import mask_key
+
 KEY = "_apply"
 
 
@@ -42,12 +44,12 @@ class _ApplyKeepingMasks:
     def has_masks(self) -> bool:
         """Whether one is there; stops at the first."""
         buffers = self._module._buffers
-        return any(isinstance(buffers.get(name + "_mask"), Tensor) for name in self.names)
+        return any(isinstance(buffers.get(mask_key(name)), Tensor) for name in self.names)
 
     def masks(self) -> dict[str, Tensor]:
         """The masks that are there; FSDP1 takes the parameters away during ``_apply``."""
         buffers = self._module._buffers
-        keys = [name + "_mask" for name in self.names]
+        keys = [mask_key(name) for name in self.names]
         return {key: buffers[key] for key in keys if isinstance(buffers.get(key), Tensor)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 
 from distprune._common.collectives import attempt, world
 from distprune._common.naming import named_modules
-from distprune.shards.reader import is_dtensor
+from distprune._common.pruned_form import is_dtensor
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count, validate_amount
 from distprune._common.collectives import Communicator, is_distributed
+from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.call import ranking
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
@@ -16,7 +17,6 @@ from distprune.masks.hook import find_hook
 from distprune.methods import structured as channels
 from distprune.methods.base import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
-from distprune.shards.reader import is_dtensor
 
 
 class Identity(BasePruningMethod):
@@ -235,7 +235,7 @@ class CustomFromMask(BasePruningMethod):
         module = self._module_ref() if self._module_ref is not None else None
         if module is None:
             raise RuntimeError("the module that held this mask is gone.")
-        return module._buffers[self._tensor_name + "_mask"]
+        return module._buffers[mask_key(self._tensor_name)]
 
     def bind(self, module: nn.Module) -> None:
         super().bind(module)
@@ -321,7 +321,7 @@ def _check_given(call: PruningCall, mask: Tensor) -> None:
     """Refuse factors: torch multiplies them in, and a mask on shards only says what is kept."""
     shard = call.shards[0]
     if shard.is_sharded:
-        check_binary(mask.to_local() if is_dtensor(mask) else mask, shard.name)
+        check_binary(local_tensor(mask), shard.name)
 
 
 def _channel_mask(t: Tensor, axis: int, keep: Tensor, default_mask: Tensor) -> Tensor:

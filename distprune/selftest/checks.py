@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import distprune
+from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.selftest.comparing import (
     Traffic,
     far,
@@ -59,7 +60,7 @@ def check_private_fields(case: Case) -> Found:
     objects: list[tuple[str, str, Any]] = [("Module", "Module", model)]
     if "DDP" in case.wrapping.adapters:
         objects.append(("DDP", "DistributedDataParallel", model))
-    objects += [("DTensor", "DTensor", p) for p in model.parameters() if hasattr(p, "device_mesh")]
+    objects += [("DTensor", "DTensor", p) for p in model.parameters() if is_dtensor(p)]
     missing = [
         f"torch has no {name}"
         for wrapper, kind, each in objects
@@ -116,7 +117,7 @@ def check_random(case: Case) -> Found:
             torch.manual_seed(seed)
             selected = distprune.select(each)
             distprune.global_unstructured(selected, distprune.RandomUnstructured, amount=0.4)
-        keeps = [held(module, name + "_mask") != 0 for module, name in weights_of(plain)]
+        keeps = [held(module, mask_key(name)) != 0 for module, name in weights_of(plain)]
         found.wrong += wrong_masks(model, keeps, indices, f"seed {seed}")
         num_elements = sum(keep.size for keep in keeps)
         num_pruned = num_elements - sum(int(keep.sum()) for keep in keeps)
@@ -197,7 +198,7 @@ def check_training(case: Case) -> Found:
             parameter -= 0.1 * parameter.grad
         trained = whole_weights(dense)
         for i, (module, name) in enumerate(weights_of(model)):
-            mine, parts = held(module, name + "_orig"), indices[i]
+            mine, parts = held(module, orig_key(name)), indices[i]
             expected = trained[i].reshape(-1)[parts]
             found.wrong += far(f"{WEIGHTS[i]} after a step", mine, expected)
             pruned = ~keeps[i].reshape(-1)[parts]
@@ -224,11 +225,12 @@ def check_checkpoint(case: Case) -> Found:
     distprune.checkpoint.load(path, loaded)
     pairs = zip(WEIGHTS, weights_of(saved), weights_of(loaded), strict=True)
     for label, (module, name), (other, _) in pairs:
-        for suffix in ("_orig", "_mask"):
-            if not hasattr(other, name + suffix):
-                found.wrong.append(f"{label}{suffix} was not loaded")
-            elif not np.array_equal(held(module, name + suffix), held(other, name + suffix)):
-                found.wrong.append(f"{label}{suffix} was loaded with other values")
+        for key_of in (orig_key, mask_key):
+            key = key_of(name)
+            if not hasattr(other, key):
+                found.wrong.append(f"{key_of(label)} was not loaded")
+            elif not np.array_equal(held(module, key), held(other, key)):
+                found.wrong.append(f"{key_of(label)} was loaded with other values")
     return found
 
 

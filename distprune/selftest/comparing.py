@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distprune._common.pruned_form import mask_key
 from distprune.selftest.models import WEIGHTS, held, weights_of
 
 _RTOL, _ATOL = 1e-4, 1e-5  # of sums whose order the ranks change
@@ -27,10 +28,10 @@ def wrong_masks(
     wrong = []
     pairs = weights_of(model)
     for label, (module, name), keep, parts in zip(WEIGHTS, pairs, keeps, indices, strict=True):
-        if not hasattr(module, name + "_mask"):
+        if not hasattr(module, mask_key(name)):
             wrong.append(f"{when}: {label} has no mask")
             continue
-        mask, expected = held(module, name + "_mask"), keep.reshape(-1)[parts]
+        mask, expected = held(module, mask_key(name)), keep.reshape(-1)[parts]
         if mask.shape != expected.shape:
             wrong.append(
                 f"{when}: the mask of {label} has shape {mask.shape}, expected {expected.shape}"

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from distprune._common.pruned_form import local_tensor
+
 WEIGHTS = ("l1.weight", "l2.weight", "l3.weight")
 
 
@@ -217,8 +219,7 @@ def weights_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def held(module: nn.Module, name: str) -> np.ndarray:
     """What this rank holds of a parameter or mask, a copy."""
-    tensor = getattr(module, name).detach()
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    tensor = local_tensor(getattr(module, name).detach())
     return tensor.clone().cpu().numpy()
 
 

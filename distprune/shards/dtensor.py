@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from distprune._common.pruned_form import is_dtensor
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
 from distprune.shards.shard import LocalShard
 
@@ -113,7 +114,7 @@ def local_shard(
 
 def _local_mask(mask: Tensor, values: Tensor, is_inside: bool) -> Tensor:
     """This rank's part; a rank outside the mesh knows that there is a mask, and holds none."""
-    assert isinstance(mask, DTensor)
+    assert is_dtensor(mask)
     return _local(mask) if is_inside else torch.empty_like(values, dtype=mask.dtype)
 
 

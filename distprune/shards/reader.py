@@ -7,7 +7,6 @@ registered, which look like replicas.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, over_groups, over_mesh
 from distprune._common.naming import unwrap
+from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.shards.checksum import checksums
 from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private.live_property import shard_mask_key
@@ -66,7 +66,7 @@ class ShardReader:
     def _find(self, module: nn.Module, name: str) -> Any | None:
         assert self._managed is not None
         found = self._managed.get((id(module), name))
-        return found if found is not None else self._managed.get((id(module), name + "_orig"))
+        return found if found is not None else self._managed.get((id(module), orig_key(name)))
 
     def read(self, module: nn.Module, name: str, label: str) -> LocalShard:
         """This rank's part of ``module.name``.
@@ -81,24 +81,24 @@ class ShardReader:
             managed.check_fields()
             if managed.unsupported:
                 raise NotImplementedError(f"{label}: {managed.unsupported}.")
-        mask = module._buffers.get(name + "_mask")
+        mask = module._buffers.get(mask_key(name))
         if mask is None or not self.has_whole_mask(module, name):
             return self._read(module, name, label, managed, mask)
         shard = self._read(module, name, label, managed, None)
-        return replace(shard, mask=shard.slice_of(mask.to_local() if is_dtensor(mask) else mask))
+        return replace(shard, mask=shard.slice_of(local_tensor(mask)))
 
     def has_whole_mask(self, module: nn.Module, name: str) -> bool:
         """Whether a mask is whole on this rank.
 
         It is on plain modules, and on those that were pruned first and wrapped second.
         """
-        mask = module._buffers.get(name + "_mask")
+        mask = module._buffers.get(mask_key(name))
         if mask is None or shard_mask_key(name) in module.__dict__:
             return False
         if not is_dtensor(mask):
             return True
         # parallelize_module makes replicated DTensors of the buffers that it finds.
-        parameter = module._parameters[name + "_orig"]
+        parameter = module._parameters[orig_key(name)]
         return is_dtensor(parameter) and mask.placements != parameter.placements
 
     def _read(
@@ -149,21 +149,15 @@ class ShardReader:
         if _is_flat(managed):
             return over_groups(managed.groups, managed.ranks)
         parameters = module._parameters
-        registered = parameters.get(name, parameters.get(name + "_orig"))
+        registered = parameters.get(name, parameters.get(orig_key(name)))
         parameter = managed.sharded if managed is not None else registered
         return over_mesh(parameter.device_mesh)
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, without importing DTensor for those who have none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(module: nn.Module, name: str) -> bool:
     """Whether ``module.name`` is sharded, so that one rank alone cannot prune it."""
     parameters = module._parameters
-    if any(is_dtensor(parameters.get(key)) for key in (name, name + "_orig")):
+    if any(is_dtensor(parameters.get(key)) for key in (name, orig_key(name))):
         return True
     return ShardReader().managed(module, name) is not None
 
@@ -231,7 +225,7 @@ def _record_with_mask(module: nn.Module, name: str) -> Any | None:
     record = None if shard_mask is None else shard_mask.managed()
     # The mask of a copied module knows the original's.
     if record is None or not any(
-        owner is module and registered == name + "_orig" for owner, registered in record.owners
+        owner is module and registered == orig_key(name) for owner, registered in record.owners
     ):
         return None
     return record
@@ -244,9 +238,9 @@ def _is_flat(managed: Any | None) -> bool:
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:
     """The parameter behind a name, by its own name or, when pruned, as name_orig."""
-    for key in (name + "_orig", name):
+    for key in (orig_key(name), name):
         parameter = module._parameters.get(key)
-        if parameter is not None and (key == name or name + "_mask" in module._buffers):
+        if parameter is not None and (key == name or mask_key(name) in module._buffers):
             return parameter
     found = getattr(module, name)  # AttributeError, as in torch
     raise TypeError(

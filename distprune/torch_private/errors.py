@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from distprune._common.pruned_form import name_without_orig
+
 
 def backward_to_come(module: nn.Module, name: str) -> RuntimeError:
     """A mask would change between a forward and its backward."""
-    name = name.removesuffix("_orig")
+    name = name_without_orig(name)
     return RuntimeError(
         f"{type(module).__name__}.{name} was used by a forward whose backward is still to come. "
         "FSDP gathers parameters again for backward, so that gradients would mix the weights "

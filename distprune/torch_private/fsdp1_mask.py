@@ -31,6 +31,7 @@ from distprune._common import mask_bits
 from distprune._common.collectives import over_groups
 from distprune._common.lost import lost_mask
 from distprune._common.product import write_product
+from distprune._common.pruned_form import mask_key, masked_product, name_without_orig, orig_key
 
 _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_optim")
 _PIECES = "_distprune_masked_pieces"
@@ -51,8 +52,8 @@ class FlatMask:
     def mask(self) -> Tensor:
         """bool, 1-d: the buffer of the module as it is now, wherever it was moved."""
         module, name = self._piece.owners[0]
-        name = name.removesuffix("_orig")
-        mask = module._buffers.get(name + "_mask")
+        name = name_without_orig(name)
+        mask = module._buffers.get(mask_key(name))
         if mask is None:
             raise lost_mask(module, name)
         return mask
@@ -66,7 +67,7 @@ class FlatMask:
         piece = self._piece
         _MaskedPieces.of(piece.handle).add(self._piece.which, self)
         for module, name in piece.owners:
-            key = name.removesuffix("_orig") + "_mask"
+            key = mask_key(name_without_orig(name))
             self._hooks += [
                 module.register_state_dict_post_hook(_Saving(self, key)),
                 module.register_load_state_dict_pre_hook(_Loading(self, key)),
@@ -89,15 +90,16 @@ class FlatMask:
         Raises:
             RuntimeError: inside ``summon_full_params``, which gathers without the mask.
         """
-        original = getattr(module, name + "_orig")
+        key = orig_key(name)
+        original = getattr(module, key)
         if is_summoned(self._piece.handle):
             raise RuntimeError(
                 f"{type(module).__name__}.{name} was read inside summon_full_params, where FSDP1 "
-                f"gathers {name}_orig without its mask. Run the model outside of that context, "
+                f"gathers {key} without its mask. Run the model outside of that context, "
                 "or remove() the pruning first."
             )
         if isinstance(original, nn.Parameter):  # use_orig_params=True, outside of forward
-            return original * self.mask
+            return masked_product(original, self.mask)
         return original
 
     def whole(self) -> Tensor:
@@ -185,7 +187,7 @@ class _MaskedPieces:
                 if run.device == source.device:
                     write_product(source[span], mask, out=run)
                 else:  # offloaded
-                    run.copy_(source[span] * mask)
+                    run.copy_(masked_product(source[span], mask))
         flat_param.data = masked
         try:
             return gather(handle, padded_unsharded_flat_param)

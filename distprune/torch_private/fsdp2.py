@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distprune._common.lost import lost_mask
 from distprune._common.product import write_product
+from distprune._common.pruned_form import mask_key, masked_product, name_without_orig, orig_key
 from distprune.torch_private import live_graphs, private_fields
 from distprune.torch_private.errors import backward_to_come
 
@@ -176,8 +177,8 @@ class ShardMask:
     @property
     def _mask(self) -> Tensor:
         info = self._fsdp_param._module_info
-        name = info.param_name.removesuffix("_orig")
-        mask = info.module._buffers.get(name + "_mask")
+        name = name_without_orig(info.param_name)
+        mask = info.module._buffers.get(mask_key(name))
         if mask is None:
             raise lost_mask(info.module, name)
         local = mask._local_tensor if isinstance(mask, DTensor) else None
@@ -242,12 +243,12 @@ class ShardMask:
 
     def value(self, module: nn.Module, name: str) -> Tensor:
         """``module.<name>`` as the mask leaves it, in whatever state FSDP2 has it."""
-        original = module._parameters[name + "_orig"]
-        mask = module._buffers[name + "_mask"]
+        original = module._parameters[orig_key(name)]
+        mask = module._buffers[mask_key(name)]
         assert original is not None and mask is not None
         if _is_gathered_copy(original, mask):
             return original
-        return mask.to(dtype=original.dtype) * original
+        return masked_product(original, mask)
 
     def masked_shard(self, param_dtype: torch.dtype | None) -> Tensor:
         """What to gather: the masked shard, padded with zero rows to the size of every rank's.

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distprune._common.pruned_form import local_tensor
+
 _SAVED = "_raw_saved_"
 # Other threads count their nodes themselves.
 _MAX_AGE = 1.0  # seconds
@@ -146,7 +148,7 @@ def _storage(tensor: Tensor) -> int:
     """Identifies the memory of a tensor, or of what a DTensor holds; 0 if it has none."""
     try:
         with torch.no_grad():  # else to_local() is a node itself
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            local = local_tensor(tensor)
         return local.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse
         return 0

@@ -17,6 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
+
 _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"
 
@@ -29,7 +31,7 @@ def is_live(module: nn.Module, name: str) -> bool:
 def is_needed(module: nn.Module, name: str) -> bool:
     """Whether ``module.<name>``, pruned outside FSDP2, has to be computed at each access."""
     is_read_by_parent = isinstance(module, NonDynamicallyQuantizableLinear)
-    return is_read_by_parent or hasattr(module._parameters[name + "_orig"], "device_mesh")
+    return is_read_by_parent or is_dtensor(module._parameters[orig_key(name)])
 
 
 def shard_mask_key(name: str) -> str:
@@ -56,10 +58,10 @@ def masked_value(module: nn.Module, name: str) -> Tensor:
     shard_mask = module.__dict__.get(shard_mask_key(name))
     if shard_mask is not None:
         return shard_mask.value(module, name)
-    original = module._parameters[name + "_orig"]
-    mask = module._buffers[name + "_mask"]
+    original = module._parameters[orig_key(name)]
+    mask = module._buffers[mask_key(name)]
     assert original is not None and mask is not None
-    return mask.to(dtype=original.dtype) * original
+    return masked_product(original, mask)
 
 
 def _base_class(module: nn.Module) -> type:
@@ -96,8 +98,8 @@ def _live_value(name: str) -> property:
 
 def _refuse(module: nn.Module, value: Any) -> None:
     raise AttributeError(
-        f"a pruned parameter of {type(module).__name__} cannot be assigned to; change its "
-        "_orig in place, or remove() the pruning first."
+        f"a pruned parameter of {type(module).__name__} cannot be assigned to; change "
+        f"{orig_key('<name>')} in place, or remove() the pruning first."
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from distprune._common.pruned_form import orig_key
+
 
 class ShardMask(Protocol):
     """The mask of one managed parameter at work."""
@@ -113,7 +115,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
         return False
     from distprune.torch_private import fsdp2
 
-    names = (name, name + "_orig")
+    names = (name, orig_key(name))
     return is_flattened(module, name) or any(fsdp2.is_managed(module, each) for each in names)
 
 
@@ -123,4 +125,4 @@ def is_flattened(module: nn.Module, name: str) -> bool:
         return False
     from distprune.torch_private import fsdp1
 
-    return any(fsdp1.is_managed(module, each) for each in (name, name + "_orig"))
+    return any(fsdp1.is_managed(module, each) for each in (name, orig_key(name)))

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from distprune._common.naming import named_modules
+from distprune._common.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.masks import survival
 from distprune.masks.hook import PruningHook, layout_of
 from distprune.masks.record import Member
-from distprune.shards.reader import ShardReader, is_dtensor
+from distprune.shards.reader import ShardReader
 from distprune.torch_private import live_property
 
 
@@ -38,14 +39,14 @@ class Place:
     @property
     def original(self) -> Any:
         """What stands under the name of the unmasked parameter."""
-        key = self.name + "_orig"
+        key = orig_key(self.name)
         registered = self.module._parameters.get(key)
         return self.module.__dict__.get(key) if registered is None else registered
 
     @property
     def mask(self) -> Any:
         """The buffer."""
-        return self.module._buffers.get(self.name + "_mask")
+        return self.module._buffers.get(mask_key(self.name))
 
 
 def places_of(model: nn.Module, prefix: str = "") -> list[Place]:
@@ -76,7 +77,7 @@ def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], A
         managed: what wrappers have now, as wrappers.managed_parameters gives it.
     """
     module, name = place.module, place.name
-    problems, original = place.problems, name + "_orig"
+    problems, original = place.problems, orig_key(name)
     hooks = _hooks(module, name)
     if not hooks:
         problems.append("its pruning hook is gone, so that nothing keeps the mask acting")
@@ -90,7 +91,7 @@ def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], A
         problems.append(f"{original} is gone")
         place.is_readable = False
     if not isinstance(place.mask, Tensor):
-        problems.append(f"its mask, the buffer {name}_mask, is gone")
+        problems.append(f"its mask, the buffer {mask_key(name)}, is gone")
         place.is_readable = False
     if not place.is_readable:
         return
@@ -106,6 +107,7 @@ def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], A
 
 def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
     module, name, problems = place.module, place.name, place.problems
+    original = orig_key(name)
     if shard_mask is None:
         problems.append(
             "it was wrapped after it had been pruned, and its mask is whole on every rank; call "
@@ -124,7 +126,7 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
     expected = getattr(record, "sharded", None)
     if expected is not None and not is_dtensor(expected):
         problems.append(
-            f"{name}_orig was replaced by {_described(expected)}, which its wrapper cannot gather; "
+            f"{original} was replaced by {_described(expected)}, which its wrapper cannot gather; "
             "load a state dict of DTensors, or without assign=True"
         )
         place.is_readable = False
@@ -133,8 +135,8 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
         problems.append("its mask is not attached to the shard, which is gathered unmasked")
     if not live_property.is_live(module, name):
         problems.append(f"the class of the module was changed, so that {name} is not masked")
-    if not record.has_registered(module, name + "_orig"):
-        problems.append(f"{name}_orig was replaced by a parameter that the wrapper does not have")
+    if not record.has_registered(module, original):
+        problems.append(f"{original} was replaced by a parameter that the wrapper does not have")
         place.is_readable = False
     problem = _layout_problem(record.values if expected is None else expected, place.mask)
     if problem is None and "bool" not in str(place.mask.dtype):
@@ -146,7 +148,7 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
 
 def _check_unmanaged(place: Place, shard_mask: Any) -> None:
     module, name, problems = place.module, place.name, place.problems
-    parameter = place.original
+    original, parameter = orig_key(name), place.original
     if shard_mask is not None:
         problems.append("the FSDP wrapper that its mask acted in does not have it any more")
         place.is_readable = False
@@ -163,10 +165,10 @@ def _check_unmanaged(place: Place, shard_mask: Any) -> None:
         return
     if layout_of(parameter) != hook.layout:
         problems.append(
-            f"{name}_orig has the layout: {layout_of(parameter)}; it was pruned as: {hook.layout}"
+            f"{original} has the layout: {layout_of(parameter)}; it was pruned as: {hook.layout}"
         )
     elif hook.is_another(parameter):
-        problems.append(f"{name}_orig was replaced by another parameter than the one pruned")
+        problems.append(f"{original} was replaced by another parameter than the one pruned")
 
 
 def _layout_problem(parameter: Tensor, mask: Tensor) -> str | None:
@@ -208,7 +210,7 @@ def dense_places(model: nn.Module, places: Iterable[Place], prefix: str = "") ->
     originals: dict[int, str] = {}
     known: set[tuple[int, str]] = set()
     for each in places:
-        known.add((id(each.module), each.name + "_orig"))
+        known.add((id(each.module), orig_key(each.name)))
         known.add((id(each.module), each.name))  # told of already
         if isinstance(each.original, nn.Parameter):
             originals.setdefault(id(each.original), each.path)
@@ -301,8 +303,8 @@ def _traces(module: nn.Module) -> list[str]:
         if isinstance(hook, PruningHook) and hasattr(hook, "_tensor_name")
     }
     for key in module._buffers:
-        name = key.removesuffix("_mask")
-        if name != key and _has_original(module, name) and not _is_of_torch(module, name):
+        name = name_of_mask(key)
+        if name is not None and _has_original(module, name) and not _is_of_torch(module, name):
             names[name] = None
     kept = getattr(module.__dict__.get(survival.KEY), "names", ())
     for name in sorted(kept):
@@ -313,7 +315,7 @@ def _traces(module: nn.Module) -> list[str]:
 
 
 def _has_original(module: nn.Module, name: str) -> bool:
-    key = name + "_orig"
+    key = orig_key(name)
     return key in module._parameters or isinstance(module.__dict__.get(key), Tensor)
 
 

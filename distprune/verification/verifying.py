@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator, attempt, world
 from distprune._common.naming import unwrap
+from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.masks.hook import PruningHook
 from distprune.masks.record import MaskRecord
 from distprune.shards.reader import ShardReader
@@ -314,7 +315,7 @@ def _product(place: Place, shard: LocalShard) -> Tensor | None:
     """The masked weight that is there now, like the shard; None if it is made when it is read."""
     module, name = place.module, place.name
     if live_property.is_live(module, name):
-        gathered = module._parameters.get(name + "_orig")
+        gathered = module._parameters.get(orig_key(name))
         is_gathered = type(gathered) is nn.Parameter and shard.mesh is not None
         if not is_gathered or gathered is None or gathered.shape != shard.shape:
             return None
@@ -326,7 +327,7 @@ def _product(place: Place, shard: LocalShard) -> Tensor | None:
         and product.shape == shard.values.shape
         and product.dtype == shard.values.dtype
         and product.device == shard.values.device
-        and not hasattr(product, "placements")
+        and not is_dtensor(product)
     )
     return product if is_of_now else None
 

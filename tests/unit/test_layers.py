@@ -37,7 +37,7 @@ ROOMS = {
     },
     "": {"_public", "_version"},
     "testing": set(),
-    "selftest": {"torch_private", ""},
+    "selftest": {"_common", "torch_private", ""},
     "cli": {"_common", "files", "recipe", "recipes", "selftest", ""},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -1,0 +1,81 @@
+"""The pruned form of a parameter: the names under which it is kept, and the masked value.
+
+A module whose parameter ``weight`` is pruned has, as in ``torch.nn.utils.prune``:
+
+    weight_orig    the Parameter, unmasked           orig_key("weight")
+    weight_mask    a buffer, 1 or True = keep        mask_key("weight")
+    weight         the product of both               masked_product(original, mask)
+
+State dicts have the first two, with the module's path in front. Every other module takes these
+names from here. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+_ORIG, _MASK = "_orig", "_mask"
+
+
+def orig_key(name: str) -> str:
+    """The name under which the unmasked parameter ``name`` is registered once it is pruned."""
+    return name + _ORIG
+
+
+def mask_key(name: str) -> str:
+    """The name of the buffer that holds the mask of the parameter ``name``."""
+    return name + _MASK
+
+
+def name_of_orig(key: str) -> str | None:
+    """The inverse of :func:`orig_key`; None if ``key`` does not end like its results."""
+    return key.removesuffix(_ORIG) if key.endswith(_ORIG) else None
+
+
+def name_of_mask(key: str) -> str | None:
+    """The inverse of :func:`mask_key`; None if ``key`` does not end like its results."""
+    return key.removesuffix(_MASK) if key.endswith(_MASK) else None
+
+
+def name_without_orig(key: str) -> str:
+    """The parameter's name for a key that is known to be ``name`` or ``name_orig``."""
+    return key.removesuffix(_ORIG)
+
+
+def name_of_pruned_orig(key: str, keys: Container[str]) -> str | None:
+    """The parameter's name if ``key`` is its ``_orig`` and ``keys`` has its mask; else None."""
+    name = name_of_orig(key)
+    return name if name is not None and mask_key(name) in keys else None
+
+
+def name_of_pruned_mask(key: str, keys: Container[str]) -> str | None:
+    """The parameter's name if ``key`` is its mask and ``keys`` has its ``_orig``; else None."""
+    name = name_of_mask(key)
+    return name if name is not None and orig_key(name) in keys else None
+
+
+def masked_product(original: Tensor, mask: Tensor) -> Tensor:
+    """``mask * original`` in the dtype of ``original``, as ``torch.nn.utils.prune`` computes it.
+
+    Pruned elements keep their sign (-0.0), and inf becomes NaN. Where memory matters,
+    ``_common.product.write_product`` writes the same values without temporaries.
+    """
+    return mask.to(dtype=original.dtype) * original
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether a value is a DTensor. Does not import DTensor: then there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
