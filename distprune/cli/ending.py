@@ -82,7 +82,7 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
     """SIGINT and SIGTERM end the process with one line, also while modules are imported.
 
     Nothing is raised: an exception in the middle of an import ends in other errors, or is lost.
-    Work that leaves files behind listens by itself; see :class:`distprune.cli.ranks.Stop`.
+    Work that leaves files behind listens by itself; see :class:`distprune.cli.stopping.Stop`.
 
     Args:
         as_json: a JSON document is written, unless one was begun.

@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._heard: list[int] = []
         self._is_signalled = False
         self._is_terminating = False
@@ -40,7 +40,7 @@ class Watch:
         self._killed: set[int] = set()  # ranks that got SIGKILL from this process
         self._causes: list[int] = []  # codes of failures that nothing done here led to
 
-    def run(self, start: Callable[[int], subprocess.Popen], num_ranks: int) -> int:
+    def run(self, start: Callable[[int], subprocess.Popen[bytes]], num_ranks: int) -> int:
         """Start all ranks and wait for them.
 
         Args:

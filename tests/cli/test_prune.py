@@ -13,7 +13,7 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import progress, ranks
+from distprune.cli import progress, starting, stopping
 from distprune.cli.commands import prune
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
@@ -200,16 +200,16 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
 
 
 def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
-    assert ranks.Stop()() is False
+    assert stopping.Stop()() is False
     monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getppid()))
-    assert ranks.Stop()() is False
+    assert stopping.Stop()() is False
     monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getpid()))
-    assert ranks.Stop()() is True
+    assert stopping.Stop()() is True
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
-    stop, ended = ranks.Stop(), []
-    monkeypatch.setattr(ranks.os, "_exit", ended.append)
+    stop, ended = stopping.Stop(), []
+    monkeypatch.setattr(stopping.os, "_exit", ended.append)
     with stop.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop() and stop.code == 143 and ended == []
@@ -219,7 +219,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
 
 def test_options_are_taken_out_of_a_command_line():
     for given in (["--nproc", "2"], ["--nproc=2"]):
-        assert ranks.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
+        assert starting.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
             "prune", "a", "-s", "2"
         ]  # fmt: skip
 

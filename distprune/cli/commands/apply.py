@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import discarding, exits, ranks, sources
+from distprune.cli import discarding, ranks, sources, starting, stopping
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import (
@@ -23,10 +24,9 @@ from distprune.cli.options import (
     Verbose,
 )
 from distprune.cli.progress import Meter
-from distprune.files.errors import Interrupted
 
 if TYPE_CHECKING:  # torch comes with it
-    from distprune.files.applying import Applied
+    from distprune.files.applying import Application, Applied
     from distprune.files.checkpoints.checkpoint import Checkpoint
 
 MaskFolder = Annotated[
@@ -71,20 +71,17 @@ def apply(
     if discard:
         discarding.discard(terminal, destination, take_over)
         return
-    if nproc is not None:
-        if ranks.is_rank():
-            raise typer.BadParameter("torchrun has started the processes already; leave it out.")
+
+    def find() -> Application:
         from distprune.files.applying import Application
 
-        # What is wrong is said once, and at once.
-        Application(masks, source, follow_links=follow_links)
-        raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
-    stop = ranks.Stop()
+        return Application(masks, source, follow_links=follow_links)
+
+    starting.run_on_ranks(context, nproc, find)
+    stop = stopping.Stop()
     # Before the ranks meet: a signal that reaches all of them must not end some at once.
     with stop.listening(), ranks.process_group(timeout):
-        checkpoint, applied = _apply(
-            terminal, masks, source, destination, stop, follow_links, take_over
-        )
+        checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
     if as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
         terminal.json({**values, **sources.as_values(checkpoint)})
@@ -101,28 +98,18 @@ def apply(
 
 def _apply(
     terminal: Terminal,
-    masks: Path,
-    source: Path,
+    find: Callable[[], Application],
     destination: Path,
-    stop: ranks.Stop,
-    follow_links: bool,
+    stop: stopping.Stop,
     take_over: bool,
 ) -> tuple[Checkpoint, Applied]:
     from distprune._common.collectives import world
-    from distprune.files.applying import Application
     from distprune.files.team import Team
-
-    def find() -> Application:
-        return Application(masks, source, follow_links=follow_links)
 
     application = Team(world()).attempt(find)
     sources.tell(terminal, application.checkpoint)
-    try:
-        with Meter(terminal) as meter:
-            applied = application.write(
-                destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
-            )
-            return application.checkpoint, applied
-    except Interrupted as error:
-        error.exit_code = stop.code or exits.TERMINATED
-        raise
+    with Meter(terminal) as meter:
+        applied = application.write(
+            destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
+        )
+    return application.checkpoint, applied

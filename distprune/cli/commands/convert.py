@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import exits, ranks, sources
+from distprune.cli import sources, stopping
 from distprune.cli.console import Terminal, counted, size
 from distprune.cli.options import AsJson, Destination, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.files.errors import Interrupted
 
 Pickled = Annotated[
     Path,
@@ -53,14 +52,10 @@ def convert(
     if conversion.note:
         terminal.note(conversion.note)
     sources.tell_skipped(terminal, conversion.skipped)
-    stop = ranks.Stop()
-    try:
-        with stop.listening(), Meter(terminal) as meter:
-            reading = Reading(meter, conversion.total_bytes, "write")
-            converted = conversion.write(destination, reading, stop)
-    except Interrupted as error:
-        error.exit_code = stop.code or exits.TERMINATED
-        raise
+    stop = stopping.Stop()
+    with stop.listening(), Meter(terminal) as meter:
+        reading = Reading(meter, conversion.total_bytes, "write")
+        converted = conversion.write(destination, reading, stop)
     for note in converted.notes:
         terminal.note(note)
     for names in converted.tied:

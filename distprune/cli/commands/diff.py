@@ -13,7 +13,7 @@ from distprune.cli import exits
 from distprune.cli.console import Terminal, count, percent
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.files.checkpoint import open_checkpoint
+from distprune.files.checkpoints.checkpoint import open_checkpoint
 
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]

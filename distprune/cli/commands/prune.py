@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import discarding, exits, plan_table, ranks, recipe_options, sources
+from distprune.cli import discarding, plan_table, ranks, recipe_options, sources, starting, stopping
 from distprune.cli.console import Terminal, count, counted, percent, size
 from distprune.cli.options import (
     AsJson,
@@ -25,7 +25,7 @@ from distprune.cli.options import (
     Verbose,
 )
 from distprune.cli.progress import Meter, Reading
-from distprune.files.errors import FilesError, Interrupted
+from distprune.files.errors import FilesError
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
@@ -110,17 +110,18 @@ def prune(
     if discard:
         discarding.discard(terminal, destination, take_over)
         return
-    if nproc is not None:
-        if ranks.is_rank():
-            raise typer.BadParameter("torchrun has started the processes already; leave it out.")
-        _check(source, recipe, options, plot, follow_links)
-        raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
 
     def make_recipe() -> FileRecipe:
         _check_plot(plot)
         return recipe_options.resolve(recipe, options)
 
-    stop = ranks.Stop()
+    def check() -> None:
+        from distprune.files.planning import plan
+
+        plan(source, make_recipe(), follow_links=follow_links)
+
+    starting.run_on_ranks(context, nproc, check)
+    stop = stopping.Stop()
     # Before the ranks meet: a signal that reaches all of them must not end some at once.
     with stop.listening(), ranks.process_group(timeout):
         plan, report = _prune(
@@ -139,7 +140,7 @@ def _prune(
     source: Path,
     destination: Path,
     make_recipe: Callable[[], FileRecipe],
-    stop: ranks.Stop,
+    stop: stopping.Stop,
     follow_links: bool,
     take_over: bool,
 ) -> tuple[Plan, Report]:
@@ -153,34 +154,11 @@ def _prune(
     sources.tell(terminal, plan.checkpoint)
     plan_table.show_warnings(terminal, plan)
     terminal.note(plan_table.summary(plan))
-    try:
-        with Meter(terminal) as meter:
-            report = carry_out(
-                plan,
-                destination,
-                progress=meter,
-                stop=stop,
-                take_over=take_over,
-                tell=terminal.note,
-            )
-            return plan, report
-    except Interrupted as error:
-        error.exit_code = stop.code or exits.TERMINATED
-        raise
-
-
-def _check(
-    source: Path,
-    recipe: str | None,
-    options: dict[str, Any],
-    plot: Path | None,
-    follow_links: bool,
-) -> None:
-    """Find what is wrong before processes are started: then it is said once, and at once."""
-    from distprune.files.planning import plan
-
-    _check_plot(plot)
-    plan(source, recipe_options.resolve(recipe, options), follow_links=follow_links)
+    with Meter(terminal) as meter:
+        report = carry_out(
+            plan, destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
+        )
+    return plan, report
 
 
 def _check_plot(plot: Path | None) -> None:

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import exits, ranks
+from distprune.cli import exits, ranks, starting, stopping
 from distprune.cli.console import Terminal, count, percent, size
 from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
-from distprune.files.errors import Interrupted
 
 Pruned = Annotated[
     Path, typer.Argument(metavar="DST", help="What prune wrote, with masks.", show_default=False)
@@ -47,31 +46,24 @@ def verify(
 
       distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
     """
-    if nproc is not None:
-        if ranks.is_rank():
-            raise typer.BadParameter("torchrun has started the processes already; leave it out.")
-        raise typer.Exit(ranks.start_ranks(ranks.without_option(context.obj, "--nproc"), nproc))
+    starting.run_on_ranks(context, nproc)
     from distprune.files.verifying import verify as check
 
     terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=ranks.is_leader())
-    stop = ranks.Stop()
-    try:
-        with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
-            found = check(pruned, against, progress=meter, stop=stop)
-    except Interrupted as error:
-        error.exit_code = stop.code or exits.TERMINATED
-        raise
+    stop = stopping.Stop()
+    with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
+        result = check(pruned, against, progress=meter, stop=stop)
     if as_json:
-        terminal.json({"is_good": found.is_good, **asdict(found)})
-    elif found.is_good:
+        terminal.json({"is_good": result.is_good, **asdict(result)})
+    elif result.is_good:
         show_masks(terminal, pruned)
         terminal.text(
-            f"{pruned} is what its recipe makes of {against}: {size(found.num_bytes)} compared, "
-            f"{count(found.num_pruned)} of {count(found.num_elements)} elements pruned "
-            f"({percent(found.num_pruned, found.num_elements)})."
+            f"{pruned} is what its recipe makes of {against}: {size(result.num_bytes)} compared, "
+            f"{count(result.num_pruned)} of {count(result.num_elements)} elements pruned "
+            f"({percent(result.num_pruned, result.num_elements)})."
         )
     else:
-        for problem in found.problems:
+        for problem in result.problems:
             terminal.text(problem)
-    if not found.is_good:
+    if not result.is_good:
         raise typer.Exit(exits.INPUT)
