@@ -112,15 +112,6 @@ def percent(part: int, whole: int) -> str:
     return f"{share:.2f} %"
 
 
-def size(num_bytes: float) -> str:
-    """1.5 GB; decimal units, as disks have them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
-
-
 def duration(seconds: float) -> str:
     """7 s, 12 min, 3.5 h: of estimates."""
     if seconds < 90:

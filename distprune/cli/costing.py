@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distprune._common.mask_bits import num_bytes_of
+from distprune.files.disk.destination import partial_folders
+from distprune.files.disk.space import folder_bytes, free_bytes
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan, PlannedGroup
 
@@ -107,18 +109,8 @@ def _room(destination: Path, num_bytes: int) -> tuple[int, int]:
     parent = Path(os.path.abspath(destination)).parent
     if not parent.is_dir():
         raise OutputError(f"{parent} is no folder; make it first.")
-    disk = os.statvfs(parent)
-    there = sum(
-        os.lstat(os.path.join(folder, name)).st_blocks * 512
-        for unfinished in parent.glob(f"{_literal(destination.name)}.partial-*")
-        for folder, _, names in os.walk(unfinished)
-        for name in names
-    )
-    return disk.f_bavail * disk.f_frsize, max(num_bytes - there, 0)
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+    num_written = sum(map(folder_bytes, partial_folders(Path(os.path.abspath(destination)))))
+    return free_bytes(parent), max(num_bytes - num_written, 0)
 
 
 def _sample(plan: Plan) -> float | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distprune.cli.console import Terminal, size
+from distprune.cli.console import Terminal
+from distprune.files.errors import format_size
 
 
 def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:
@@ -24,6 +25,6 @@ def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:
         terminal.json({"discarded": found})
         return
     for path, num_bytes in removed:
-        terminal.text(f"Removed {path}, which took {size(num_bytes)} of the disk.")
+        terminal.text(f"Removed {path}, which took {format_size(num_bytes)} of the disk.")
     if not removed:
         terminal.text(f"There is no unfinished result of {destination}.")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from distprune.cli import sources
-from distprune.cli.console import Terminal, count, counted, percent, size
+from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.names import shape_text, without_numbers
+from distprune.files.errors import format_size
 from distprune.files.planning import Plan, PlannedTensor
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.policy import Choice
@@ -87,7 +88,7 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
         f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
         f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
         f"{counted(len(plan.choices), 'tensor')}, {how}; "
-        f"{size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
+        f"{format_size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from distprune.cli.console import Terminal, size
+from distprune.cli.console import Terminal
+from distprune.files.errors import format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -117,11 +118,11 @@ class Reading:
 
 def describe(state: State) -> str:
     """ "1.2 GB of 3.0 GB, 800.0 MB/s, 0:02 left"."""
-    text = f"{size(state.num_bytes)} of {size(state.total_bytes)}"
+    text = f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
     left = state.seconds_left
     if left is None:
         return text
     minutes, seconds = divmod(round(max(left, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-    return f"{text}, {size(state.bytes_per_second)}/s, {clock} left"
+    return f"{text}, {format_size(state.bytes_per_second)}/s, {clock} left"

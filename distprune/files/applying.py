@@ -26,7 +26,7 @@ from distprune.files.checkpoints.mask_files import (
 )
 from distprune.files.disk.access import WRITE, OpenFiles, copy_range, read_into, write_from
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.errors import CheckpointError, counted
+from distprune.files.errors import CheckpointError, headline
 from distprune.files.formats.header import TensorEntry, read_header
 from distprune.files.ranking.units import CopyUnit, Span, copy_units
 from distprune.files.reports.report import RunFacts
@@ -114,7 +114,7 @@ class Application:
             shown = problems[:12]
             if len(problems) > len(shown):
                 shown.append(f"{len(problems) - len(shown)} more do not fit.")
-            what = counted(f"{masks} on {source}", problems)
+            what = headline(f"{masks} on {source}", problems)
             raise CheckpointError(what, shown)
         self.tensors = tuple(MaskedTensor(entries[name]) for name in self.masks.shapes)
         self.num_elements = sum(tensor.entry.numel for tensor in self.tensors)

@@ -47,11 +47,12 @@ from distprune.files.disk.listing import (
     unreadable,
 )
 from distprune.files.disk.locking import Lock
-from distprune.files.errors import CheckpointError, Interrupted, OutputError, counted
+from distprune.files.disk.space import check_free_bytes
+from distprune.files.errors import CheckpointError, Interrupted, OutputError, headline
 from distprune.files.formats.header import load_json, read_header
 from distprune.files.formats.unpickling import DTYPES, Unpickled, unpickle
 from distprune.files.results.permissions import make_folders
-from distprune.files.results.placing import check_free, check_place
+from distprune.files.results.placing import check_free, check_place, check_unchanged
 
 _PIECE = 16 << 20  # bytes
 
@@ -120,7 +121,9 @@ class Conversion:
             problems.append(outside_problem(listing.outside))
         self._files = listing.files
         self._folders = sorted(listing.folders.items())
-        self._index, self._map, self._shards = None, {}, []
+        self._index: str | None = None
+        self._map: dict[str, str] = {}
+        self._shards: list[str] = []
         if not problems:
             self._index, self._map, self._shards = find_pickles(
                 self.folder, place, self._files, problems
@@ -135,7 +138,7 @@ class Conversion:
         problems += [f"{name} is there already, beside its pickled form." for name in sorted(taken)]
         problems += unreadable([*map(self._files.__getitem__, self._shards), *self._others])
         if problems:
-            raise CheckpointError(counted(ascii_name(self.folder), problems), problems)
+            raise CheckpointError(headline(ascii_name(self.folder), problems), problems)
         self.skipped = tuple(sorted(listing.skipped))
         self.note = place.note
         self.total_bytes = sum(file.size for file in self._files.values())
@@ -192,9 +195,9 @@ class Conversion:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             with writing(folder):
                 make_folders(self._folders, folder)
-            self._check_room(folder)
+            check_free_bytes(folder, self.total_bytes, target)
             written = self._fill(folder, on_bytes, stop)
-            self._check_unchanged()
+            check_unchanged(self.folder, self._files.values())
             with writing(target):
                 for each, _, _ in os.walk(folder):
                     sync_folder(each)
@@ -252,7 +255,7 @@ class Conversion:
         if not found.tensors:
             problems.append(f"{name} holds no tensor.")
         if problems:
-            raise CheckpointError(counted(ascii_name(self.folder), problems), problems)
+            raise CheckpointError(headline(ascii_name(self.folder), problems), problems)
 
     def _write_index(self, path: Path, written: _Written) -> None:
         index = load_json(Path(self._files[self._index or ""].path).read_bytes(), str(self._index))
@@ -262,29 +265,6 @@ class Conversion:
         weight_map = dict(sorted(written.weight_map.items()))
         text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
         write_atomically(path, text.encode())
-
-    def _check_room(self, folder: Path) -> None:
-        with writing(folder):
-            disk = os.statvfs(folder)
-        free = disk.f_bavail * disk.f_frsize
-        if self.total_bytes > free:
-            raise OutputError(
-                f"{folder.parent} has {free:,} bytes free, but {self.total_bytes:,} are needed. "
-                "Make room, or choose another destination."
-            )
-
-    def _check_unchanged(self) -> None:
-        changed = []
-        for file in self._files.values():
-            try:
-                info = os.stat(file.path)
-                is_same = (info.st_size, info.st_mtime_ns) == (file.size, file.mtime_ns)
-            except OSError:
-                is_same = False
-            if not is_same:
-                changed.append(f"{file.name} has changed, or is gone.")
-        if changed:
-            raise CheckpointError(f"{self.folder} has changed since it was read:", changed)
 
 
 def write_tensors(
@@ -315,7 +295,7 @@ def write_tensors(
     allocate(path, offset + end, mode)
     write_from(outputs, path, 0, len(raw).to_bytes(8, "little") + raw)
     for tensor in tensors.values():
-        data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE]
             write_from(outputs, path, offset + start, piece)

@@ -129,13 +129,13 @@ def _has_limit() -> bool:
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
-def counted(what: str, problems: Sequence[str]) -> str:
+def headline(what: str, problems: Sequence[str]) -> str:
     """A headline: "SRC has 2 problems:"."""
     return f"{what} has {len(problems)} problem{'s' if len(problems) != 1 else ''}:"
 
 
-def sized(num_bytes: float) -> str:
-    """ "1.5 GB"; decimal units, as disks have them."""
+def format_size(num_bytes: float) -> str:
+    """ "1.5 GB": a size in decimal units, which are those of disks."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from distprune.files.errors import SelectionError, counted
+from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.yaml_text import yaml_text
 
 Scope = Literal["global", "layer", "row"]
@@ -106,7 +106,7 @@ class FileRecipe:
         elif self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
             problems.append(f"seed is {self.seed!r}; expected an int >= 0.")
         if problems:
-            raise SelectionError(counted("the recipe", problems), problems)
+            raise SelectionError(headline("the recipe", problems), problems)
         if is_random and self.seed is None:
             object.__setattr__(self, "seed", 0)
         for field in ("sparsity", "min_sparsity", "max_sparsity"):

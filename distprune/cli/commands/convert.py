@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from distprune.cli import sources, stopping
-from distprune.cli.console import Terminal, counted, size
+from distprune.cli.console import Terminal, counted
 from distprune.cli.options import AsJson, Destination, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
+from distprune.files.errors import format_size
 
 Pickled = Annotated[
     Path,
@@ -69,6 +70,6 @@ def convert(
     files = counted(len(converted.files), "safetensors file")
     terminal.text(
         f"{destination}: {counted(converted.num_tensors, 'tensor')} "
-        f"({size(converted.num_bytes)}) in {files}, "
+        f"({format_size(converted.num_bytes)}) in {files}, "
         f"{counted(len(converted.copied), 'other file')} copied."
     )

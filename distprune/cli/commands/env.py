@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from distprune.cli.console import Terminal, size
+from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson
+from distprune.files.errors import format_size
 
 _PACKAGES = (
     "distprune", "torch", "numpy", "safetensors", "transformers", "accelerate", "typer", "rich",
@@ -45,7 +46,7 @@ def _facts(path: Path) -> dict[str, Any]:
     facts |= _torch_facts()
     facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     facts["memory"] = _memory()
-    facts["file system"] = f"{file_system(path)} ({size(shutil.disk_usage(path).free)} free)"
+    facts["file system"] = f"{file_system(path)} ({format_size(shutil.disk_usage(path).free)} free)"
     return facts
 
 
@@ -77,7 +78,7 @@ def _torch_facts() -> dict[str, Any]:
 
 def _memory() -> str | None:
     try:
-        return size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return format_size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
         return None
 

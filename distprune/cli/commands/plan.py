@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from distprune.cli import costing, exits, plan_table, recipe_options, sources
-from distprune.cli.console import Terminal, duration, size
+from distprune.cli.console import Terminal, duration
 from distprune.cli.options import AsJson, Quiet, Source, Verbose
+from distprune.files.errors import format_size
 
 MaybeDestination = Annotated[
     Path | None,
@@ -92,14 +93,16 @@ def _show_cost(terminal: Terminal, cost: costing.Cost, destination: Path | None)
     least, most = map(duration, cost.seconds)
     speed = ""
     if cost.sampled_bytes_per_second is not None:
-        speed = f" A piece was read at {size(cost.sampled_bytes_per_second)}/s just now."
+        speed = f" A piece was read at {format_size(cost.sampled_bytes_per_second)}/s just now."
     terminal.text(
-        f"Pruning reads {size(cost.read_bytes)} and writes {size(cost.write_bytes)}; that takes "
-        f"one process from {least} to {most}.{speed}"
+        f"Pruning reads {format_size(cost.read_bytes)} and writes {format_size(cost.write_bytes)}; "
+        f"that takes one process from {least} to {most}.{speed}"
     )
     if destination is None:
         return
     if os.path.lexists(destination):
         terminal.text(f"{destination} exists already.")
-    room = f"{size(cost.missing_bytes)} are needed and {size(cost.free_bytes or 0)} are free"
-    terminal.text(f"{'' if cost.fits else 'There is no room for it: '}{room} at {destination}.")
+    terminal.text(
+        f"{'' if cost.fits else 'There is no room for it: '}{format_size(cost.missing_bytes)} are "
+        f"needed and {format_size(cost.free_bytes or 0)} are free at {destination}."
+    )

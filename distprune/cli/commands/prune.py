@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distprune.cli import discarding, plan_table, ranks, recipe_options, sources, starting, stopping
-from distprune.cli.console import Terminal, count, counted, percent, size
+from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import (
     AsJson,
     Destination,
@@ -25,7 +25,7 @@ from distprune.cli.options import (
     Verbose,
 )
 from distprune.cli.progress import Meter, Reading
-from distprune.files.errors import FilesError
+from distprune.files.errors import FilesError, format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan
@@ -197,7 +197,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     processes = "process" if run.num_ranks == 1 else "processes"
     terminal.text(
         f"{destination}: {seconds:.1f} s on {run.num_ranks} {processes}, "
-        f"peak memory {size(max(run.peak_rss_bytes))}."
+        f"peak memory {format_size(max(run.peak_rss_bytes))}."
     )
 
 

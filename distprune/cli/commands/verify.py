@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from distprune.cli import exits, ranks, starting, stopping
-from distprune.cli.console import Terminal, count, percent, size
+from distprune.cli.console import Terminal, count, percent
 from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
+from distprune.files.errors import format_size
 
 Pruned = Annotated[
     Path, typer.Argument(metavar="DST", help="What prune wrote, with masks.", show_default=False)
@@ -58,8 +59,8 @@ def verify(
     elif result.is_good:
         show_masks(terminal, pruned)
         terminal.text(
-            f"{pruned} is what its recipe makes of {against}: {size(result.num_bytes)} compared, "
-            f"{count(result.num_pruned)} of {count(result.num_elements)} elements pruned "
+            f"{pruned} is what its recipe makes of {against}: {format_size(result.num_bytes)} "
+            f"compared, {count(result.num_pruned)} of {count(result.num_elements)} elements pruned "
             f"({percent(result.num_pruned, result.num_elements)})."
         )
     else:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeAlias
 
 from distprune.files.checkpoints.duplicates import is_weights, why_duplicate
 from distprune.files.checkpoints.foreign import what_to_do
@@ -24,7 +24,7 @@ from distprune.files.disk.listing import (
     outside_problem,
     unreadable,
 )
-from distprune.files.errors import CheckpointError, counted
+from distprune.files.errors import CheckpointError, headline
 from distprune.files.formats.header import TensorEntry, WeightFile, load_json, read_header
 
 _INDEX = ".safetensors.index.json"
@@ -34,6 +34,8 @@ SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and re
 # Formats whose stored numbers are no weights; fp8 is told by the dtype of the tensors.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 _MAX_INDEX_BYTES = 200_000_000
+
+SourceFile: TypeAlias = WeightFile | OtherFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class Checkpoint:
     def place(self) -> str:
         """What it takes on the disk: the folder, or the one file; no result may lie inside."""
         return os.path.join(self.folder, self.files[0].name) if self.is_alone else self.folder
+
+    @property
+    def all_files(self) -> tuple[SourceFile, ...]:
+        """The safetensors files, then the others."""
+        return (*self.files, *self.others)
 
     @property
     def unpruned_weights(self) -> tuple[str, ...]:
@@ -135,7 +142,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         problems += unreadable(others if shards else listing.files.values())
     problems = list(dict.fromkeys(problems))  # some are found twice
     if problems:
-        raise CheckpointError(counted(ascii_name(folder), problems), problems)
+        raise CheckpointError(headline(ascii_name(folder), problems), problems)
     return Checkpoint(
         folder=folder,
         files=tuple(files),

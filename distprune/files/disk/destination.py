@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+from distprune.files.disk.access import writing
 from distprune.files.disk.listing import ascii_name
 from distprune.files.errors import OutputError
 
@@ -40,6 +42,16 @@ def resolve_destination(destination: str | Path) -> Path:
             f"the file system allows {limit}, and '.partial-' with a number is added meanwhile."
         )
     return path
+
+
+def partial_folders(destination: Path) -> list[Path]:
+    """All that unfinished results of a destination are in, whatever made them."""
+    pattern = re.compile(
+        re.escape(destination.name) + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert)"
+    )
+    with writing(destination.parent):
+        names = sorted(os.listdir(destination.parent))
+    return [destination.with_name(name) for name in names if pattern.fullmatch(name)]
 
 
 def _max_name(folder: Path) -> int:

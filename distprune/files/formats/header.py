@@ -13,12 +13,14 @@ import json
 import os
 import stat
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
+from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
 
 # Bits per element. Others are kept as opaque bytes.
 DTYPE_BITS = {
@@ -26,7 +28,6 @@ DTYPE_BITS = {
     "C64": 64, **{form.name: form.num_bits for form in FLOATS.values()},
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_LFS_POINTER = b"version https://git-lfs"
 _MAX_NUMEL = 2**63 - 1
 _MAX_PROBLEMS = 20  # of one file
 
@@ -106,7 +107,7 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
         if not stat.S_ISREG(info.st_mode):
             _fail(name, "is no regular file.")
         with open(path, "rb", buffering=0) as file:
-            head = file.read(len(_LFS_POINTER))
+            head = file.read(HEAD_BYTES)
             length = _header_length(name, head, info.st_size)
             file.seek(0)
             raw = _read_fully(file, 8 + length)
@@ -191,8 +192,7 @@ def load_json(raw: bytes, what: str) -> Any:
 
 
 def _header_length(name: str, head: bytes, size: int) -> int:
-    if head.startswith(_LFS_POINTER):
-        _fail(name, "is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder.")
+    check_no_pointer(head, name)
     if size == 0:
         _fail(name, "is empty; download it again.")
     if len(head) < 8:
@@ -282,8 +282,8 @@ def _coverage_problems(
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, _ in pairs if counts[key] > 1)
         raise ValueError(f"the key {_short(twice)} stands there twice")
     return mapping
 

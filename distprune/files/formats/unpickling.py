@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
+from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
 
 _DTYPE_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -33,7 +34,6 @@ _ORDER = (
 DTYPES: dict[torch.dtype, str] = {getattr(torch, _DTYPE_NAMES[name]): name for name in _ORDER}
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 _ZIP = b"PK\x03\x04"
-_LFS_POINTER = b"version https://git-lfs"
 _SHOWN = 6
 
 
@@ -83,12 +83,8 @@ def unpickle(path: str, name: str) -> Unpickled:
 def _load(path: str, name: str) -> Any:
     try:
         with open(path, "rb") as file:
-            head = file.read(len(_LFS_POINTER))
-        if head == _LFS_POINTER:
-            raise CheckpointError(
-                f"{name} is a git-lfs pointer, not the file itself; run `git lfs pull` in its "
-                "folder."
-            )
+            head = file.read(HEAD_BYTES)
+        check_no_pointer(head, name)
         is_zip = head.startswith(_ZIP)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -294,7 +294,7 @@ def _has_limits(plan: Plan, position: int) -> bool:
 
 def mtimes_of(plan: Plan) -> dict[str, int]:
     """Times of change of all files of a source, by name, in nanoseconds."""
-    files = (*plan.checkpoint.files, *plan.checkpoint.others)
+    files = plan.checkpoint.all_files
     return {file.name: file.mtime_ns for file in files}
 
 

@@ -38,9 +38,11 @@ from distprune.files.disk.access import (
     write_from,
     writing,
 )
+from distprune.files.disk.destination import partial_folders
 from distprune.files.disk.journal import is_journal, next_run, read_records, sealed, unsealed
 from distprune.files.disk.locking import Lock
-from distprune.files.errors import OutputError, sized
+from distprune.files.disk.space import check_free_bytes, folder_bytes, missing_bytes
+from distprune.files.errors import OutputError, format_size
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.results.permissions import make_folders, top_mode
 from distprune.files.results.placing import (
@@ -49,8 +51,6 @@ from distprune.files.results.placing import (
     check_own_folder,
     check_place,
     check_unchanged,
-    num_bytes_on_disk,
-    partial_folders,
 )
 from distprune.files.results.task import Task
 
@@ -149,7 +149,7 @@ class Partial:
             CheckpointError: the source has changed since it was looked at.
             OutputError: it cannot be written.
         """
-        check_unchanged(self._task.checkpoint)
+        check_unchanged(self._task.checkpoint.folder, self._task.checkpoint.all_files)
         for name, data in (others or {}).items():
             write_atomically(self.folder / name, data)
         write_atomically(self.folder / RECIPE_FILE, recipe)
@@ -197,9 +197,10 @@ class Partial:
             return "Nothing of it is left on the disk."
         done = sum(self._task.units[unit].num_bytes for unit in self._done_units())
         return (
-            f"{self.folder} keeps what is done, {sized(done)} of {sized(self._task.num_bytes)}, "
-            f"and takes {sized(num_bytes_on_disk(self.folder))} of the disk: run the same command "
-            f"again to go on from there, or {DISCARD_HINT}."
+            f"{self.folder} keeps what is done, {format_size(done)} of "
+            f"{format_size(self._task.num_bytes)}, and takes "
+            f"{format_size(folder_bytes(self.folder))} of the disk: run the same command again to "
+            f"go on from there, or {DISCARD_HINT}."
         )
 
     def _find_finished(self) -> list[str] | None:
@@ -338,15 +339,8 @@ class Partial:
 
     def _allocate(self) -> None:
         sizes = self._task.sizes
-        missing = sum(_missing(self.folder / name, size) for name, size in sizes.items())
-        with writing(self.folder):
-            disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize
-        if missing > free:
-            raise OutputError(
-                f"{self._destination} needs {missing:,} more bytes, but {free:,} are free there. "
-                "Make room and run the same command again, or choose another destination."
-            )
+        num_needed = sum(missing_bytes(self.folder / name, size) for name, size in sizes.items())
+        check_free_bytes(self.folder, num_needed, self._destination)
         modes = self._task.modes
         for name, size in sizes.items():
             path = self.folder / name
@@ -368,11 +362,6 @@ class Partial:
             check_own_folder(folder)
             with writing(folder):
                 shutil.rmtree(folder)
-
-
-def _missing(path: Path, size: int) -> int:
-    """Bytes that a file of this size still needs on the disk."""
-    return max(size - path.stat().st_blocks * 512, 0) if path.exists() else size
 
 
 def _raise(error: OSError) -> None:

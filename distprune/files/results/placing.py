@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.disk.access import check_owner, writing
-from distprune.files.disk.destination import resolve_destination
+from distprune.files.disk.destination import partial_folders, resolve_destination
 from distprune.files.disk.locking import Lock
+from distprune.files.disk.space import folder_bytes
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.reports.report import REPORT_FILE
 
 DISCARD_HINT = "add --discard to that command to remove it"
-
-
-def partial_folders(destination: Path) -> list[Path]:
-    """All that unfinished results of a destination are in, whatever made them."""
-    pattern = re.compile(
-        re.escape(destination.name) + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert)"
-    )
-    with writing(destination.parent):
-        names = sorted(os.listdir(destination.parent))
-    return [destination.with_name(name) for name in names if pattern.fullmatch(name)]
 
 
 def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[str, int]]:
@@ -54,7 +44,7 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
             check_own_folder(folder)
         removed = []
         for folder in folders:
-            removed.append((str(folder), num_bytes_on_disk(folder)))
+            removed.append((str(folder), folder_bytes(folder)))
             with writing(folder):
                 shutil.rmtree(folder)
         return removed
@@ -95,10 +85,15 @@ def check_place(source: str, destination: Path) -> None:
         raise OutputError(f"{destination.parent} is no folder; make it first.")
 
 
-def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a file of the source is not as it was when it was looked at."""
+def check_unchanged(folder: str, files: Iterable[SourceFile]) -> None:
+    """Raise CheckpointError if files of the source have changed since the source was opened.
+
+    Args:
+        folder: the source, for the message.
+        files: of the source; their sizes and times are compared with those on the disk.
+    """
     changed = []
-    for file in (*checkpoint.files, *checkpoint.others):
+    for file in files:
         try:
             info = os.stat(file.path)
         except OSError:
@@ -108,17 +103,6 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
             changed.append(f"{file.name} has changed.")
     if changed:
         raise CheckpointError(
-            f"{checkpoint.folder} has changed since its headers were read; expected a source "
-            "that stays as it is:",
+            f"{folder} has changed since it was opened; expected a source that stays as it is:",
             changed,
         )
-
-
-def num_bytes_on_disk(folder: Path) -> int:
-    """What a folder takes, as far as it can be seen."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(where, name)).st_blocks * 512
-    return total

@@ -23,7 +23,7 @@ import torch
 from distprune._common.collectives import attempt
 from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.journal import Journal
-from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, sized
+from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, format_size
 from distprune.files.ranking.units import CopyUnit, Unit, share_out
 from distprune.files.reports.report import RunFacts
 from distprune.files.results.partial import Partial
@@ -183,7 +183,8 @@ class _CarryingOut:
     def _say_resuming(self, done: set[int], num_damaged: int) -> None:
         num_bytes = sum(self._task.units[number].num_bytes for number in done)
         self._tell(
-            f"Going on: {sized(num_bytes)} of {sized(self._task.num_bytes)} are done already."
+            f"Going on: {format_size(num_bytes)} of {format_size(self._task.num_bytes)} are done "
+            "already."
         )
         if num_damaged:
             what = "part" if num_damaged == 1 else "parts"

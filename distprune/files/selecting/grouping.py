@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from distprune._common.bounds import Bounded, to_bounds
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.errors import SelectionError, counted
+from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.policy import Choice, choose, warnings_of
@@ -43,7 +43,7 @@ def choose_groups(
             found = warnings_of(checkpoint, group, columns[-1])
             warnings += [f"groups[{number}]: {warning}" for warning in found]
     if problems:
-        raise SelectionError(counted(f"the selection in {checkpoint.folder}", problems), problems)
+        raise SelectionError(headline(f"the selection in {checkpoint.folder}", problems), problems)
     choices, shared = [], []
     groups: list[list[TensorEntry]] = [[] for _ in columns]
     for row in zip(*columns, strict=True):
@@ -65,7 +65,7 @@ def choose_groups(
         more = len(shared) - _MAX_PROBLEMS
         problems = shared[:_MAX_PROBLEMS]
         problems += [f"{more} more tensors are in two groups."] if more > 0 else []
-        raise SelectionError(counted(f"the selection in {checkpoint.folder}", shared), problems)
+        raise SelectionError(headline(f"the selection in {checkpoint.folder}", shared), problems)
     return choices, groups, tuple(warnings)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.errors import SelectionError, counted
+from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.default_selection import ADAPTER, reason_to_keep
@@ -83,7 +83,7 @@ def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
         )
     if problems:
         problems += unmatched  # no error by itself, but perhaps the cause of one
-        raise SelectionError(counted(f"the selection in {checkpoint.folder}", problems), problems)
+        raise SelectionError(headline(f"the selection in {checkpoint.folder}", problems), problems)
     return choices
 
 
