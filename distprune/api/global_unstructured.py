@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from torch import Tensor, nn
 
+from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator, attempt_all, world
 from distprune.call.report import PruningReport
@@ -17,12 +19,45 @@ from distprune.methods.builtin import chosen_hook
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+P = ParamSpec("P")
 
+
+@overload
 def global_unstructured(
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: type[BasePruningMethod],
     importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
     *,
+    amount: Amount,
+    group: ProcessGroup | None = None,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
+) -> PruningReport: ...
+
+
+# For a method with other keywords than ``amount``: checks them against its constructor. The
+# keywords of this function come first, because none may stand between P.args and P.kwargs.
+@overload
+def global_unstructured(
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: Callable[P, BasePruningMethod],
+    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    group: ProcessGroup | None = None,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> PruningReport: ...
+
+
+def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P also allows positions
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: type[BasePruningMethod],
+    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    *,
+    amount: Amount | None = None,
     group: ProcessGroup | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
@@ -53,6 +88,7 @@ def global_unstructured(
             DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
             of the parameter's memory, as its gradient is. Parameters that are not in it rank by
             value. A tied parameter may stand under any of its names; any other key is an error.
+        amount: for the method: a fraction of what is unpruned in [0, 1], or a count.
         group: the ranks that take part; every rank by default.
         min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
             the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from
@@ -70,14 +106,14 @@ def global_unstructured(
             too. Parameters of one name are replicas and count once; replicas that differ are an
             error, and if they are meant to (experts, say), give them different names:
             ``NamedParameter(module, name, fqn)``.
-        kwargs: passed to the method, ``amount`` above all: a fraction of what is
-            unpruned, or a count.
+        kwargs: for the method: whatever else it accepts.
 
     Returns:
         A report, the same on every rank.
 
     Raises:
-        TypeError: a method that is not unstructured, or arguments of a wrong type.
+        TypeError: a method that is not unstructured, a keyword that it does not accept, or
+            arguments of a wrong type.
         ValueError: scores of a parameter that is not in the list; a NaN score, an amount out of
             range, an empty list; an amount that is too small for the floors or too large for the
             ceilings; ranks that differ in their arguments. Named, on every rank.
@@ -96,6 +132,7 @@ def global_unstructured(
         parameters,
         pruning_method,
         importance_scores,
+        amount=amount,
         min_sparsity=min_sparsity,
         max_sparsity=max_sparsity,
         pipeline_parallel=pipeline_parallel,
@@ -109,12 +146,15 @@ def prune_over(
     pruning_method: type[BasePruningMethod],
     importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
     *,
+    amount: Amount | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     **kwargs: Any,
 ) -> PruningReport:
     """:func:`global_unstructured` over ranks that the caller talks to already."""
+    if amount is not None:
+        kwargs = {"amount": amount, **kwargs}
     made, error = attempt_all(_make_method, parameters, pruning_method, importance_scores, kwargs)
     method, facts = (None, []) if made is None else made
     return prune_together(
@@ -125,7 +165,7 @@ def prune_over(
         scores=importance_scores,
         facts=facts,
         error=error,
-        amount=kwargs.get("amount"),
+        amount=amount,
         min_sparsity=min_sparsity,
         max_sparsity=max_sparsity,
         pipeline_parallel=pipeline_parallel,
@@ -146,6 +186,7 @@ def _make_method(
             f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
             "(module, name) to a tensor."
         )
+    _check_keywords(pruning_method, kwargs)
     method = pruning_method(**kwargs)
     kind = getattr(method, "PRUNING_TYPE", None)
     if kind != "unstructured":
@@ -154,3 +195,27 @@ def _make_method(
             f"{pruning_method} has type {kind!r}."
         )
     return method, method.describe_arguments((), kwargs)
+
+
+# Keywords of global_unstructured that are not for the method.
+_OWN_KEYWORDS = ("group", "min_sparsity", "max_sparsity", "pipeline_parallel")
+
+
+def _check_keywords(pruning_method: Callable[..., object], kwargs: Mapping[str, Any]) -> None:
+    """Raise a TypeError that names keywords which neither the method nor this function accepts."""
+    try:
+        parameters = inspect.signature(pruning_method).parameters.values()
+    except (TypeError, ValueError):  # not callable, or a constructor that does not tell
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    positional_only = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL
+    accepted = [p.name for p in parameters if p.kind not in positional_only]
+    unknown = [repr(name) for name in kwargs if name not in accepted]
+    if unknown:
+        method = getattr(pruning_method, "__name__", repr(pruning_method))
+        raise TypeError(
+            f"{method} has no argument {', '.join(unknown)}; expected of its arguments "
+            f"{', '.join(accepted) or '(it has none)'}, or of those of global_unstructured "
+            f"{', '.join(_OWN_KEYWORDS)}."
+        )

@@ -327,6 +327,58 @@ class TestRefusals:
             prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
         assert snapshot(model) == before
 
+    @pytest.mark.parametrize(
+        ("method", "arguments", "message"),
+        [
+            (
+                "L1Unstructured",
+                {"ammount": 0.5},
+                "L1Unstructured has no argument 'ammount'; expected of its arguments amount, or of "
+                "those of global_unstructured group, min_sparsity, max_sparsity, "
+                "pipeline_parallel.",
+            ),
+            (
+                "RandomUnstructured",
+                {"amount": 0.5, "seed": 1, "min_sparsty": 0.1},
+                "RandomUnstructured has no argument 'seed', 'min_sparsty'; expected of its "
+                "arguments amount, or of those of global_unstructured group, min_sparsity, "
+                "max_sparsity, pipeline_parallel.",
+            ),
+            (
+                "Identity",
+                {"amount": 0.5},
+                "Identity has no argument 'amount'; expected of its arguments (it has none), or of "
+                "those of global_unstructured group, min_sparsity, max_sparsity, "
+                "pipeline_parallel.",
+            ),
+        ],
+    )
+    def test_keywords_that_the_method_does_not_accept(self, method, arguments, message):
+        module = linear()
+        before = snapshot(module)
+        with pytest.raises(TypeError) as raised:
+            prune.global_unstructured([(module, "weight")], getattr(prune, method), **arguments)
+        assert str(raised.value) == message
+        assert snapshot(module) == before
+
+    def test_keywords_of_a_method_of_ones_own(self):
+        class Threshold(prune.BasePruningMethod):
+            PRUNING_TYPE = "unstructured"
+
+            def __init__(self, limit, *, factor=1.0, **others):
+                self.limit, self.others = limit * factor, others
+
+            def compute_mask(self, t, default_mask):
+                return default_mask * (t.abs() >= self.limit)
+
+        module = linear()
+        report = prune.global_unstructured(
+            [(module, "weight")], Threshold, limit=0.05, factor=2.0, anything=1, amount=3
+        )
+        kept = module.weight_orig.abs() >= 0.1
+        assert torch.equal(module.weight_mask, kept.float())
+        assert report.amount == 3
+
     @pytest.mark.parametrize("method", ["l1_unstructured", "random_unstructured", "identity"])
     def test_a_parameter_that_is_none(self, method):
         module = linear(bias=False)
