@@ -26,6 +26,7 @@ from distprune.files.checks.claims import (
 )
 from distprune.files.checks.contents import Contents, expected_sizes, look_through
 from distprune.files.checks.findings import Findings
+from distprune.files.checks.side_by_side import SideBySide
 from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.planning import CARD_FILE, Plan, plan
@@ -187,11 +188,12 @@ class _Checking:
         units = [each for each in self._units() if self._is_readable(each[1])]
         mine = set(share_out(units, self._team.size)[self._team.index])
         total = sum(unit.num_bytes for _, unit in units)
-        findings = Findings(
+        comparison = SideBySide(
             self._plan, self._source, self._opened.folder, self._opened.layout, self._outputs
         )
-        steps = self._steps([unit for number, unit in units if number in mine], findings)
+        steps = self._steps([unit for number, unit in units if number in mine], comparison)
         self._team.work(steps, "verify", 0, total)
+        findings = comparison.findings
         for index, state in enumerate(self._team.gather(findings.state())):
             if index != self._team.index:
                 findings.merge(state)
@@ -208,12 +210,12 @@ class _Checking:
             return self._opened.has_right_masks and not any(e.file in bad for e in entries)
         return unit.name not in bad
 
-    def _steps(self, units: list[Unit], findings: Findings) -> Iterator[int]:
+    def _steps(self, units: list[Unit], comparison: SideBySide) -> Iterator[int]:
         for unit in units:
             if isinstance(unit, PruneUnit):
-                yield from findings.compare_pruned(unit)
+                yield from comparison.compare_pruned(unit)
             else:
-                yield from findings.compare_copied(unit)
+                yield from comparison.compare_copied(unit)
 
     def _problems(self, found: Findings) -> list[str]:
         """Everything that is wrong, in an order that does not depend on the ranks."""

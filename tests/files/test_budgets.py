@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checks import findings, order
+from distprune.files.checks import group_order, side_by_side
 from distprune.files.errors import SelectionError
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
@@ -117,7 +117,7 @@ def _matches(name, pattern):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, parts of tensors, spans and chunks, as large tensors have them."""
-    for module in (streaming, rewriting, findings):
+    for module in (streaming, rewriting, side_by_side):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=44, copy_bytes=100):
@@ -148,7 +148,7 @@ def check_cuts(plan, report, source, masks):
     for number, (group, told) in enumerate(zip(plan.groups, report.groups, strict=True)):
         if not group.recipe.is_together:
             continue
-        found = order.GroupOrder(plan, number)
+        found = group_order.GroupOrder(plan, number)
         for position in range(group.last - 1, group.first - 1, -1):  # in any order
             entry = plan.tensors[position].entry
             keep = masks[entry.name].flatten().numpy()
@@ -190,7 +190,7 @@ def test_groups_equal_the_oracle(tmp_path, kind, which, small_pieces):
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_limits_equal_the_oracle(tmp_path, kind, ties, monkeypatch):
-    for module in (streaming, rewriting, findings):
+    for module in (streaming, rewriting, side_by_side):
         monkeypatch.setattr(module, "CHUNK", 24)
     tensors = llama(kind, ties=ties, seed=1)
     source = save(tmp_path / "source", tensors)

@@ -8,7 +8,7 @@ import torch
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
-from distprune.files.checks import findings
+from distprune.files.checks import side_by_side
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
 from distprune.files.ranking import columns, groups, streaming
@@ -95,7 +95,7 @@ def sizes(request, monkeypatch):
     if request.param != "in pieces":
         yield
         return
-    for module in (streaming, rewriting, findings, columns):
+    for module in (streaming, rewriting, side_by_side, columns):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=44, copy_bytes=100):

@@ -6,8 +6,8 @@ import torch
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.checks import findings
-from distprune.files.checks.ordering import Ranking
+from distprune.files.checks import side_by_side
+from distprune.files.checks.boundary import Boundary
 from distprune.files.formats.header import read_header
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
@@ -26,9 +26,12 @@ def expected(keys, keep):
     return is_ordered, int(top), int((keys == top).sum()), int(((keys == top) & ~keep).sum())
 
 
-def found(ranking):
-    num_kept = ranking.num_bottom if ranking.bottom == ranking.top else 0
-    return ranking.is_ordered, ranking.top, ranking.num_top + num_kept, ranking.num_top
+def found(boundary):
+    last, first = boundary.last_pruned, boundary.first_kept
+    if last is None:
+        return boundary.is_ordered, None, 0, 0
+    num_kept = first.num_ties if first is not None and first.key == last.key else 0
+    return boundary.is_ordered, last.key, last.num_ties + num_kept, last.num_ties
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
@@ -46,22 +49,22 @@ def test_any_pieces_in_any_order_tell_what_sorting_tells(dtype):
             if generator.random() < 0.5:
                 one, two = generator.integers(0, numel, 2)
                 keep[[one, two]] = keep[[two, one]]
-        whole = Ranking()
+        whole = Boundary()
         whole.add(keys, keep, 100)
         cuts = np.sort(generator.integers(0, numel + 1, 3))
         pieces = list(zip([0, *cuts], [*cuts, numel], strict=True))
         generator.shuffle(pieces)
-        in_pieces, merged = Ranking(), Ranking()
+        in_pieces, merged = Boundary(), Boundary()
         for first, last in pieces:
             in_pieces.add(keys[first:last], keep[first:last], 100 + first)
-            other = Ranking()
+            other = Boundary()
             other.add(keys[first:last], keep[first:last], 100 + first)
-            merged.merge(Ranking(other.state()))
+            merged.merge(Boundary.from_state(other.state()))
         wanted = expected(keys, keep)
         num_ordered += wanted[0]
-        for ranking in (whole, in_pieces, merged):
-            assert found(ranking) == wanted if wanted[0] else not ranking.is_ordered
-            assert ranking.num_pruned == int((~keep).sum())
+        for boundary in (whole, in_pieces, merged):
+            assert found(boundary) == wanted if wanted[0] else not boundary.is_ordered
+            assert boundary.num_pruned == int((~keep).sum())
     assert 500 < num_ordered < 1900
 
 
@@ -69,7 +72,7 @@ def test_any_pieces_in_any_order_tell_what_sorting_tells(dtype):
 @pytest.mark.parametrize("apart", [1, 24, 25, 90, 200])
 def test_verify_finds_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
     """All elements are equal: the last pruned one stays, and a later one goes in its place."""
-    for module in (streaming, rewriting, findings):
+    for module in (streaming, rewriting, side_by_side):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=64):

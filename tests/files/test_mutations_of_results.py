@@ -12,7 +12,7 @@ import torch
 
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.checks import findings
+from distprune.files.checks import side_by_side
 from distprune.files.checks.claims import with_digest
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import read_header
@@ -56,7 +56,7 @@ def made(request, tmp_path_factory):
     """(source, destination), made of many small pieces."""
     folder = tmp_path_factory.mktemp("mutations")
     with pytest.MonkeyPatch.context() as patch, small_units(num_elements=40):
-        for module in (streaming, rewriting, findings):
+        for module in (streaming, rewriting, side_by_side):
             patch.setattr(module, "CHUNK", 24)
             patch.setattr(module, "MAX_IN_MEMORY", 50)
         recipe = RECIPES[request.param]

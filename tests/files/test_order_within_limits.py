@@ -9,7 +9,7 @@ import torch
 from test_verifying import MODEL, entry, flip
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checks.order import GroupOrder
+from distprune.files.checks.group_order import GroupOrder
 from distprune.files.recipe import FileRecipe
 from helpers import reference, tiny_checkpoints
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checks import findings
+from distprune.files.checks import side_by_side
 from distprune.files.errors import FilesError, SelectionError
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
@@ -73,7 +73,7 @@ def expected(tensors, way, names=SELECTED):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, spans and chunks, as large tensors have them."""
-    for module in (streaming, rewriting, findings):
+    for module in (streaming, rewriting, side_by_side):
         monkeypatch.setattr(module, "CHUNK", 24)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
     with small_units(num_elements=44, copy_bytes=100):  # no multiple of 8

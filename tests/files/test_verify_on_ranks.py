@@ -10,8 +10,8 @@ import torch
 from distprune._common.collectives import world
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.checks import findings
-from distprune.files.checks.ordering import Ranking
+from distprune.files.checks import side_by_side
+from distprune.files.checks.boundary import Boundary
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
 from distprune.files.formats.header import read_header
 from distprune.files.recipe import FileRecipe
@@ -55,7 +55,7 @@ def found_here(target, source):
     """On every rank: how verify ends."""
     with (
         small_units(num_elements=44, copy_bytes=100),
-        mock.patch.object(findings, "CHUNK", 24),
+        mock.patch.object(side_by_side, "CHUNK", 24),
     ):
         try:
             found = verify(target, source)
@@ -112,7 +112,7 @@ def broken_on_one(target, source):
         def fail(*_):
             raise CheckpointError("a file went away")
 
-        with mock.patch.object(findings, "read_keep", fail):
+        with mock.patch.object(side_by_side, "read_keep", fail):
             return found_here(target, source)
     return found_here(target, source)
 
@@ -145,9 +145,9 @@ def test_progress_counts_every_byte_once_and_a_stop_is_obeyed(make):
 def test_source_and_result_are_read_once(make, monkeypatch):
     """Layers that are too large to hold as well: the order needs no other read."""
     for way in WAYS:
-        monkeypatch.setattr(findings, "MAX_IN_MEMORY", 10**9)
+        monkeypatch.setattr(side_by_side, "MAX_IN_MEMORY", 10**9)
         source, target = make(way, "-".join(map(str, way.values())))
-        monkeypatch.setattr(findings, "MAX_IN_MEMORY", 50)
+        monkeypatch.setattr(side_by_side, "MAX_IN_MEMORY", 50)
         counts = {}
         preadv = os.preadv
 
@@ -167,12 +167,12 @@ def test_source_and_result_are_read_once(make, monkeypatch):
 
 
 def test_findings_of_ranks_add_up_in_any_order():
-    """A merged ranking forgets no tie of either."""
-    kept, pruned = Ranking(), Ranking()
+    """A merged boundary forgets no tie of either."""
+    kept, pruned = Boundary(), Boundary()
     kept.add(np.array([5, 7], np.uint16), np.array([True, True]), 0)
     pruned.add(np.array([5, 3], np.uint16), np.array([False, False]), 10)
     for one, other in ((kept, pruned), (pruned, kept)):
-        both = Ranking(one.state())
+        both = Boundary.from_state(one.state())
         both.merge(other)
         assert not both.is_ordered and both.num_pruned == 2
-        assert (both.last_top, both.first_bottom) == (10, 0)
+        assert (both.last_pruned, both.first_kept) == ((5, 10, 1), (5, 0, 1))

@@ -8,7 +8,7 @@ import torch
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.checks import findings
+from distprune.files.checks import side_by_side
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import read_header
 from distprune.files.ranking import streaming
@@ -29,7 +29,7 @@ RECIPES = {
 @pytest.fixture(params=RECIPES)
 def pruned(request, tmp_path, monkeypatch):
     """(source, destination) with many ties, in small pieces; whole layers in two reads."""
-    for module in (streaming, rewriting, findings):
+    for module in (streaming, rewriting, side_by_side):
         monkeypatch.setattr(module, "CHUNK", 100)
         monkeypatch.setattr(module, "MAX_IN_MEMORY", 200)
     g = torch.Generator().manual_seed(0)

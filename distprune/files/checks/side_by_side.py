@@ -1,0 +1,157 @@
+"""Source, result and masks, read side by side; what differs is counted, and not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, MaskLayout, read_keep
+from distprune.files.checks.boundary import Boundary
+from distprune.files.checks.findings import Findings
+from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.planning import Plan
+from distprune.files.ranking.columns import ColumnCuts, is_too_large
+from distprune.files.ranking.groups import Groups, groups_of
+from distprune.files.ranking.scores import Array
+from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
+from distprune.files.ranking.units import CopyUnit, PruneUnit, Span
+
+_PIECE = 8 << 20  # bytes
+
+
+class SideBySide:
+    """Compares units of work.
+
+    Args:
+        plan: of the source.
+        source: of the plan.
+        folder: the result; its files have their sizes.
+        layout: of its masks.
+        outputs: opens the result's files for reading.
+
+    Attributes:
+        findings: of the units that have been compared.
+    """
+
+    def __init__(
+        self, plan: Plan, source: Source, folder: Path, layout: MaskLayout, outputs: OpenFiles
+    ) -> None:
+        self.findings = Findings(plan)
+        self._plan = plan
+        self._source = source
+        self._folder = folder
+        self._outputs = outputs
+        shapes = {tensor.entry.name: tensor.entry.shape for tensor in plan.tensors}
+        self._masks = MaskFile(str(folder / MASK_FILE), shapes, {}, layout.starts)
+
+    def compare_copied(self, unit: CopyUnit) -> Iterator[int]:
+        """Read bytes that have to be equal; yields the bytes."""
+        path = str(self._folder / unit.name)
+        for start in range(unit.start, unit.stop, _PIECE):
+            size = min(_PIECE, unit.stop - start)
+            expected, result = (np.empty(size, dtype=np.uint8) for _ in range(2))
+            read_into(self._source.files, unit.path, start, expected.data)
+            read_into(self._outputs, path, start, result.data)
+            different = np.flatnonzero(expected != result)
+            if len(different):
+                first = start + int(different[0])
+                self.findings.add_difference(unit.name, len(different), first)
+            self.findings.num_bytes += size
+            yield size
+
+    def compare_pruned(self, unit: PruneUnit) -> Iterator[int]:
+        """Read elements of selected tensors, and their masks; yields the bytes of the source."""
+        for span in unit.spans:
+            tensor = self._plan.tensors[span.position]
+            if tensor.num_groups == 0:
+                boundary = self.findings.boundaries.setdefault(span.position, Boundary())
+                yield from self._find_boundary(span, boundary, tensor.offset)
+                continue
+            groups = groups_of(tensor, self._plan.recipe_of(span.position))
+            if is_too_large(groups):
+                yield from self._rank_columns(span, groups)
+            elif groups.size <= MAX_IN_MEMORY:
+                yield from self._rank_in_memory(span, groups)
+            else:
+                yield from self._check_large_groups(span, groups)
+
+    def _find_boundary(self, span: Span, boundary: Boundary, offset: int) -> Iterator[int]:
+        """Elements whose order their boundary tells; ``offset`` is the place of index 0."""
+        for first, keys, keep, num_bytes in self._pieces(span, CHUNK):
+            boundary.add(keys, keep, offset + first)
+            yield num_bytes
+
+    def _check_large_groups(self, span: Span, groups: Groups) -> Iterator[int]:
+        """Groups that are runs too large to hold."""
+        for first in range(span.first, span.last, groups.size):
+            boundary = Boundary()
+            group = Span(span.position, first, first + groups.size)
+            yield from self._find_boundary(group, boundary, 0)
+            self.findings.add("disordered", span.position, int(not boundary.is_ordered))
+            is_miscounted = boundary.num_pruned != groups.num_pruned
+            self.findings.add("miscounted", span.position, int(is_miscounted))
+
+    def _rank_columns(self, span: Span, groups: Groups) -> Iterator[int]:
+        """Groups that are interleaved in blocks too large to hold."""
+        for start in range(span.first, span.last, groups.block):
+            cuts = ColumnCuts(self._source, span.position, start, groups)
+            for _ in cuts.find():
+                yield 0
+            block = Span(span.position, start, start + groups.block)
+            for _, keys, keep, num_bytes in self._pieces(block, cuts.step):
+                self._add_misplaced(span.position, cuts.lowest(keys), keep)
+                yield num_bytes
+
+    def _rank_in_memory(self, span: Span, groups: Groups) -> Iterator[int]:
+        step = max(CHUNK // groups.block, 1) * groups.block
+        for _, keys, keep, num_bytes in self._pieces(span, step):
+            self._add_misplaced(span.position, groups.lowest(keys), keep)
+            yield num_bytes
+
+    def _add_misplaced(self, position: int, lowest: Array, keep: Array) -> None:
+        self.findings.add("misplaced", position, int(np.count_nonzero(lowest == keep)))
+
+    def _pieces(self, span: Span, step: int) -> Iterator[tuple[int, Array, Array, int]]:
+        """(first element, keys, keep, bytes) in order; compares the values on the way."""
+        position, findings = span.position, self.findings
+        tensor = self._plan.tensors[position]
+        entry = tensor.entry
+        key_format = self._source.format_of(position)
+        for first in range(span.first, span.last, step):
+            last = min(first + step, span.last)
+            bits = self._source.read_bits(position, first, last)
+            keep = read_keep(self._masks, self._outputs, entry.name, first, last)
+            self._compare_values(position, first, bits, keep)
+            keys = self._source.keys_of(position, first, bits)
+            findings.add("pruned", position, len(keep) - int(np.count_nonzero(keep)))
+            findings.add("zero", position, len(bits) - int(np.count_nonzero(bits << 1)))
+            num_nan = key_format.count_nan(keys)
+            findings.add("nan", position, num_nan)
+            if num_nan:
+                findings.add("pruned_nan", position, key_format.count_nan(keys[~keep]))
+            if tensor.num_groups == 1 and not keep.all():
+                findings.add_threshold(position, int((keys * ~keep).max()))
+            findings.num_bytes += bits.nbytes
+            yield first, keys, keep, bits.nbytes
+        if span.last == entry.numel and span.last % 8:
+            findings.add("tail", position, int(self._has_tail(position)))
+
+    def _compare_values(self, position: int, first: int, bits: Array, keep: Array) -> None:
+        """The result has the source's bits where an element is kept, and +0 elsewhere."""
+        entry = self._plan.tensors[position].entry
+        result = np.empty_like(bits)
+        start = entry.start + first * self._source.itemsize(position)
+        read_into(self._outputs, str(self._folder / entry.file), start, result.data.cast("B"))
+        wrong = np.flatnonzero(result != bits * keep)
+        if len(wrong):
+            self.findings.add_wrong(position, len(wrong), first + int(wrong[0]))
+
+    def _has_tail(self, position: int) -> bool:
+        """Whether bits are set after the last element of a mask."""
+        entry = self._plan.tensors[position].entry
+        last = np.empty(1, dtype=np.uint8)
+        offset = self._masks.starts[entry.name] + entry.numel // 8
+        read_into(self._outputs, self._masks.path, offset, last.data)
+        return bool(last[0] >> entry.numel % 8)
