@@ -125,7 +125,8 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     Cost: two reads of the scores and one write of the masks; a dozen all-reduces,
     about 100 KB in all whatever the size of the model; memory for the masks and a
     few megabytes. With bounds, two to four times as much in practice (one ranking per
-    round of budget.[Note: active set]), and about 100 KB more per parameter that is held at one.
+    round of within_bounds.[Note: active set]), and about 100 KB more per parameter whose bound
+    decides.
     """
     return prune_over(
         world(group),

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count
 from distprune._common.collectives import Communicator
-from distprune._common.memory import INTEGERS, Count, on_host
+from distprune._common.memory import INTEGERS
 from distprune.call.context import Decision, LocalMasks, PruningCall
-from distprune.call.within_bounds import choose
-from distprune.selection.candidates import Candidates, KeySource
-from distprune.selection.cut import select_lowest
+from distprune.selection.candidates import Candidates, KeySource, PartCut
+from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import (
     RANDOM_KEYS,
     ComputedKeys,
@@ -24,7 +23,8 @@ from distprune.selection.keys import (
     TensorKeys,
     key_range,
 )
-from distprune.selection.passes import count_live, finish, write_keep
+from distprune.selection.passes import count_live, write_keep, write_masks
+from distprune.selection.within_bounds import limits_for, select_within
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.reader import local_part, whole_checksum
@@ -253,20 +253,25 @@ def _ranked(
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
     k = checked_count(amount, sum(call.num_live))
-    shares, selection = choose(call, parts, k, keys, flat)
+    names = [shard.name for shard in call.shards]
+    selection: Selection | None
+    if call.bounds is None:
+        selection = select_lowest(
+            parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True, drafts=flat
+        )
+        cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
+    else:
+        limits = limits_for(k, call.bounds, [shard.numel for shard in call.shards], call.num_live)
+        cuts, selection = select_within(
+            parts, names, call.num_live, k, keys, call.communicator, limits
+        )
+    drafted = None if selection is None else selection.drafted
 
     def finish_masks() -> LocalMasks:
-        counts: list[Count | None] = [None] * len(parts)
-        if selection is not None and selection.drafted is not None:
-            counts = finish(selection.drafted, parts, selection.cut, flat)
-        for which, (part, share) in enumerate(zip(parts, shares, strict=True)):
-            if counts[which] is None:
-                counts[which] = write_keep(part, share.position, share.cut, flat[which], part.live)
-        num_pruned = on_host([count for count in counts if count is not None])
-        return LocalMasks(prepared.masks, num_pruned)
+        return LocalMasks(prepared.masks, write_masks(parts, cuts, flat, drafted))
 
-    held_at = [share.held_at for share in shares]
-    if keys is RANDOM_KEYS or selection is None:
+    held_at = [cut.bound for cut in cuts]
+    if keys is RANDOM_KEYS or selection is None or not k:
         return Decision(finish_masks, held_at=held_at)
     return Decision(
         finish_masks,

@@ -10,9 +10,9 @@ from torch import nn
 
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.call.report import ParameterReport
-from distprune.call.within_bounds import CEILING, FLOOR, room_for
 from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
+from distprune.selection.within_bounds import CEILING, FLOOR, limits_for
 from distprune.shards.reader import ShardReader
 
 Pair = tuple[nn.Module, str]
@@ -151,7 +151,7 @@ class Group:
         if self._bounds is None or self.schedule.ends_at is None:
             return
         try:
-            room_for(self._count(self.schedule.ends_at), self._bounds, self._sizes, self._sizes)
+            limits_for(self._count(self.schedule.ends_at), self._bounds, self._sizes, self._sizes)
         except ValueError as error:
             raise ValueError(
                 f"the bounds cannot hold at the end of {self.schedule}: {error}"

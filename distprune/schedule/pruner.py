@@ -16,13 +16,13 @@ from distprune.api.local import remove
 from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned
 from distprune.call.score_keys import without_others
-from distprune.call.within_bounds import FLOOR
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
+from distprune.selection.within_bounds import FLOOR
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 

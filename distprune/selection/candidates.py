@@ -66,6 +66,22 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class PartCut:
+    """The cut that decides the mask of one parameter.
+
+    Attributes:
+        position: of the parameter in the list whose order was cut.
+        cut: where the order of that list is cut.
+        bound: "min_sparsity" or "max_sparsity" if this bound decided how many elements are pruned;
+            None if the common cut did.
+    """
+
+    position: int
+    cut: Cut
+    bound: str | None = None
+
+
+@dataclass(frozen=True)
 class Found:
     """The live elements of one chunk whose keys lie in an interval.
 
@@ -92,8 +108,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class ChunkRead:
-    """What one look at a chunk tells.
+class ChunkScan:
+    """What a scan of one chunk counted and collected.
 
     Attributes:
         counts: live keys <= each pivot.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distprune._common.mask_values import bits_of_one, is_one
 from distprune._common.memory import INTEGERS, SERIAL, Array, Places, Scratch
-from distprune.selection.candidates import Candidates, ChunkRead, Cut, Found, Interval, are_bool
+from distprune.selection.candidates import Candidates, ChunkScan, Cut, Found, Interval, are_bool
 
 
 def count_live(live: Tensor, scratch: Scratch) -> int:
@@ -23,15 +23,15 @@ def count_live(live: Tensor, scratch: Scratch) -> int:
     return int(np.count_nonzero(_live(live, scratch)))
 
 
-def read(
+def scan(
     part: Candidates,
     span: range,
     pivots: Sequence[int],
     interval: Interval | None,
     out: Tensor | None,
     scratch: Scratch,
-    room: int | None = None,
-) -> ChunkRead:
+    capacity: int | None = None,
+) -> ChunkScan:
     """Count the keys around pivots, and collect those in an interval.
 
     Args:
@@ -41,8 +41,8 @@ def read(
         out: flat mask of the whole part, uninitialised: the span of it becomes the mask in force
             with everything below the interval pruned. Needs an interval.
         scratch: memory to use again.
-        room: how many elements a device may collect without waiting for their number; None: it
-            waits, and has room for all.
+        capacity: how many elements a device may collect without waiting for their number; None:
+            it waits, and collects all.
     """
     loaded = part.keys.load(span.start, span.stop, scratch)
     keys = loaded.values.numpy()
@@ -90,7 +90,7 @@ def read(
         if live is not None:
             upto &= live
         counts[pivot] = int(np.count_nonzero(upto))
-    return ChunkRead([counts[pivot] for pivot in pivots], num_below, found)
+    return ChunkScan([counts[pivot] for pivot in pivots], num_below, found)
 
 
 def write(
@@ -105,7 +105,7 @@ def write(
     """Write the mask of a chunk: what lies before the cut is pruned.
 
     Args:
-        part, span, scratch: as for :func:`read`.
+        part, span, scratch: as for :func:`scan`.
         position: of the parameter in the list that was cut.
         out: flat mask of the whole part.
         previous: survivors keep its values; None: they become 1. It may be ``out``.

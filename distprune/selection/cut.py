@@ -24,7 +24,7 @@ from distprune._common.collectives import Communicator
 from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import KeyRange
 from distprune.selection.kth_key import KthKeySearch
-from distprune.selection.passes import Reading
+from distprune.selection.passes import Scan
 from distprune.selection.radix import Search, Step
 from distprune.selection.ties import cut_ties
 
@@ -40,7 +40,7 @@ class Selection:
         num_ties: elements whose key equals the threshold; ...
         num_ties_pruned: ... and how many of them come before the cut.
         num_before: per whole parameter, its elements before the cut.
-        drafted: the read that drafted masks, if masks were wanted and one did; it may have
+        drafted: the scan that drafted masks, if masks were wanted and one did; it may have
             drafted them for another cut.
     """
 
@@ -48,7 +48,7 @@ class Selection:
     num_ties: int
     num_ties_pruned: int
     num_before: list[int]
-    drafted: Reading | None = None
+    drafted: Scan | None = None
 
 
 def select_lowest(
@@ -95,11 +95,6 @@ def select_lowest(
         drafts=drafts,
         count_each=count_each,
     )
-    return run_search(search, communicator)
-
-
-def run_search(search: Search[T], communicator: Communicator) -> T:
-    """Run a search, on every rank the same one; its result."""
     shared: Tensor | None = None  # a generator is started by sending None
     while True:
         try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import Count, Places, Scratch
-from distprune.selection.candidates import Candidates, ChunkRead, Cut, Found, Interval, are_bool
+from distprune.selection.candidates import Candidates, ChunkScan, Cut, Found, Interval, are_bool
 
 
 def count_live(live: Tensor, scratch: Scratch) -> Count:
@@ -20,15 +20,15 @@ def count_live(live: Tensor, scratch: Scratch) -> Count:
     return torch.count_nonzero(live == 1)
 
 
-def read(
+def scan(
     part: Candidates,
     span: range,
     pivots: Sequence[int],
     interval: Interval | None,
     out: Tensor | None,
     scratch: Scratch,
-    room: int | None = None,
-) -> ChunkRead:
+    capacity: int | None = None,
+) -> ChunkScan:
     """Count the keys around pivots, and collect those in an interval.
 
     Args:
@@ -38,8 +38,8 @@ def read(
         out: flat mask of the whole part, uninitialised: the span of it becomes the mask in force
             with everything below the interval pruned. Needs an interval.
         scratch: memory to use again.
-        room: how many elements a device may collect without waiting for their number; None: it
-            waits, and has room for all.
+        capacity: how many elements a device may collect without waiting for their number; None:
+            it waits, and collects all.
     """
     keys = part.keys.load(span.start, span.stop).values
     previous = None if part.live is None else part.live[span.start : span.stop]
@@ -59,10 +59,10 @@ def read(
         number = torch.count_nonzero(inside)
         num_below = num_live - torch.count_nonzero(keep)
         counts = {low - 1: num_below, high: num_below + number}
-        if room is None:
+        if capacity is None:
             positions = inside.nonzero().squeeze(1)
         else:
-            positions = torch.nonzero_static(inside, size=room, fill_value=0).squeeze(1)
+            positions = torch.nonzero_static(inside, size=capacity, fill_value=0).squeeze(1)
         is_counted = span.start in part.counted
         found = Found(span, positions.int(), keys[positions], is_counted, number)
         if target is not None and not in_place:
@@ -71,7 +71,7 @@ def read(
         if pivot not in counts:
             upto = keys <= pivot
             counts[pivot] = torch.count_nonzero(upto if live is None else upto.logical_and_(live))
-    return ChunkRead([counts[pivot] for pivot in pivots], num_below, found)
+    return ChunkScan([counts[pivot] for pivot in pivots], num_below, found)
 
 
 def write(
@@ -86,7 +86,7 @@ def write(
     """Write the mask of a chunk: what lies before the cut is pruned.
 
     Args:
-        part, span, scratch: as for :func:`read`.
+        part, span, scratch: as for :func:`scan`.
         position: of the parameter in the list that was cut.
         out: flat mask of the whole part.
         previous: survivors keep its values; None: they become 1. It may be ``out``.

@@ -18,7 +18,7 @@ from distprune._common.memory import concatenate, select
 from distprune.selection.bracket import COLLECT_ALL, Around, bracket
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange
-from distprune.selection.passes import Reading, read
+from distprune.selection.passes import Scan, scan
 from distprune.selection.radix import BINS, Search, binning, changed, descend, histogram_of, within
 
 
@@ -31,24 +31,24 @@ class KthKey:
         num_below: elements of all ranks with a smaller one.
         count: a local step: per parameter, this rank's elements with a smaller key, and with
             this one.
-        reading: the read that collected it; None if it was found by counting.
+        scanned: the scan that collected it; None if it was found by counting.
     """
 
     threshold: int
     num_below: int
     count: Callable[[], tuple[list[int], list[int]]]
-    reading: Reading | None
+    scanned: Scan | None
 
     def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
         """Global indices, 1-d, of this rank's ties in a parameter; None if they are not at hand."""
-        if self.reading is None:
+        if self.scanned is None:
             return None
         return concatenate(
             [
                 part.index(
                     select(found.positions, found.keys == self.threshold).long() + found.span.start
                 ).cpu()
-                for found in self.reading.found[position]
+                for found in self.scanned.found[position]
                 if found.is_counted
             ]
         )
@@ -64,9 +64,9 @@ class KthKeySearch:
     keys: KeyRange
     refuse_nan: bool
     drafts: Sequence[Tensor] | None
-    # The last read that wrote drafts, and the last read of all.
-    drafted: Reading | None = None
-    collected: Reading | None = None
+    # The last scan that wrote drafts, and the last scan of all.
+    drafted: Scan | None = None
+    collected: Scan | None = None
     # Local live keys <= a pivot, per part, for every pivot counted so far.
     local_counts: dict[int, list[int]] = field(default_factory=dict)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -99,7 +99,7 @@ class KthKeySearch:
                 )
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
                 around.pivots.add(high)
-            counts, histogram = yield from self._read_and_count(around)
+            counts, histogram = yield from self._scan_and_count(around)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
             edges = sorted({low - 1: below, **counts, high: upto}.items())
@@ -125,29 +125,28 @@ class KthKeySearch:
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
-            self._read([pivot], Around(set(), None))
+            self._remember(scan(self.parts, [pivot], None), [pivot])
         return self.local_counts[pivot]
 
-    def _read(self, pivots: list[int], around: Around) -> Reading:
-        """One pass; drafts masks if it can. Local."""
-        reading = read(self.parts, pivots, around.interval, self.drafts, around.expected_share())
-        if self.drafts is not None and around.interval is not None:
-            self.drafted = reading
+    def _remember(self, scanned: Scan, pivots: Sequence[int]) -> None:
+        if self.drafts is not None and scanned.interval is not None:
+            self.drafted = scanned
         for j, pivot in enumerate(pivots):
-            self.local_counts[pivot] = [row[j] for row in reading.counts]
-        return reading
+            self.local_counts[pivot] = [row[j] for row in scanned.counts]
 
-    def _read_and_count(self, around: Around) -> Search[tuple[dict[int, int], Tensor]]:
+    def _scan_and_count(self, around: Around) -> Search[tuple[dict[int, int], Tensor]]:
         """Global counts per pivot, and the histogram of the collected keys."""
         pivots, interval = sorted(around.pivots), around.interval
 
         def count() -> Tensor:
-            self.collected = reading = self._read(pivots, around)
+            scanned = scan(self.parts, pivots, interval, self.drafts, around.expected_share())
+            self.collected = scanned
+            self._remember(scanned, pivots)
             counts = [sum(self.local_counts[pivot]) for pivot in pivots]
             local = torch.tensor(counts, dtype=torch.int64)
             if interval is None:
                 return local
-            return torch.cat([local, histogram_of(reading.keys, *interval)])
+            return torch.cat([local, histogram_of(scanned.keys, *interval)])
 
         shared = yield len(pivots) + (0 if interval is None else BINS), count
         return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
@@ -156,12 +155,12 @@ class KthKeySearch:
         self, k: int, low: int, high: int, below: int, histogram: Tensor
     ) -> Search[KthKey]:
         """Radix-select the k-th of the collected keys in [low, high]."""
-        reading = self.collected
-        assert reading is not None
+        scanned = self.collected
+        assert scanned is not None
         rank = k - 1
-        if (low, high) != reading.interval:
-            histogram = yield BINS, binning(lambda: reading.keys, low, high)
-        inside = reading.keys
+        if (low, high) != scanned.interval:
+            histogram = yield BINS, binning(lambda: scanned.keys, low, high)
+        inside = scanned.keys
 
         def narrow() -> Tensor:
             nonlocal inside
@@ -175,15 +174,15 @@ class KthKeySearch:
             histogram = yield BINS, narrow
 
         def count() -> tuple[list[int], list[int]]:
-            found = [each.numpy() for each in reading.keys.split(reading.sizes)]
+            found = [each.numpy() for each in scanned.keys.split(scanned.sizes)]
             ties = [int(np.count_nonzero(each == low)) for each in found]
             under = [
                 less + int(np.count_nonzero(each < low))
-                for less, each in zip(reading.num_below, found, strict=True)
+                for less, each in zip(scanned.num_below, found, strict=True)
             ]
             return under, ties
 
-        return KthKey(low, below + k - 1 - rank, count, reading)
+        return KthKey(low, below + k - 1 - rank, count, scanned)
 
     def _raise_nan(self) -> Search[None]:
         """Name the parameters; every rank knows that there are NaN."""

@@ -3,7 +3,7 @@
 Selection decides what to count and what to write; a pass does it for this rank's part,
 cpu.py and device.py say what is done to a chunk.
 
-[Note: draft] The read that counts around the k-th key writes masks too, as if the cut were
+[Note: draft] The scan that counts around the k-th key writes masks too, as if the cut were
 where its interval begins: nearly all elements lie on one side of the interval, and are
 never looked at again. Once the cut is known, only those that were found in the interval are
 set right. Masks are new tensors until all ranks have theirs, so a draft can be thrown away.
@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -22,12 +23,10 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import Count, Places, Scratch, concatenate, copy, on_host
-from distprune.selection.candidates import Candidates, ChunkRead, Cut, Found, Interval
+from distprune.selection.candidates import Candidates, Cut, Found, Interval, PartCut
 from distprune.selection.kernels import kernels_on
 
 R = TypeVar("R")
-S = TypeVar("S")
-T = TypeVar("T")
 
 # Bytes of values per chunk: on a CPU keys and flags stay in the cache, and the interpreter's lock
 # is not asked for too often; on an accelerator launches are few and scratch stays under a gigabyte.
@@ -40,8 +39,8 @@ _MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one read of this rank's parameters told.
+class Scan:
+    """What one pass over this rank's parameters counted and collected.
 
     Attributes:
         counts: per parameter, the counted live keys <= each pivot.
@@ -68,35 +67,32 @@ def count_live(live: Tensor | None, counted: range) -> int:
 def count_each_live(live: Sequence[Tensor | None], counted: Sequence[range]) -> list[int]:
     """The same of several masks; they come over from a device together."""
 
-    def visit(which: int, span: range, scratch: Scratch) -> Count:
-        chunk = live[which][span.start : span.stop]
-        return kernels_on(chunk.device).count_live(chunk, scratch)
-
-    work = [
-        (which, span)
-        for which, (mask, positions) in enumerate(zip(live, counted, strict=True))
+    pieces = [
+        (position, mask[span.start : span.stop])
+        for position, (mask, positions) in enumerate(zip(live, counted, strict=True))
         if mask is not None
         for span in _chunks(positions, mask.device, mask.itemsize)
     ]
+    calls = [partial(kernels_on(chunk.device).count_live, chunk) for _, chunk in pieces]
     on_cpu = all(mask is None or mask.device.type == "cpu" for mask in live)
-    num_bytes = sum(len(span) for _, span in work)
-    numbers = on_host(_for_each(visit, work, _num_threads(num_bytes, len(work)) if on_cpu else 1))
+    num_elements = sum(chunk.numel() for _, chunk in pieces)
+    numbers = on_host(_for_each(calls, _num_threads(num_elements, len(calls)) if on_cpu else 1))
     totals = [
         len(positions) if mask is None else 0 for mask, positions in zip(live, counted, strict=True)
     ]
-    for (which, _), number in zip(work, numbers, strict=True):
-        totals[which] += number
+    for (position, _), number in zip(pieces, numbers, strict=True):
+        totals[position] += number
     return totals
 
 
-def read(
+def scan(
     parts: Sequence[Candidates],
     pivots: Sequence[int],
     interval: Interval | None,
     drafts: Sequence[Tensor] | None = None,
     expected_share: float = 1.0,
-) -> Reading:
-    """One read of the counted elements, or of all local ones if there are drafts to write.
+) -> Scan:
+    """One pass over the counted elements, or over all local ones if there are drafts to write.
 
     Args:
         parts: this rank's parameters.
@@ -105,24 +101,23 @@ def read(
         drafts: flat masks, uninitialised, one per part: see [Note: draft]. Written if there is
             an interval.
         expected_share: of all elements, that the interval is expected to hold. Where a device
-            meets many more in a chunk, that chunk is read again.
+            meets many more in a chunk, that chunk is scanned again.
     """
-    writes = drafts is not None and interval is not None
-
-    def visit(
-        which: int, span: range, scratch: Scratch, *, is_again: bool = False
-    ) -> tuple[int, ChunkRead]:
-        out = drafts[which] if writes else None
-        room = None if is_again else min(len(span), int(4 * expected_share * len(span)) + 1024)
-        part = parts[which]
-        return which, kernels_on(part.device).read(part, span, pivots, interval, out, scratch, room)
-
-    chunks = _for_each_chunk(visit, parts, only_counted=not writes)
+    outs = drafts if drafts is not None and interval is not None else None
+    pieces, calls = [], []
+    for position, span in _pieces(parts, only_counted=outs is None):
+        part = parts[position]
+        out = None if outs is None else outs[position]
+        capacity = min(len(span), int(4 * expected_share * len(span)) + 1024)
+        kernel = kernels_on(part.device).scan
+        pieces.append((position, span))
+        calls.append(partial(kernel, part, span, pivots, interval, out, capacity=capacity))
+    chunks = _for_each(calls, _threads_for(parts, pieces))
     numbers = iter(
         on_host(
             [
                 count
-                for _, chunk in chunks
+                for chunk in chunks
                 for count in (
                     0 if chunk.found is None else chunk.found.number,
                     chunk.num_below,
@@ -133,34 +128,68 @@ def read(
     )
     totals = [[0] * (1 + len(pivots)) for _ in parts]
     found: list[list[Found]] = [[] for _ in parts]
-    for which, chunk in chunks:
+    for (position, _), call, chunk in zip(pieces, calls, chunks, strict=True):
         number = next(numbers)
         row = [next(numbers) for _ in range(1 + len(pivots))]
         if chunk.found is None or chunk.found.is_counted:
-            totals[which] = [total + count for total, count in zip(totals[which], row, strict=True)]
+            totals[position] = [
+                total + count for total, count in zip(totals[position], row, strict=True)
+            ]
         if chunk.found is not None and number:
-            here = chunk.found
-            if number > here.positions.numel():
-                here = visit(which, here.span, Scratch(), is_again=True)[1].found
-            found[which].append(here.first(number))
-    return Reading(
+            collected = chunk.found
+            if number > collected.positions.numel():
+                collected = call(Scratch(), capacity=None).found
+            found[position].append(collected.first(number))
+    return Scan(
         [row[1:] for row in totals],
         [row[0] for row in totals],
         interval,
         found,
-        _on_cpu([here.keys for each in found for here in each if here.is_counted]),
-        [sum(here.keys.numel() for here in each if here.is_counted) for each in found],
+        _on_cpu([chunk.keys for of_part in found for chunk in of_part if chunk.is_counted]),
+        [sum(chunk.keys.numel() for chunk in of_part if chunk.is_counted) for of_part in found],
     )
 
 
-def finish(
-    reading: Reading, parts: Sequence[Candidates], cut: Cut, drafts: Sequence[Tensor]
-) -> list[Count | None]:
-    """Make drafts of masks final, without another read; see [Note: draft].
+def write_masks(
+    parts: Sequence[Candidates],
+    cuts: Sequence[PartCut],
+    outs: Sequence[Tensor],
+    drafted: Scan | None = None,
+) -> list[int]:
+    """Write the masks of this rank: zero what lies before the cuts, and no other live element.
+
+    The one place where masks become final. Drafted masks are corrected where they are wrong;
+    others are written, chunk by chunk.
 
     Args:
-        reading: the read that wrote them.
-        parts: the parameters that were read, and cut, in this order.
+        parts: this rank's parameters.
+        cuts: of each part.
+        outs: flat masks, one per part, contiguous.
+        drafted: the scan that drafted ``outs``, of the same parts in the same order. All cuts are
+            one then.
+
+    Returns:
+        Per parameter, how many counted live elements were pruned.
+
+    Cost: one pass over the parts without a valid draft; with one, over the collected elements only.
+    """
+    counts: list[Count | None] = [None] * len(parts)
+    if drafted is not None:
+        counts = finish_drafts(drafted, parts, cuts[0].cut, outs)
+    for position, (part, own) in enumerate(zip(parts, cuts, strict=True)):
+        if counts[position] is None:
+            counts[position] = write_keep(part, own.position, own.cut, outs[position], part.live)
+    return on_host([count for count in counts if count is not None])
+
+
+def finish_drafts(
+    scanned: Scan, parts: Sequence[Candidates], cut: Cut, drafts: Sequence[Tensor]
+) -> list[Count | None]:
+    """Correct drafted masks without another pass; see [Note: draft].
+
+    Args:
+        scanned: the scan that drafted them.
+        parts: the parameters that were scanned, and cut, in this order.
         cut: where the order is cut.
         drafts: flat masks of the parts, all of them.
 
@@ -168,20 +197,20 @@ def finish(
         Per parameter, how many counted live elements were pruned; None if the cut lies elsewhere,
         and the mask has to be written anew.
 
-    Cost: what was found in the interval is looked at, and nothing else.
+    Cost: only the elements that were collected in the interval are visited.
     """
-    assert reading.interval is not None
-    low, high = reading.interval
+    assert scanned.interval is not None
+    low, high = scanned.interval
     if not low <= cut.threshold <= high:
         return [
-            reading.num_below[position] if _is_exact(position, cut, low) else None
+            scanned.num_below[position] if _is_exact(position, cut, low) else None
             for position in range(len(parts))
         ]
 
     counts: list[Count | None] = []
     for position, part in enumerate(parts):
-        num_pruned: Count = reading.num_below[position]
-        for found in reading.found[position]:
+        num_pruned: Count = scanned.num_below[position]
+        for found in scanned.found[position]:
             number = kernels_on(part.device).prune_found(
                 part, position, cut, found, drafts[position]
             )
@@ -253,13 +282,15 @@ def write_keep(
         How many counted live elements were pruned.
     """
 
-    def visit(_: int, span: range, scratch: Scratch) -> Count:
-        num_pruned = kernels_on(part.device).write(
-            part, span, position, cut, out, previous, scratch
-        )
-        return num_pruned if span.start in part.counted else 0
-
-    return sum(_for_each_chunk(visit, [part], only_counted=False))
+    pieces = list(_pieces([part], only_counted=False))
+    kernel = kernels_on(part.device).write
+    calls = [partial(kernel, part, span, position, cut, out, previous) for _, span in pieces]
+    pruned = _for_each(calls, _threads_for([part], pieces))
+    return sum(
+        number
+        for (_, span), number in zip(pieces, pruned, strict=True)
+        if span.start in part.counted
+    )
 
 
 def _chunks(positions: range, device: torch.device, itemsize: int) -> Iterator[range]:
@@ -285,21 +316,24 @@ def _on_cpu(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
 
 
-def _for_each_chunk(
-    visit: Callable[[int, range, Scratch], R], parts: Sequence[Candidates], *, only_counted: bool
-) -> list[R]:
-    """Visit every chunk of every part."""
-    work = [
-        (which, span)
-        for which, part in enumerate(parts)
-        for span in (
+def _pieces(parts: Sequence[Candidates], *, only_counted: bool) -> Iterator[tuple[int, range]]:
+    """(position of the part, flat positions) of every chunk of every part."""
+    for position, part in enumerate(parts):
+        spans = (
             _chunks(part.counted, part.device, part.keys.dtype.itemsize)
             if only_counted
             else _local_chunks(part)
         )
-    ]
-    num_bytes = sum(len(span) * parts[which].keys.dtype.itemsize for which, span in work)
-    return _for_each(visit, work, _num_threads(num_bytes, len(work)) if _on_threads(parts) else 1)
+        for span in spans:
+            yield position, span
+
+
+def _threads_for(parts: Sequence[Candidates], pieces: Sequence[tuple[int, range]]) -> int:
+    """How many threads to visit the chunks with."""
+    if not _on_threads(parts):
+        return 1
+    num_bytes = sum(len(span) * parts[position].keys.dtype.itemsize for position, span in pieces)
+    return _num_threads(num_bytes, len(pieces))
 
 
 def _on_threads(parts: Sequence[Candidates]) -> bool:
@@ -314,29 +348,27 @@ def _num_threads(num_bytes: int, num_pieces: int) -> int:
     return min(torch.get_num_threads(), _MAX_THREADS, num_pieces)
 
 
-def _for_each(
-    visit: Callable[[S, T, Scratch], R], work: Sequence[tuple[S, T]], num_threads: int
-) -> list[R]:
-    """Results in the order of the work."""
-    results: list[R | None] = [None] * len(work)
+def _for_each(calls: Sequence[Callable[[Scratch], R]], num_threads: int) -> list[R]:
+    """Call all with a thread's scratch memory; results in the order of the calls."""
+    results: list[R | None] = [None] * len(calls)
     errors: list[BaseException] = []
-    # One iterator for all: a thread takes the next piece when it has time.
-    todo = iter(enumerate(work))
+    # One iterator for all: a thread takes the next call when it has time.
+    todo = iter(enumerate(calls))
 
-    def take() -> None:
+    def work() -> None:
         scratch = Scratch()
         try:
-            for i, piece in todo:
-                results[i] = visit(*piece, scratch)
+            for i, call in todo:
+                results[i] = call(scratch)
                 if errors:
                     return
         except BaseException as error:
             errors.append(error)
 
-    others = [threading.Thread(target=take) for _ in range(num_threads - 1)]
+    others = [threading.Thread(target=work) for _ in range(num_threads - 1)]
     for thread in others:
         thread.start()
-    take()
+    work()
     for thread in others:
         thread.join()
     if errors:

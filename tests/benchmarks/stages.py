@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,6 @@ import torch
 from measuring import Options, Table, interleaved, measured, median_seconds, release_memory
 
 import distprune
-from distprune._common.memory import Scratch
 from distprune.selection import passes
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange, Order, TensorKeys, key_range, to_keys
@@ -32,12 +32,12 @@ STAGES = {
     "read the parameters, agree on them": "distprune.call.run.read_together",
     "count what is pruned already": "distprune.call.run._count_and_compare",
     "sample": "distprune.selection.bracket.sample",
-    "one read: keys, counts, drafts of the masks": "distprune.selection.kth_key.read",
-    "finish the masks, ties included": "distprune.call.ranking.finish",
-    "write masks anew": "distprune.call.ranking.write_keep",
+    "one scan: keys, counts, drafts of the masks": "distprune.selection.kth_key.scan",
+    "correct drafted masks, ties included": "distprune.selection.passes.finish_drafts",
+    "write masks anew": "distprune.selection.passes.write_keep",
     "attach to the modules": "distprune.call.run._attach_everywhere",
 }
-SELECTION = "distprune.call.within_bounds.select_lowest"
+SELECTION = "distprune.call.ranking.select_lowest"
 
 
 class Clock:
@@ -99,7 +99,7 @@ def one_call(model: torch.nn.Module) -> dict[str, tuple[float, float]]:
         whole = Clock(distprune.global_unstructured)
         whole(data.pairs(model), distprune.L1Unstructured, amount=0.5)
     selection = clocks.pop("selection")
-    inside = ("sample", "one read: keys, counts, drafts of the masks")
+    inside = ("sample", "one scan: keys, counts, drafts of the masks")
     found = {name: (clock.wall, clock.processor) for name, clock in clocks.items()}
     found["the rest of the selection: histograms"] = tuple(
         value - sum(found[name][i] for name in inside)
@@ -127,24 +127,28 @@ def one_read(num_elements: int, dtype: torch.dtype, rounds: int) -> Table:
     flags = [torch.ones(part.num_local, dtype=torch.bool) for part in parts]
     nan = [keys.largest_number]
 
-    def load(which: int, span: range, scratch: Scratch) -> int:
-        return parts[which].keys.load(span.start, span.stop, scratch).highest
+    def load_keys() -> list[int]:
+        pieces = list(passes._pieces(parts, only_counted=True))
+        calls = [partial(parts[i].keys.load, span.start, span.stop) for i, span in pieces]
+        return [
+            keys.highest for keys in passes._for_each(calls, passes._threads_for(parts, pieces))
+        ]
 
     def new() -> list[torch.Tensor]:
         return [torch.empty_like(mask) for mask in warm]
 
     steps: dict[str, Callable[[], Any]] = {
-        "keys": lambda: passes._for_each_chunk(load, parts, only_counted=True),
-        "keys, two counts": lambda: passes.read(parts, pivots, None),
-        "keys, two counts, keys and positions inside": lambda: passes.read(parts, pivots, interval),
-        "... with NaN looked for": lambda: passes.read(parts, [*pivots, *nan], interval),
-        "... and bool masks, warm memory": lambda: passes.read(
+        "keys": load_keys,
+        "keys, two counts": lambda: passes.scan(parts, pivots, None),
+        "keys, two counts, keys and positions inside": lambda: passes.scan(parts, pivots, interval),
+        "... with NaN looked for": lambda: passes.scan(parts, [*pivots, *nan], interval),
+        "... and bool masks, warm memory": lambda: passes.scan(
             parts, [*pivots, *nan], interval, flags
         ),
-        f"... and {dtype} masks, warm memory": lambda: passes.read(
+        f"... and {dtype} masks, warm memory": lambda: passes.scan(
             parts, [*pivots, *nan], interval, warm
         ),
-        f"... and {dtype} masks, new memory": lambda: passes.read(
+        f"... and {dtype} masks, new memory": lambda: passes.scan(
             parts, [*pivots, *nan], interval, new()
         ),
     }

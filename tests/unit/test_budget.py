@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import distprune as prune
 from distprune._common.bounds import Bounded, Bounds, to_bounds
-from distprune.call.within_bounds import room_for, select_within
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep
+from distprune.selection.within_bounds import limits_for, select_within
 from helpers import reference
 from helpers.models import Net, fill
 from helpers.virtual_ranks import run_virtual_ranks
@@ -38,7 +38,7 @@ def check(tensors, masks, k, floors, ceilings, layouts, size):
     num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
     numels = [t.numel() for t in tensors]
     try:
-        room = room_for(k, bounds_of(tensors, floors, ceilings), numels, num_live)
+        limits = limits_for(k, bounds_of(tensors, floors, ceilings), numels, num_live)
     except ValueError:
         assert expected is None
         return None
@@ -54,25 +54,25 @@ def check(tensors, masks, k, floors, ceilings, layouts, size):
             for i, tensor in enumerate(tensors)
         ]  # fmt: skip
         names = [f"t{i}" for i in range(len(tensors))]
-        shares, selection = select_within(
-            [part for part, _ in both], names, num_live, k, common, communicator, room
+        cuts, selection = select_within(
+            [part for part, _ in both], names, num_live, k, common, communicator, limits
         )
-        for i, ((part, cut), share) in enumerate(zip(both, shares, strict=True)):
-            out = torch.ones(cut(tensors[i]).shape) if masks is None else cut(masks[i]).float()
-            write_keep(part, share.position, share.cut, out, out)
-            assert torch.equal(out, cut(expected[i]).float()), (i, shares)
-            if share.held_at == "min_sparsity":
-                assert counts[i] == room.lowest[i]
-            elif share.held_at == "max_sparsity":
-                assert counts[i] == room.highest[i]
-        free = [i for i, share in enumerate(shares) if share.held_at is None]
+        for i, ((part, local), cut) in enumerate(zip(both, cuts, strict=True)):
+            out = torch.ones(local(tensors[i]).shape) if masks is None else local(masks[i]).float()
+            write_keep(part, cut.position, cut.cut, out, out)
+            assert torch.equal(out, local(expected[i]).float()), (i, cuts)
+            if cut.bound == "min_sparsity":
+                assert counts[i] == limits.lowest[i]
+            elif cut.bound == "max_sparsity":
+                assert counts[i] == limits.highest[i]
+        free = [i for i, cut in enumerate(cuts) if cut.bound is None]
         if selection is not None:
             ties = sum(
                 int((tensors[i].abs() == common.score_of(selection.cut.threshold)).sum())
                 for i in free
             )
             assert masks is not None or selection.num_ties == ties
-        return [share.held_at for share in shares], communicator.num_collectives
+        return [cut.bound for cut in cuts], communicator.num_collectives
 
     results = run_virtual_ranks(on_rank, size)
     assert all(result == results[0] for result in results)

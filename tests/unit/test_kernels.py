@@ -13,7 +13,7 @@ from distprune.selection import cpu, device, passes
 from distprune.selection.candidates import Cut
 from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
-from distprune.selection.passes import finish
+from distprune.selection.passes import finish_drafts
 from helpers import reference
 from helpers.virtual_shards import candidates
 
@@ -75,7 +75,7 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
             drafted, written = (torch.full((n,), 1).to(new_dtype) for _ in range(2))
             numpy = kernels is cpu  # of the keys, too
             with mock.patch.object(memory, "takes_numpy", lambda _, numpy=numpy: numpy):
-                chunk = kernels.read(part, range(n), pivots, (low, high), drafted, Scratch())
+                chunk = kernels.scan(part, range(n), pivots, (low, high), drafted, Scratch())
                 cut = Cut(high, 0, 150)
                 count = kernels.write(part, range(n), 0, cut, written, previous, Scratch())
             numbers = on_host([chunk.num_below, *chunk.counts, chunk.found.number, count])
@@ -134,7 +134,7 @@ def prune_on_device(num_parameters, masks=None):
             parts, names, num_live, k, keys, Communicator(()), refuse_nan=True, drafts=drafts
         )
         assert selection.drafted is not None
-        assert None not in finish(selection.drafted, parts, selection.cut, drafts)
+        assert None not in finish_drafts(selection.drafted, parts, selection.cut, drafts)
     whole = None if masks is None else masks * num_parameters
     expected = reference.prune(tensors, k, whole)
     for draft, mask in zip(drafts, expected, strict=True):
@@ -150,7 +150,7 @@ def test_the_host_does_not_wait_for_every_parameter(already_pruned):
     assert many <= few + 8
 
 
-def test_a_device_that_had_too_little_room_reads_again():
+def test_a_device_scans_a_chunk_again_that_holds_more_than_expected():
     """All keys of the interval are in one parameter, which a share of all does not tell."""
     n = 40_000
     scores = [torch.full((n,), 9.0), torch.linspace(1.0, 2.0, n)]
@@ -158,9 +158,9 @@ def test_a_device_that_had_too_little_room_reads_again():
     low, high = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 2.0))
     drafts = [torch.empty(n, dtype=torch.bool) for _ in parts]
     with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
-        reading = passes.read(parts, [high], (low, high), drafts, expected_share=0.01)
-    assert reading.counts == [[0], [n]] and reading.num_below == [0, 0]
-    assert reading.sizes == [0, n] and reading.keys.numel() == n
+        scanned = passes.scan(parts, [high], (low, high), drafts, expected_share=0.01)
+    assert scanned.counts == [[0], [n]] and scanned.num_below == [0, 0]
+    assert scanned.sizes == [0, n] and scanned.keys.numel() == n
     assert all(bool(draft.all()) for draft in drafts)
 
 
@@ -168,7 +168,7 @@ def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
     monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
     scores = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     totals = [
-        passes.read(
+        passes.scan(
             [part_of(scores, size=3, rank=rank, kind="replicated")],
             [int(torch.tensor(0.5).view(torch.int32))], (0, 0),
             [torch.empty(1000, dtype=torch.bool)],
@@ -182,9 +182,9 @@ def test_an_error_on_a_thread_is_raised(monkeypatch):
     monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
     part = part_of(torch.randn(1000))
 
-    def fail(*_):
+    def fail(*_, **__):
         raise ZeroDivisionError("inside of a chunk")
 
-    monkeypatch.setattr("distprune.selection.cpu.read", fail)
+    monkeypatch.setattr("distprune.selection.cpu.scan", fail)
     with pytest.raises(ZeroDivisionError, match="inside of a chunk"):
-        passes.read([part], [3], None)
+        passes.scan([part], [3], None)

@@ -27,7 +27,9 @@ ROOMS = {
         "methods", "files",
     },
     "verification": {"_common", "torch_private", "shards", "masks", "call"},
-    "schedule": {"_common", "shards", "masks", "call", "methods", "api", "verification"},
+    "schedule": {
+        "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
+    },
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipe": {"_common", "files", "call", "methods", "api", "schedule"},
     "recipes": {"files", "schedule", "recipe"},

@@ -12,7 +12,7 @@ from distprune._common.collectives import Communicator
 from distprune.selection.bracket import COLLECT_ALL
 from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
-from distprune.selection.passes import finish, write_keep
+from distprune.selection.passes import finish_drafts, write_keep
 from helpers import reference
 from helpers.virtual_ranks import run_virtual_ranks
 from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
@@ -53,7 +53,7 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
         assert selection.num_before == pruned_before
         finished = [None] * len(parts)
         if selection.drafted is not None:
-            finished = finish(selection.drafted, parts, selection.cut, drafts)
+            finished = finish_drafts(selection.drafted, parts, selection.cut, drafts)
         num_pruned = 0
         for i, (part, cut) in enumerate(both):
             fresh = masks is None

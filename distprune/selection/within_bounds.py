@@ -1,0 +1,157 @@
+"""Exact selection with floors and ceilings per parameter, over all ranks.
+
+The result is the cut of the total order at which sum_i clamp(c_i, low_i, high_i) = k, where
+c_i is how many live elements of parameter i lie before the cut, and low_i and high_i are how
+many this call has to, and may, prune of it. Each parameter gives its lowest elements.
+
+[Note: active set] Cut the order of the free parameters after k elements, without
+regard to bounds. Let D = sum_i max(0, low_i - c_i) be what is missing at floors, and E
+= sum_i max(0, c_i - high_i) what is too much at ceilings; clamping gives g = k + D - E
+elements. No c_i decreases as the cut rises, and so neither does g. If D > E, then g > k, and
+every cut that is right lies lower: a parameter that is below its floor here is below
+it there too, and has low_i elements whatever the cut. So it is fixed, and k shrinks by
+low_i. If E > D, the same holds of those above their ceiling. If D = E, then g = k: this
+cut is right, and both are fixed. Each round but the last fixes a parameter, and what is left is
+a smaller problem of the same kind with the same solution. All decisions are made on
+sums that all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distprune._common.bounds import Bounds
+from distprune._common.collectives import Communicator
+from distprune.selection.candidates import Candidates, Cut, PartCut
+from distprune.selection.cut import Selection, search_lowest, search_together, select_lowest
+from distprune.selection.keys import KeyRange
+
+FLOOR, CEILING = "min_sparsity", "max_sparsity"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many more elements of every whole parameter a call must, and may, prune."""
+
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+
+
+def limits_for(
+    k: int, bounds: Bounds, num_elements: Sequence[int], num_live: Sequence[int]
+) -> Limits:
+    """What the bounds leave, given what is pruned already.
+
+    Raises:
+        ValueError: ``k`` elements do not suffice for the floors, or exceed the ceilings.
+    """
+    pruned = [n - live for n, live in zip(num_elements, num_live, strict=True)]
+    limits = Limits(
+        tuple(max(0, low - p) for low, p in zip(bounds.lowest, pruned, strict=True)),
+        tuple(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True)),
+    )
+    after = f"{sum(pruned) + k:,} of {sum(num_elements):,} after this call"
+    if sum(limits.lowest) > k:
+        raise ValueError(
+            f"min_sparsity needs {sum(limits.lowest):,} more pruned elements, and {k:,} are to be "
+            f"pruned ({after}). Expected a budget that holds all floors: raise the amount to at "
+            f"least {sum(limits.lowest):,} elements, or lower min_sparsity."
+        )
+    if sum(limits.highest) < k:
+        raise ValueError(
+            f"max_sparsity leaves {sum(limits.highest):,} elements that may be pruned, and {k:,} "
+            f"are to be ({after}). Expected a budget within all ceilings: lower the amount to at "
+            f"most {sum(limits.highest):,} elements, or raise max_sparsity."
+        )
+    return limits
+
+
+def select_within(
+    parts: Sequence[Candidates],
+    names: Sequence[str],
+    num_live: Sequence[int],
+    k: int,
+    keys: KeyRange,
+    communicator: Communicator,
+    limits: Limits,
+) -> tuple[list[PartCut], Selection | None]:
+    """Choose exactly ``k`` elements in total order, each parameter within its limits.
+
+    Args:
+        parts, names, num_live, k, keys, communicator: as for ``select_lowest``.
+        limits: as :func:`limits_for` makes it.
+
+    Returns:
+        The cut of every parameter; and the selection among the parameters that no bound decided:
+        None if there are none, or if nothing is pruned of them.
+
+    Raises:
+        ValueError: a live score is NaN; names its parameters.
+
+    Cost: per round of [Note: active set] a selection among the free parameters; rounds are few in
+    practice, and at most one more than parameters. Then
+    one selection in each parameter that is held, all of them side by side: about ten
+    all-reduces, of up to 16 KiB per parameter.
+    """
+    free = list(range(len(parts)))
+    bound_of: dict[int, tuple[str, int]] = {}
+    left, selection = k, None
+    while free:
+        among = [parts[i] for i in free]
+        selection = select_lowest(
+            among,
+            [names[i] for i in free],
+            [num_live[i] for i in free],
+            left,
+            keys,
+            communicator,
+            refuse_nan=not bound_of,  # the first round reads everything
+            count_each=True,
+        )
+        fixed = _beyond_limits(free, selection.num_before, limits)
+        if not fixed:
+            break
+        bound_of |= fixed
+        free = [i for i in free if i not in bound_of]
+        left = k - sum(count for _, count in bound_of.values())
+    cuts = _cuts_at_bounds(parts, names, num_live, keys, communicator, bound_of)
+    part_cuts = {i: PartCut(0, cut, bound_of[i][0]) for i, cut in cuts.items()}
+    for position, i in enumerate(free):
+        assert selection is not None
+        part_cuts[i] = PartCut(position, selection.cut)
+    return [part_cuts[i] for i in range(len(parts))], selection if free and left else None
+
+
+def _beyond_limits(
+    free: Sequence[int], counts: Sequence[int], limits: Limits
+) -> dict[int, tuple[str, int]]:
+    """The free parameters whose bound and count are certain; see [Note: active set]."""
+    floors, ceilings, missing, excess = {}, {}, 0, 0
+    for i, count in zip(free, counts, strict=True):
+        if count < limits.lowest[i]:
+            floors[i] = (FLOOR, limits.lowest[i])
+            missing += limits.lowest[i] - count
+        elif count > limits.highest[i]:
+            ceilings[i] = (CEILING, limits.highest[i])
+            excess += count - limits.highest[i]
+    if missing == excess:
+        return floors | ceilings
+    return floors if missing > excess else ceilings
+
+
+def _cuts_at_bounds(
+    parts: Sequence[Candidates],
+    names: Sequence[str],
+    num_live: Sequence[int],
+    keys: KeyRange,
+    communicator: Communicator,
+    bound_of: Mapping[int, tuple[str, int]],
+) -> dict[int, Cut]:
+    """A separate cut for every parameter whose bound decides how many elements are pruned."""
+    searches = [
+        search_lowest([parts[i]], [names[i]], [num_live[i]], count, keys, refuse_nan=False)
+        for i, (_, count) in bound_of.items()
+    ]
+    selections = search_together(searches, communicator)
+    return {i: selection.cut for i, selection in zip(bound_of, selections, strict=True)}
