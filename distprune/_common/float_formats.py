@@ -1,7 +1,8 @@
 """The floating-point formats of weights: their names, and what their bits mean.
 
-This is the only table of formats in the package. It needs numpy alone, which has no bfloat16 and
-no format of 8 bits: everything is said in bit patterns.
+This is the only table of formats in the package. Everything is said in bit patterns, because numpy
+has no bfloat16 and no format of 8 bits. Importing the table does not import numpy, so that commands
+that read headers alone start quickly.
 
     F32   s eeeeeeee fffffffffffffffffffffff      s: sign, e: exponent, f: fraction
     BF16  s eeeeeeee fffffff
@@ -10,10 +11,13 @@ no format of 8 bits: everything is said in bit patterns.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Specials(Enum):
@@ -57,7 +61,7 @@ class FloatFormat:
     @property
     def bits(self) -> type[np.unsignedinteger]:
         """The unsigned integer of a number's size, for formats of whole bytes."""
-        return UNSIGNED[self.num_bits]
+        return unsigned_type(self.num_bits)
 
     @property
     def bias(self) -> int:
@@ -103,13 +107,18 @@ class FloatFormat:
         return self.specials is Specials.SCALE and pattern == (1 << self.num_bits) - 1
 
 
-# By number of bits.
-UNSIGNED: dict[int, type[np.unsignedinteger]] = {
-    8: np.uint8,
-    16: np.uint16,
-    32: np.uint32,
-    64: np.uint64,
-}
+@functools.cache
+def unsigned_type(num_bits: int) -> type[np.unsignedinteger]:
+    """numpy's unsigned integer of 8, 16, 32 or 64 bits."""
+    import numpy as np
+
+    types: dict[int, type[np.unsignedinteger]] = {
+        8: np.uint8,
+        16: np.uint16,
+        32: np.uint32,
+        64: np.uint64,
+    }
+    return types[num_bits]
 
 
 def magnitude_mask(num_bits: int) -> int:

@@ -4,12 +4,16 @@
     values     1 0 0 1 1 1 0 1 | 1 0 ...
     bytes        0b10111001    | 0b...01
 
-This is the only bit order of the package, in files and on the wire.
+This is the only bit order of the package, in files and on the wire. Importing this module does not
+import numpy: ``distprune plan`` needs :func:`num_bytes_of` alone.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def num_bytes_of(num_elements: int) -> int:
@@ -26,6 +30,8 @@ def pack(flags: np.ndarray) -> np.ndarray:
     Returns:
         uint8 [..., ceil(n / 8)]; the bits after the last element are 0.
     """
+    import numpy as np
+
     return np.packbits(flags, axis=-1, bitorder="little")
 
 
@@ -39,6 +45,8 @@ def unpack(packed: np.ndarray, start: int, stop: int) -> np.ndarray:
     Returns:
         bool [stop - start].
     """
+    import numpy as np
+
     return np.unpackbits(packed, count=stop, bitorder="little")[start:].view(bool)
 
 
@@ -47,6 +55,8 @@ def pack_words(flags: np.ndarray) -> np.ndarray:
 
     Words of ranks that set different bits can be summed: no bit carries into the next one.
     """
+    import numpy as np
+
     words = np.zeros(-(-flags.size // 64), dtype="<i8")
     packed = pack(flags)
     words.view(np.uint8)[: packed.size] = packed
@@ -55,4 +65,4 @@ def pack_words(flags: np.ndarray) -> np.ndarray:
 
 def unpack_words(words: np.ndarray, num_elements: int) -> np.ndarray:
     """bool [num_elements] from what :func:`pack_words` returned."""
-    return unpack(words.astype("<i8", copy=False).view(np.uint8), 0, num_elements)
+    return unpack(words.astype("<i8", copy=False).view("u1"), 0, num_elements)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune._common.float_formats import PLAIN_FLOATS, UNSIGNED, magnitude_mask
+from distprune._common.float_formats import PLAIN_FLOATS, magnitude_mask, unsigned_type
 from distprune._common.hashing import hash_keys
 
 Array = np.ndarray
@@ -38,7 +38,7 @@ class KeyFormat:
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
-        return UNSIGNED[self.width]
+        return unsigned_type(self.width)
 
     @property
     def largest_number(self) -> int:
@@ -89,7 +89,7 @@ def magnitude_keys(bits: Array, dtype: str, wanted: KeyFormat) -> Array:
     if dtype != wanted.value_dtype:
         bits = _widened(bits, dtype, wanted.width)
         own = wanted.width
-    return bits & UNSIGNED[own](magnitude_mask(own))
+    return bits & unsigned_type(own)(magnitude_mask(own))
 
 
 def _widened(bits: Array, dtype: str, width: int) -> Array:
@@ -102,7 +102,7 @@ def _widened(bits: Array, dtype: str, width: int) -> Array:
     # Not through arithmetic that could flush denormals: a conversion, and exact.
     with np.errstate(invalid="ignore"):
         wide = bits.view(f"f{bits.itemsize}").astype(f"f{width // 8}")
-    return wide.view(UNSIGNED[width])
+    return wide.view(unsigned_type(width))
 
 
 def random_keys(first: int, last: int, seed: int) -> Array:
