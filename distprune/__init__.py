@@ -15,13 +15,15 @@ import importlib
 
 from distprune._version import __version__ as __version__
 
-# What type checkers take for true. The module ``typing`` is not imported for it: this file runs
-# before ``python -m distprune`` takes the current folder off the path.
+# Type checkers take this name for true. The module ``typing`` is not imported for it, because this
+# file runs before ``python -m distprune`` takes the current folder off the path.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from distprune._public import *
+    from distprune._public import _compute_norm as _compute_norm
+    from distprune._public import _compute_nparams_toprune as _compute_nparams_toprune
+    from distprune._public import _validate_pruning_amount as _validate_pruning_amount
+    from distprune._public import _validate_pruning_amount_init as _validate_pruning_amount_init
 
 __all__ = [
     "BasePruningMethod",
@@ -60,7 +62,7 @@ __all__ = [
 ]
 
 
-_OF_TORCH = (  # private there, but programs call them
+_OF_TORCH = (  # private in torch.nn.utils.prune, but programs call them
     "_compute_norm",
     "_compute_nparams_toprune",
     "_validate_pruning_amount",
@@ -68,16 +70,19 @@ _OF_TORCH = (  # private there, but programs call them
 )
 
 
-def __getattr__(name: str) -> Any:
-    """Import the library when a name of it is first used.
+if not TYPE_CHECKING:  # a checker would take any name for one of the library
 
-    The command line is a part of this package, and its ``--help`` need not wait seconds for torch.
-    """
-    if name not in __all__ and name not in _OF_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("distprune._public"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        """Import the library when one of its names is first used.
+
+        The command line is a part of this package, and its ``--help`` need not wait seconds for
+        torch.
+        """
+        if name not in __all__ and name not in _OF_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module("distprune._public"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,42 +1,46 @@
-"""Every public name of the library, in one place: what ``import distprune`` gives on first use."""
+"""Every public name of the library: what ``import distprune`` gives on first use.
 
-# ruff: noqa: F401
+``import x as x`` exports a name to type checkers; see ``distprune/__init__.py``.
+"""
 
-from distprune import checkpoint, schedule
-from distprune._common.amount import resolve_count as _compute_nparams_toprune
-from distprune._common.amount import validate_amount as _validate_pruning_amount_init
-from distprune._common.amount import validate_count as _validate_pruning_amount
-from distprune._common.naming import NamedParameter
-from distprune.api.global_unstructured import global_unstructured
-from distprune.api.local import (
-    custom_from_mask,
-    identity,
-    is_pruned,
-    l1_unstructured,
-    ln_structured,
-    random_structured,
-    random_unstructured,
-    remove,
-)
-from distprune.api.mask_files import save_masks
-from distprune.api.mask_loading import load_masks
-from distprune.api.select import select
-from distprune.api.wrap_later import masks_aside, shard_masks
-from distprune.api.zeros import masks_from_zeros
-from distprune.call.report import MaskLoadingReport, ParameterReport, PruningReport
-from distprune.methods.base import BasePruningMethod, PruningContainer
-from distprune.methods.builtin import (
-    CustomFromMask,
-    Identity,
-    L1Unstructured,
-    LnStructured,
-    RandomStructured,
-    RandomUnstructured,
-)
-from distprune.methods.builtin import compute_norm as _compute_norm
-from distprune.verification.report import (
-    VerificationError,
-    VerificationReport,
-    VerifiedParameter,
-)
-from distprune.verification.verifying import verify
+from distprune import checkpoint as checkpoint
+from distprune import schedule as schedule
+from distprune._common import amount
+from distprune._common.naming import NamedParameter as NamedParameter
+from distprune.api.global_unstructured import global_unstructured as global_unstructured
+from distprune.api.local import custom_from_mask as custom_from_mask
+from distprune.api.local import identity as identity
+from distprune.api.local import is_pruned as is_pruned
+from distprune.api.local import l1_unstructured as l1_unstructured
+from distprune.api.local import ln_structured as ln_structured
+from distprune.api.local import random_structured as random_structured
+from distprune.api.local import random_unstructured as random_unstructured
+from distprune.api.local import remove as remove
+from distprune.api.mask_files import save_masks as save_masks
+from distprune.api.mask_loading import load_masks as load_masks
+from distprune.api.select import select as select
+from distprune.api.wrap_later import masks_aside as masks_aside
+from distprune.api.wrap_later import shard_masks as shard_masks
+from distprune.api.zeros import masks_from_zeros as masks_from_zeros
+from distprune.call.report import MaskLoadingReport as MaskLoadingReport
+from distprune.call.report import ParameterReport as ParameterReport
+from distprune.call.report import PruningReport as PruningReport
+from distprune.methods import builtin
+from distprune.methods.base import BasePruningMethod as BasePruningMethod
+from distprune.methods.base import PruningContainer as PruningContainer
+from distprune.methods.builtin import CustomFromMask as CustomFromMask
+from distprune.methods.builtin import Identity as Identity
+from distprune.methods.builtin import L1Unstructured as L1Unstructured
+from distprune.methods.builtin import LnStructured as LnStructured
+from distprune.methods.builtin import RandomStructured as RandomStructured
+from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
+from distprune.verification.report import VerificationError as VerificationError
+from distprune.verification.report import VerificationReport as VerificationReport
+from distprune.verification.report import VerifiedParameter as VerifiedParameter
+from distprune.verification.verifying import verify as verify
+
+# Private in torch.nn.utils.prune, but programs call them.
+_compute_norm = builtin.compute_norm
+_compute_nparams_toprune = amount.resolve_count
+_validate_pruning_amount = amount.validate_count
+_validate_pruning_amount_init = amount.validate_amount

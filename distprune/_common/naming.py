@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 
-class NamedParameter(tuple):
+class NamedParameter(tuple[nn.Module, str]):
     """A (module, name) pair, as torch.nn.utils.prune takes them, that knows its full name.
 
     Attributes:
@@ -28,7 +28,7 @@ class NamedParameter(tuple):
     def with_places(self, places: Iterable[tuple[nn.Module, str]]) -> NamedParameter:
         """The same pair, for a parameter that is tied."""
         pair = NamedParameter(*self, self.fqn)
-        pair.places = tuple(tuple(place) for place in places)
+        pair.places = tuple((module, name) for module, name in places)
         return pair
 
 

@@ -13,7 +13,7 @@ for batch in loader:
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distprune.schedule.functions import Cubic, Function, Linear, OneShot, Schedule
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["Cubic", "Function", "Linear", "OneShot", "Schedule", "ScheduledPruner"]
 
 
-def __getattr__(name: str) -> Any:
-    """The functions of a schedule can be had, and recipes read, without importing torch."""
-    if name != "ScheduledPruner":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = importlib.import_module("distprune.schedule.pruner").ScheduledPruner
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker would take any name for one of this module
+
+    def __getattr__(name: str) -> object:
+        """Import ScheduledPruner on first use: schedules and recipes work without torch."""
+        if name != "ScheduledPruner":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = importlib.import_module("distprune.schedule.pruner").ScheduledPruner
+        globals()[name] = value
+        return value

@@ -1,0 +1,157 @@
+"""What mypy --strict says of programs that use the public names: right ones pass, wrong ones fail.
+
+A line of a program that must be an error ends in ``# E:`` and a part of the error's text. Every
+other line must have none.
+"""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distprune
+
+ROOT = Path(distprune.__file__).parents[1]
+HEADER = """\
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import distprune as prune
+
+model: nn.Module = nn.Linear(2, 2)
+pairs = prune.select(model)
+"""
+PROGRAMS = {
+    "names": """\
+prune.nonsense  # E: Module has no attribute "nonsense"
+prune.schedule.nonsense  # E: Module has no attribute "nonsense"
+prune.checkpoint.nonsense  # E: Module has no attribute "nonsense"
+version: str = prune.__version__
+norms: Tensor = prune._compute_norm(torch.ones(2, 2), 2, 0)
+""",
+    "select": """\
+for module, name in prune.select(model, exclude="head", types=nn.Linear):
+    module.eval()
+    name.upper()
+    name.nonsense()  # E: "str" has no attribute "nonsense"
+fqn: str = pairs[0].fqn
+prune.select(model, excluded="head")  # E: Unexpected keyword argument "excluded"
+prune.select(3)  # E: has incompatible type "int"; expected Module
+""",
+    "global_unstructured": """\
+report = prune.global_unstructured(pairs, pruning_method=prune.L1Unstructured, amount=0.5)
+sparsity: float = report.sparsity
+report.nonsense  # E: "PruningReport" has no attribute "nonsense"
+plain = [(model, "weight")]
+scores = {(model, "weight"): torch.ones(2, 2)}
+prune.global_unstructured(plain, prune.RandomUnstructured, scores, amount=3, min_sparsity=0.1)
+prune.global_unstructured(pairs, prune.L1Unstructured, ammount=0.5)  # E: No overload variant
+prune.global_unstructured(pairs, prune.L1Unstructured, amount="a")  # E: No overload variant
+prune.global_unstructured(pairs, prune.L1Unstructured)  # E: No overload variant
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, gruop=None)  # E: No overload
+prune.global_unstructured(pairs, nn.Linear, amount=0.5)  # E: has incompatible type "type[Linear]"
+prune.global_unstructured([model], prune.L1Unstructured, amount=0.5)  # E: List item 0 has
+""",
+    "methods": """\
+class Threshold(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, limit: float, *, factor: float = 1.0) -> None:
+        self.limit = limit * factor
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        return default_mask * (t.abs() >= self.limit)
+
+prune.global_unstructured(pairs, Threshold, limit=0.1)
+prune.global_unstructured(pairs, Threshold, limit=0.1, factor=2.0, group=None)
+prune.global_unstructured(pairs, Threshold, limit="a")  # E: No overload variant
+prune.global_unstructured(pairs, prune.Identity, pipeline_parallel=True)
+
+def prune_by(method: type[prune.BasePruningMethod], arguments: dict[str, Any]) -> None:
+    prune.global_unstructured(pairs, method, amount=3, max_sparsity={"weight": 0.5})
+    prune.global_unstructured(pairs, method, **arguments)
+""",
+    "local": """\
+layer = nn.Linear(2, 2)
+pruned: nn.Module = prune.l1_unstructured(layer, "weight", amount=0.5)
+prune.ln_structured(layer, "weight", 1, n=2, dim=0)
+prune.custom_from_mask(layer, "bias", torch.ones(2))
+prune.remove(layer, "bias")
+is_pruned: bool = prune.is_pruned(layer)
+prune.l1_unstructured(layer, "weight", amuont=1)  # E: Unexpected keyword argument "amuont"
+prune.l1_unstructured(layer, 0, amount=1)  # E: has incompatible type "int"; expected "str"
+""",
+    "schedule": """\
+cubic = prune.schedule.Cubic(begin=0, end=1000, frequency=100, final_sparsity=0.8)
+pruner = prune.schedule.ScheduledPruner(pairs, cubic)
+step = pruner.step()
+step.sparsity  # E: has no attribute "sparsity"
+if step is not None:
+    print(step.sparsity)
+prune.schedule.Cubic(begin=0, ends=3)  # E: Unexpected keyword argument "ends"
+""",
+    "verify": """\
+found: prune.VerificationReport = prune.verify(model, expected=pairs)
+entries: tuple[prune.VerifiedParameter, ...] = found.parameters
+try:
+    prune.verify(model, reference=True)
+except prune.VerificationError as error:
+    print(error.report.ok)
+prune.verify(model, accepted=True)  # E: Unexpected keyword argument "accepted"
+""",
+    "files": """\
+prune.save_masks(model, "masks.safetensors")
+loaded: prune.MaskLoadingReport = prune.load_masks(model, "masks.safetensors")
+state: dict[str, Any] = prune.checkpoint.get_state_dict(model)
+prune.checkpoint.load("folder", model, unmasked="ignore")  # E: incompatible type
+dense: dict[str, Any] = prune.checkpoint.fold(model.state_dict())
+with prune.masks_aside(model):
+    pass
+num_sharded: int = prune.shard_masks(model)
+""",
+}
+ERROR = re.compile(r"^(\w+)\.py:(\d+): error: (.*)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """What mypy says of all programs: {(program, line): texts}."""
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed; it is in the extra 'lint'")
+    folder = tmp_path_factory.mktemp("programs")
+    for name, program in PROGRAMS.items():
+        (folder / f"program_{name}.py").write_text(HEADER + program)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary"]
+    command += ["--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache' / 'programs'}"]
+    done = subprocess.run(
+        [*command, *sorted(path.name for path in folder.glob("*.py"))],
+        cwd=folder,
+        env={"PATH": "", "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    texts: dict[tuple[str, int], str] = {}
+    for file, line, text in ERROR.findall(done.stdout):
+        key = file.removeprefix("program_"), int(line)
+        texts[key] = texts.get(key, "") + text
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_strict_checker_finds_the_mistakes_and_nothing_else(errors, name):
+    lines = (HEADER + PROGRAMS[name]).splitlines()
+    for number, line in enumerate(lines, start=1):
+        code, _, expected = line.partition("  # E: ")
+        text = errors.get((name, number))
+        if not expected:
+            assert text is None, f"{code}\n{text}"
+        else:
+            assert text is not None and expected in text, f"{code}\n{text}"
