@@ -15,6 +15,15 @@ _WEYL = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
+def draw_seed(generator: torch.Generator | None = None) -> Tensor:
+    """Draw the seed of random scores: int64 [1], on the CPU.
+
+    Args:
+        generator: of the CPU; None: torch's default one.
+    """
+    return torch.randint(2**62, (1,), dtype=torch.int64, device="cpu", generator=generator)
+
+
 def hash_keys(indices: Tensor, seed: int) -> Tensor:
     """63 well-mixed bits per index: the finaliser of SplitMix64 over a Weyl sequence.
 

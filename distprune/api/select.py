@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +10,7 @@ from torch import nn
 
 from distprune._common.lost import lost_mask
 from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.patterns import matcher
 from distprune._common.pruned_form import mask_key, orig_key
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
@@ -82,8 +81,8 @@ def select(
             known.append(fqn)
             group = groups.setdefault(key, _Names())
             group.places.append(NamedParameter(module, name, fqn))
-            included = _matches(include or (), path, fqn, used)
-            group.is_excluded |= _matches(exclude, path, fqn, used)
+            included = _matches(include or (), fqn, used)
+            group.is_excluded |= _matches(exclude, fqn, used)
             if types is not None and not isinstance(module, types):
                 continue
             if include is None and types is None:
@@ -147,19 +146,13 @@ def _find(
     return None
 
 
-def _matches(patterns: Iterable[str], module: str, parameter: str, used: set[str]) -> bool:
+def _matches(patterns: Iterable[str], parameter: str, used: set[str]) -> bool:
     found = False
     for pattern in patterns:
-        if any(_matches_one(pattern, name) for name in (module, parameter)):
+        if matcher(pattern)(parameter):
             used.add(pattern)
             found = True
     return found
-
-
-def _matches_one(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _looks_like_norm(module: nn.Module, ndim: int) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count
 from distprune._common.collectives import Communicator
+from distprune._common.hashing import draw_seed
 from distprune._common.memory import INTEGERS
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.selection.candidates import Candidates, KeySource, PartCut
@@ -47,11 +48,7 @@ def random_decision(call: PruningCall, amount: Amount) -> Decision:
     Every rank draws one number from torch's default CPU generator; the leader's
     is the seed of all.
     """
-    seed = int(
-        call.communicator.leader_of(
-            1, lambda: torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
-        )[0]
-    )
+    seed = int(call.communicator.leader_of(1, draw_seed)[0])
 
     def prepare() -> tuple[KeyRange, list[KeySource]]:
         sources: list[KeySource] = []

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from distprune._common.float_formats import PLAIN_FLOATS, magnitude_mask, unsigned_type
-from distprune._common.hashing import hash_keys
+from distprune._common.hashing import draw_seed, hash_in_place
+from distprune._common.memory import Scratch
 
 Array = np.ndarray
 
@@ -106,23 +107,21 @@ def _widened(bits: Array, dtype: str, width: int) -> Array:
 
 
 def random_keys(first: int, last: int, seed: int) -> Array:
-    """Hashes of the indices [first, last): what a random pruning of the library ranks by.
+    """Hashes of the indices [first, last), by which ``RandomUnstructured`` ranks.
 
     Args:
         seed: as :func:`hash_seed` returns it.
     """
-    keys = np.empty(last - first, dtype=np.int64)
-    for start in range(first, last, _HASHED):
-        stop = min(start + _HASHED, last)
-        hashes = hash_keys(torch.arange(start, stop), seed)
-        keys[start - first : stop - first] = hashes.numpy()
+    keys = np.arange(first, last, dtype=np.int64)
+    scratch = Scratch()
+    for start in range(0, len(keys), _HASHED):
+        hash_in_place(keys[start : start + _HASHED], seed, scratch)
     return keys.view(np.uint64)
 
 
 def hash_seed(seed: int) -> int:
-    """What the library's random pruning draws after ``torch.manual_seed(seed)``."""
-    generator = torch.Generator().manual_seed(seed)
-    return int(torch.randint(2**62, (1,), dtype=torch.int64, generator=generator))
+    """The seed of hashes that ``RandomUnstructured`` draws after ``torch.manual_seed(seed)``."""
+    return int(draw_seed(torch.Generator().manual_seed(seed)))
 
 
 def lowest_in_rows(keys: Array, k: int) -> Array:
