@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from distprune.files.disk import locking
+from distprune.files.disk import lock_owner, locking
 from distprune.files.disk.locking import Lock
 from distprune.files.errors import OutputError
 from helpers.disk_crashes import run_forked
@@ -69,8 +69,8 @@ def elsewhere(**more):
 def here(**more):
     return {
         "host": socket.gethostname(),
-        "boot": locking._boot_id(),
-        "processes": locking._process_namespace(),
+        "boot": lock_owner.boot_id(),
+        "processes": lock_owner.process_namespace(),
         "pid": DEAD,
         "token": "x",
         **more,
