@@ -24,8 +24,9 @@ from distprune.files.checkpoints.mask_files import (
     open_masks,
     read_keep,
 )
-from distprune.files.disk.access import WRITE, OpenFiles, copy_range, read_into, write_from
+from distprune.files.disk.access import WRITE
 from distprune.files.disk.destination import resolve_destination
+from distprune.files.disk.open_files import OpenFiles, copy_range, read_into, write_from
 from distprune.files.errors import CheckpointError, headline
 from distprune.files.formats.header import TensorEntry, read_header
 from distprune.files.ranking.units import CopyUnit, Span, copy_units

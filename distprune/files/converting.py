@@ -29,15 +29,8 @@ from distprune.files.checkpoints.pickled_names import (
     locate_pickles,
     output_name,
 )
-from distprune.files.disk.access import (
-    OpenFiles,
-    allocate,
-    copy_range,
-    sync_folder,
-    write_atomically,
-    write_from,
-    writing,
-)
+from distprune.files.disk.access import sync_folder, write_atomically, writing
+from distprune.files.disk.allocation import allocate
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import (
     ascii_name,
@@ -47,6 +40,7 @@ from distprune.files.disk.listing import (
     unreadable,
 )
 from distprune.files.disk.locking import Lock
+from distprune.files.disk.open_files import OpenFiles, copy_range, write_from
 from distprune.files.disk.space import check_free_bytes
 from distprune.files.errors import CheckpointError, Interrupted, OutputError, headline
 from distprune.files.formats.header import load_json, read_header

@@ -14,8 +14,8 @@ from typing import Any
 
 from distprune._common.collectives import Communicator, world
 from distprune.files.checkpoints.mask_files import mask_layout
-from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.destination import resolve_destination
+from distprune.files.disk.open_files import OpenFiles
 from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.ranking.deciding import Decision, bytes_to_count, decide
 from distprune.files.ranking.streaming import Source

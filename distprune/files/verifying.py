@@ -27,7 +27,7 @@ from distprune.files.checks.claims import (
 from distprune.files.checks.contents import Contents, expected_sizes, look_through
 from distprune.files.checks.findings import Findings
 from distprune.files.checks.side_by_side import SideBySide
-from distprune.files.disk.access import OpenFiles
+from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.ranking.deciding import Decision

@@ -203,7 +203,7 @@ def check_result(source: Path, destination: Path) -> str:
 
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.checkpoints.mask_files import open_masks, read_keep
-    from distprune.files.disk.access import OpenFiles
+    from distprune.files.disk.open_files import OpenFiles
 
     checkpoint, masks = open_checkpoint(source), open_masks(destination)
     entries = {entry.name: entry for entry in checkpoint.tensors}

@@ -79,7 +79,7 @@ def test_verify_finds_an_exchange_in_a_group(tmp_path, change):
 def exchange(source, target, back, out):
     """Keep an element of one tensor, and prune one of another."""
     from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks, read_keep
-    from distprune.files.disk.access import OpenFiles
+    from distprune.files.disk.open_files import OpenFiles
 
     masks, files = open_masks(target), OpenFiles(0)
     for name, is_kept in ((back, False), (out, True)):

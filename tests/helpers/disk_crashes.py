@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from distprune.files.disk import access as disk
+from distprune.files.disk import allocation
 
 STEPS = (
     "chmod",
@@ -59,7 +59,7 @@ class Steps:
 
 
 def _owner(name):
-    return disk if name == "fallocate" else os
+    return allocation if name == "fallocate" else os
 
 
 def kill_self():

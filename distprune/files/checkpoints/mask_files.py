@@ -18,7 +18,7 @@ import numpy as np
 from distprune._common import mask_bits
 from distprune._common.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
-from distprune.files.disk.access import OpenFiles, read_into, write_from
+from distprune.files.disk.open_files import OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import TensorEntry, WeightFile, load_json, read_header
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.formats.header import TensorEntry
 
 _CHUNK = 4 << 20  # bytes

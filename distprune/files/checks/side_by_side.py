@@ -10,7 +10,7 @@ import numpy as np
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, MaskLayout, read_keep
 from distprune.files.checks.boundary import Boundary
 from distprune.files.checks.findings import Findings
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.groups import Groups, groups_of

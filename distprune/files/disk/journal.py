@@ -13,7 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from distprune.files.disk.access import OpenFiles, read_small, write_all, writing
+from distprune.files.disk.access import read_small, write_all, writing
+from distprune.files.disk.open_files import OpenFiles
 
 # How much may have to be done again after a kill.
 _FLUSH_BYTES = 1 << 28

@@ -1,15 +1,15 @@
 """One run at a time on a destination, on file systems with ``flock`` and on those without.
 
-[Note: lock] A lock file beside the destination names its owner: host, boot id, pid, and a token that
-is drawn for each run. The owner also holds ``flock`` on the file where the file system supports it,
+[Note: lock] A lock file beside the destination names its owner: host, boot id, pid, and a token
+that is drawn for each run. The owner also holds ``flock`` on the file where the file system has it,
 and rewrites the file every ten seconds: its heartbeat.
 
 - The system releases ``flock`` when a process ends, however it ends. A file that another process
   holds is in use; a file that nobody holds and that a process of this machine wrote is free.
-- Some file systems have no ``flock`` (ENOLCK, ENOSYS or EOPNOTSUPP), and some have it for one machine
-  only. There an owner on this machine has ended when no process has its pid. Any other owner, as on
-  another machine, counts as ended when its heartbeat is two minutes old. Both times come from the
-  file system, so the clocks of the machines do not matter.
+- Some file systems have no ``flock`` (ENOLCK, ENOSYS or EOPNOTSUPP), and some have it for one
+  machine only. There an owner on this machine has ended when no process has its pid. Any other
+  owner counts as ended when its heartbeat is two minutes old. Both times come from the file system,
+  so the clocks of the machines do not matter.
 - An owner that finds another token in the file stops. If two runs take over the same lock at the
   same time, one of them stops; until then both write the same bytes.
 

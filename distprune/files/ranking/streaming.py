@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.errors import NaNError
 from distprune.files.planning import Plan
 from distprune.files.ranking.scores import (

@@ -29,18 +29,17 @@ from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.disk.access import (
     NEW,
     WRITE,
-    OpenFiles,
-    allocate,
     check_own_file,
     read_small,
     sync_folder,
     write_atomically,
-    write_from,
     writing,
 )
+from distprune.files.disk.allocation import allocate
 from distprune.files.disk.destination import partial_folders
 from distprune.files.disk.journal import is_journal, next_run, read_records, sealed, unsealed
 from distprune.files.disk.locking import Lock
+from distprune.files.disk.open_files import OpenFiles, write_from
 from distprune.files.disk.space import check_free_bytes, folder_bytes, missing_bytes
 from distprune.files.errors import OutputError, format_size
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE

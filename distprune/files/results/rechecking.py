@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from distprune.files.checkpoints.mask_files import MASK_FILE
-from distprune.files.disk.access import OpenFiles, read_into
+from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
 from distprune.files.ranking.units import CopyUnit, Unit
 from distprune.files.results.task import Task

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from distprune._common.collectives import attempt
-from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.journal import Journal
+from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, format_size
 from distprune.files.ranking.units import CopyUnit, Unit, share_out
 from distprune.files.reports.report import RunFacts

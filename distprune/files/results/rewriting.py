@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
-from distprune.files.disk.access import WRITE, OpenFiles, copy_range, write_from
+from distprune.files.disk.access import WRITE
+from distprune.files.disk.open_files import OpenFiles, copy_range, write_from
 from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
