@@ -2,6 +2,10 @@
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make test    lint, then run all tests
+#   make quick   run the unit tests that start no processes, in about a minute
+#   make lint    check style, spelling and types
+#   make docs    build the documentation into build/docs; warnings are errors
+#   make dist    build a wheel and a source distribution into dist/
 #   make test TORCH=2.15.0   the same with that torch, in a .venv-torch2.15.0 of its own
 #   make bench   measure time, memory and communication, and compare them with bounds
 #   make clean   delete the .venvs and everything that was made
@@ -15,7 +19,7 @@ NPROC ?= 2
 # Two workers: most tests run processes of their own.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help prune test lint bench clean
+.PHONY: help prune test quick lint docs dist bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "== installing into $(VENV), with the versions in constraints.txt$(TORCH:%= but torch %)"
 	$(PYTHON) -m venv $(VENV)
 	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[lint,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs,lint,test]'
 	@touch $@
 
 prune: $(READY)
@@ -36,14 +40,32 @@ lint: $(READY)
 	@echo "== linting"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell .
 
 test: lint
 	@echo "== testing"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(READY)
+	@echo "== testing what starts no processes"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/unit tests/docs
+
+# The scripts make what pages include: a trace of one call, and the help of every command.
+# Material warns about a coming MkDocs 2, which `make docs` does not install.
+docs: $(READY)
+	@echo "== building the documentation into build/docs"
+	$(BIN)/python docs/trace_of_a_call.py build/docs_parts/trace_of_a_call.txt
+	$(BIN)/python docs/help_of_commands.py build/docs_parts/help_of_commands.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/docs
+	@echo "open build/docs/index.html"
+
+dist: $(READY)
+	@echo "== building a wheel and a source distribution into dist/"
+	$(BIN)/python -m build --outdir dist .
 
 bench: $(READY)
 	@echo "== measuring"
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch* runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch* runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

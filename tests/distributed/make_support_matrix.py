@@ -1,4 +1,4 @@
-"""Make the README's support matrix from what tests/distributed/test_matrix.py measured.
+"""Make the support matrix of the documentation from what tests/distributed/test_matrix.py measured.
 
 python tests/distributed/make_support_matrix.py [matrix.json]
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "support.md"
 MEASURED = ROOT / "tests" / "distributed" / "matrix.json"
 START, END = "<!-- matrix -->", "<!-- /matrix -->"
 NAMES = {
@@ -59,19 +59,19 @@ def table(measured: dict) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, measured: dict) -> str:
-    """A README with a new matrix between its markers."""
-    before, _, rest = readme.partition(START)
+def with_table(page: str, measured: dict) -> str:
+    """A page with a new matrix between its markers."""
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     return f"{before}{START}\n{table(measured)}\n{END}{after}"
 
 
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else MEASURED
-    readme = README.read_text()
-    if START not in readme or END not in readme:
-        sys.exit(f"{README} has no {START} and {END} to put the matrix between")
-    README.write_text(with_table(readme, json.loads(path.read_text())))
+    page = PAGE.read_text()
+    if START not in page or END not in page:
+        sys.exit(f"{PAGE} has no {START} and {END} to put the matrix between")
+    PAGE.write_text(with_table(page, json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

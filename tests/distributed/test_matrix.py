@@ -1,8 +1,8 @@
 """The support matrix: every wrapper and world size, trained ten steps beside one process.
 
 ``pytest tests/distributed/test_matrix.py --write-matrix tests/distributed/matrix.json`` writes
-what was measured; ``python tests/distributed/make_support_matrix.py`` makes the README's table
-from it.
+what was measured; ``python tests/distributed/make_support_matrix.py`` makes the table of
+docs/support.md from it.
 """
 
 import json
@@ -54,12 +54,12 @@ def test_ten_steps_equal_one_process(wrapping, record_property):
         record_property("matrix", result)
 
 
-def test_the_readme_has_the_matrix_that_was_measured():
+def test_the_documentation_has_the_matrix_that_was_measured():
     measured = json.loads(make_support_matrix.MEASURED.read_text())
     covered = {result["wrapping"] for result in measured["results"]}
     assert covered == set(wrappings.TRAINED), "run this file with --write-matrix"
-    readme = make_support_matrix.README.read_text()
-    assert make_support_matrix.START in readme
-    assert make_support_matrix.with_table(readme, measured) == readme, (
+    page = make_support_matrix.PAGE.read_text()
+    assert make_support_matrix.START in page
+    assert make_support_matrix.with_table(page, measured) == page, (
         "run python tests/distributed/make_support_matrix.py"
     )

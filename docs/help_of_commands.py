@@ -1,0 +1,54 @@
+"""Write the help of every command as Markdown, for docs/command_line.md.
+
+python docs/help_of_commands.py [FILE]
+
+``make docs`` runs it, so that the page cannot differ from the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+
+WIDTH = 96
+COMMANDS = (
+    "plan", "prune", "apply", "convert", "inspect", "verify", "diff",
+    "recipe ls", "recipe show", "recipe schema", "env", "selftest",
+)  # fmt: skip
+
+
+def help_of(command: str) -> str:
+    """What ``distprune COMMAND --help`` prints to a pipe."""
+    from distprune.cli.main import main
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        main([*command.split(), "--help"])
+    lines = (line.rstrip() for line in output.getvalue().splitlines())
+    return "\n".join(lines).strip("\n")
+
+
+def as_markdown() -> str:
+    """A section for every command."""
+    return "\n".join(
+        f"## distprune {command}\n\n```text\n{help_of(command)}\n```\n" for command in COMMANDS
+    )
+
+
+def main() -> None:
+    # Before the command line is imported: rich and typer read these once.
+    os.environ |= {"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": str(WIDTH), "NO_COLOR": "1"}
+    text = as_markdown()
+    if len(sys.argv) > 1:
+        path = Path(sys.argv[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
