@@ -1,0 +1,204 @@
+"""Every Python block of the README and the documentation runs; every command in them exists."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from examples_of_pages import DOCS, ROOT, blocks_of, pages, run_blocks
+
+from distprune.testing import run_ranks
+
+MOST_SKIPPED = 1
+PYTHON = [page for page in pages() if blocks_of(page, "python")]
+SHELL = [page for page in pages() if blocks_of(page, "bash", "console", "sh")]
+TESTED_PROGRAMS = (ROOT / "tests" / "launch" / "test_examples.py").read_text()
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def runnable(page):
+    """Blocks that are no file, and are not skipped."""
+    return [
+        block
+        for block in blocks_of(page, "python")
+        if block.included_file is None and not block.how.startswith(("skip:", "file="))
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A current folder for examples, with what they read of the checkout."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    return tmp_path
+
+
+@pytest.fixture
+def clean_process(monkeypatch):
+    """What an example leaves in the environment, and in accelerate, is taken back."""
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+def test_python_blocks_run(page, folder, clean_process):
+    blocks = runnable(page)
+    for num_ranks in sorted({block.num_ranks for block in blocks}):
+        ours = [block for block in blocks if block.num_ranks == num_ranks]
+        if num_ranks == 1:
+            run_blocks(ours, folder)
+        else:
+            run_ranks(run_blocks, num_ranks, ours, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+def test_blocks_that_are_test_files_pass(page, tmp_path):
+    for block in blocks_of(page, "python"):
+        if block.how.startswith("file="):
+            (tmp_path / block.how.removeprefix("file=")).write_text(block.code)
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                cwd=tmp_path,
+            )
+            assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+def test_python_blocks_parse_and_programs_in_them_are_tested(page):
+    for block in blocks_of(page, "python"):
+        if block.included_file is None:
+            ast.parse(block.code, block.page)
+        else:
+            assert (ROOT / block.included_file).is_file(), block
+            assert os.path.basename(block.included_file) in TESTED_PROGRAMS, (
+                f"{block}: {block.included_file} is not run by tests/launch/test_examples.py"
+            )
+
+
+def test_few_blocks_are_skipped_and_each_says_why():
+    skipped = [
+        block
+        for page in PYTHON
+        for block in blocks_of(page, "python")
+        if block.how.startswith("skip:")
+    ]
+    assert len(skipped) <= MOST_SKIPPED, [str(block) for block in skipped]
+    assert all(len(block.how.removeprefix("skip:").split()) >= 4 for block in skipped)
+
+
+def commands_of(page):
+    """The commands in the shell blocks of a page, as lists of words, with their places."""
+    for block in blocks_of(page, "bash", "console", "sh"):
+        for number, line in enumerate(block.code.replace("\\\n", " ").splitlines(), block.line):
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                del words[0]  # an environment variable
+            if words:
+                yield f"{block.page}:{number}", words
+
+
+@pytest.mark.parametrize("page", SHELL, ids=name_of)
+def test_commands_exist(page):
+    for place, words in commands_of(page):
+        problem = problem_of(words)
+        assert problem is None, f"{place}: {' '.join(words)}: {problem}"
+
+
+def problem_of(words):
+    """What is wrong with a command; None if nothing is."""
+    if "distprune" in words[:6] and words[0] in ("torchrun", "python"):
+        return problem_of_distprune(words[words.index("distprune") + 1 :])
+    match words:
+        case ["distprune", *arguments]:
+            return problem_of_distprune(arguments)
+        case ["make", *targets]:
+            return problem_of_make(targets)
+        case ["pip", "install", *_, what]:
+            return problem_of_install(what)
+        case ["python", "-m", "pytest" | "mkdocs" | "http.server" | "build", *_]:
+            return None
+        case ["python", script, *_] | [script, *_] if "/" in script:
+            files = [script, *(word for word in words if word.startswith(("examples/", "tests/")))]
+            missing = [file for file in files if not (ROOT / file).exists()]
+            return f"no {', '.join(missing)}" if missing else None
+        case ["pre-commit" | "git", *_]:
+            return None
+    return "an unknown program"
+
+
+def problem_of_distprune(arguments):
+    """Parse arguments as the command line does, without running the command."""
+    import typer
+
+    from distprune.cli import app
+
+    if arguments[:1] == ["selftest"]:  # argparse
+        return None if len(arguments) == 1 else "selftest is documented without options"
+    if any(argument.startswith("--install") for argument in arguments):
+        return "write of it in the text: to parse it is to install it"
+    command = typer.main.get_command(app.app)
+    try:
+        context = command.make_context("distprune", list(arguments), resilient_parsing=False)
+        while hasattr(command, "resolve_command"):
+            # A name that begins with an underscore since click 8.2.
+            rest = getattr(context, "_protected_args", None) or context.protected_args
+            name, command, arguments = command.resolve_command(context, [*rest, *context.args])
+            context = command.make_context(name, list(arguments), parent=context)
+    except typer.Exit:  # an option such as --version
+        return None
+    except app._ParserError as error:
+        return error.format_message()
+    return None
+
+
+def problem_of_make(words):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    unknown = [word for word in words if "=" not in word and word not in targets]
+    return f"no target {', '.join(unknown)}" if unknown else None
+
+
+def problem_of_install(what):
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    match = re.fullmatch(r"(?:-e )?\.(?:\[([\w,]+)\])?", what)
+    if match is None:
+        return "the project is installed from a checkout: pip install ."
+    known = re.findall(r"^(\w+) = ", extras, re.MULTILINE)
+    unknown = set((match[1] or "").split(",")) - {"", *known}
+    return f"no extra {', '.join(unknown)}" if unknown else None
+
+
+def test_a_wrong_command_is_noticed():
+    assert problem_of(["distprune", "prune", "a", "b", "--sparsty", "0.5"])
+    assert problem_of(["distprune", "prun", "a", "b"])
+    assert problem_of(["distprune", "--install-completion"])
+    assert problem_of(["make", "tets"])
+    assert problem_of(["pip", "install", ".[clii]"])
+    assert problem_of(["launch/torchrun.sh", "examples/nothing.py"])
+    assert problem_of(["distprune", "prune", "a", "b", "--sparsity", "0.5"]) is None
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_no_page_is_missing_from_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    missing = [
+        page for page in DOCS.rglob("*.md") if f"{page.relative_to(DOCS)}\n" not in navigation
+    ]
+    assert not missing
