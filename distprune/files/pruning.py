@@ -21,8 +21,10 @@ from distprune.files.ranking.deciding import Decision, bytes_to_count, decide
 from distprune.files.ranking.streaming import Source
 from distprune.files.ranking.units import copy_units, prune_units
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports.building import make_report
 from distprune.files.reports.model_card import card_of
-from distprune.files.reports.report import Report, RunFacts, make_report, parse_report
+from distprune.files.reports.report import Report, RunFacts
+from distprune.files.reports.stored import parse_report
 from distprune.files.results.partial import Partial
 from distprune.files.results.resuming import carry_out, versions
 from distprune.files.results.rewriting import Rewriter
@@ -115,7 +117,8 @@ def prune(
     )
     work = _Pruning(team, plan, task)
     try:
-        return parse_report(*carry_out(team, task, work, target, take_over=take_over, tell=tell))
+        result, run = carry_out(team, task, work, target, take_over=take_over, tell=tell)
+        return parse_report(result, run)
     finally:
         work.close()
 

@@ -1,7 +1,7 @@
 """``verify``: compare a pruned checkpoint with its source, byte by byte.
 
-Of what the run that made it has left, only the recipe is believed, and the masks are taken for
-a claim. Everything else is derived again: which tensors the recipe selects, how many elements go,
+Of what the run left behind, only the recipe is trusted; the masks are a claim to be checked.
+Everything else is derived again: which tensors the recipe selects, how many elements are pruned,
 whether they were cut in the order of scores and where, and each number of the report.
 
  plan --units--> all ranks read source, result and masks --findings--> report --> compared
@@ -35,15 +35,10 @@ from distprune.files.ranking.searching import Cut, TensorCut
 from distprune.files.ranking.streaming import Source
 from distprune.files.ranking.units import PruneUnit, Unit, copy_units, prune_units, share_out
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports.building import derive_report
 from distprune.files.reports.model_card import card_problem
-from distprune.files.reports.report import (
-    REPORT_FILE,
-    RUN_FILE,
-    Report,
-    describe,
-    parse_report,
-    read_text,
-)
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
+from distprune.files.reports.stored import parse_report, read_text
 from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.results.placing import check_unchanged
 from distprune.files.team import Progress, Team
@@ -51,13 +46,13 @@ from distprune.files.team import Progress, Team
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        problems: all that is wrong; empty if the result is what the recipe asks for.
-        num_bytes: that were compared.
+        problems: everything that is wrong; empty if the result is what the recipe asks for.
+        num_bytes: of the source that were compared.
         num_elements: of the selected tensors.
-        num_pruned: of them, according to the masks.
+        num_pruned: of these elements, according to the masks.
     """
 
     problems: tuple[str, ...]
@@ -80,29 +75,31 @@ def verify(
 ) -> VerifyReport:
     """Check a pruned checkpoint against its source.
 
-    The destination has the files that :func:`prune` writes, in full and no others. Every byte
-    outside of the pruned elements is that of the source, and every pruned element +0; the masks
-    prune exactly as many elements as the recipe says, in all or in each group; and no pruned
-    element comes after a kept one in the order, ties included. Every value of ``report.json`` is
-    derived again from the source, the masks and the weights, and ``recipe.yaml`` is the text of
-    the recipe in it. ``run.json`` differs from run to run; it has to be possible.
+    The destination has to have the files that :func:`prune` writes, in full, and no others. Every
+    byte outside of the pruned elements has to be that of the source, and every pruned element +0;
+    the masks prune exactly as many elements as the recipe says, in all or in each group; and no
+    pruned element comes after a kept one in the order, ties included. Every value of
+    ``report.json`` is derived again from the source, the masks and the weights, and
+    ``recipe.yaml`` has to be the text of the recipe in it. ``run.json`` differs from run to run;
+    its values only have to be possible.
 
     Args:
-        destination: a folder that :func:`prune` wrote, with masks; on every rank.
+        destination: a folder that :func:`prune` wrote, with masks; visible to every rank.
         source: the checkpoint that it was made from, or a copy of it.
         communicator: of the ranks that share the work; by default of the default process group,
             or this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
-        stop: asked after every few megabytes; True on any rank stops all of them.
+        stop: called after every few megabytes; True on any rank stops all of them.
 
     Returns:
-        What was found, the same on every rank, whatever their number.
+        The report, the same on every rank, whatever their number.
 
     Raises:
-        CheckpointError: a folder cannot be read, has no masks or no report, or another source.
-        Interrupted: ``stop`` said so; nothing was changed.
+        CheckpointError: a folder cannot be read, the destination has no masks or no report, or it
+            was made from another source.
+        Interrupted: ``stop`` returned True; nothing was changed.
         RanksError: the ranks were called with different folders, or one was lost.
-        On every rank, but for a lost one.
+        Each is raised on every rank that is left.
 
     Cost: one read of source, result and masks; memory as for pruning. Communication: an
     all-reduce of 32 bytes twice a second, and some hundred bytes per tensor at the end.
@@ -118,13 +115,14 @@ def verify(
 
 
 class _Opened:
-    """Both folders, known by headers and small files alone."""
+    """Both folders: their headers and small files."""
 
     def __init__(self, folder: Path, source: str | Path) -> None:
         self.folder = folder
         _check_folder(folder)
-        self.texts = [read_text(folder, name) for name in (REPORT_FILE, RUN_FILE)]
-        self.report: Report = parse_report(*self.texts, str(folder))
+        self.report_text = read_text(folder, REPORT_FILE)
+        self.run_text = read_text(folder, RUN_FILE)
+        self.report: Report = parse_report(self.report_text, self.run_text, str(folder))
         recipe = recipe_of(self.report, str(folder))
         if not recipe.masks and not os.path.lexists(folder / MASK_FILE):
             raise CheckpointError(
@@ -143,9 +141,9 @@ class _Opened:
         entries = [tensor.entry for tensor in self.plan.tensors]
         self.layout: MaskLayout = mask_layout(entries, files)
         self.contents: Contents = look_through(folder, expected_sizes(self.plan, self.layout))
-        self.has_right_masks = self._has_right_masks()
+        self.has_expected_masks = self._has_expected_masks()
         stored = self.report.source
-        if not self.has_right_masks and any(
+        if not self.has_expected_masks and any(
             stored.get(file.name) != {"size": file.size, "header_crc32": file.header_crc}
             for file in files
         ):
@@ -154,8 +152,8 @@ class _Opened:
                 "were others."
             )
 
-    def _has_right_masks(self) -> bool:
-        """Whether the masks are where they are looked for."""
+    def _has_expected_masks(self) -> bool:
+        """Whether the mask file has the header that this plan leads to."""
         if MASK_FILE in self.contents.bad:
             return False
         with open(self.folder / MASK_FILE, "rb") as file:
@@ -174,18 +172,18 @@ class _Checking:
 
     def run(self) -> VerifyReport:
         try:
-            found = self._read()
-            problems = self._team.from_leader(self._problems, found)
+            findings = self._compare()
+            problems = self._team.from_leader(self._problems, findings)
             return VerifyReport(
-                tuple(problems), found.num_bytes, self._plan.num_elements, found.num_pruned
+                tuple(problems), findings.num_bytes, self._plan.num_elements, findings.num_pruned
             )
         finally:
             self._source.close()
             self._outputs.close()
 
-    def _read(self) -> Findings:
-        """All that the bytes tell, of all ranks."""
-        units = [each for each in self._units() if self._is_readable(each[1])]
+    def _compare(self) -> Findings:
+        """The findings of all ranks in all files."""
+        units = [(number, unit) for number, unit in self._units() if self._is_readable(unit)]
         mine = set(share_out(units, self._team.size)[self._team.index])
         total = sum(unit.num_bytes for _, unit in units)
         comparison = SideBySide(
@@ -207,7 +205,7 @@ class _Checking:
         bad = self._opened.contents.bad
         if isinstance(unit, PruneUnit):
             entries = [self._plan.tensors[span.position].entry for span in unit.spans]
-            return self._opened.has_right_masks and not any(e.file in bad for e in entries)
+            return self._opened.has_expected_masks and not any(e.file in bad for e in entries)
         return unit.name not in bad
 
     def _steps(self, units: list[Unit], comparison: SideBySide) -> Iterator[int]:
@@ -217,21 +215,21 @@ class _Checking:
             else:
                 yield from comparison.compare_copied(unit)
 
-    def _problems(self, found: Findings) -> list[str]:
+    def _problems(self, findings: Findings) -> list[str]:
         """Everything that is wrong, in an order that does not depend on the ranks."""
         opened = self._opened
         problems = list(opened.contents.problems)
-        if MASK_FILE not in opened.contents.bad and not opened.has_right_masks:
+        if MASK_FILE not in opened.contents.bad and not opened.has_expected_masks:
             problems.append(
                 f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
             )
-        problems += found.problems()
+        problems += findings.problems()
         if all(self._is_readable(unit) for unit in prune_units(self._plan)):
-            problems += found.count_problems()
-            of_report = self._report_problems(found)
-            problems += of_report
-            # The card tells of the numbers of the report.
-            if not of_report and CARD_FILE not in opened.contents.bad:
+            problems += findings.count_problems()
+            problems_of_report = self._report_problems(findings)
+            problems += problems_of_report
+            # The card states numbers of the report.
+            if not problems_of_report and CARD_FILE not in opened.contents.bad:
                 problem = card_problem(opened.folder, self._plan, opened.report)
                 problems += [problem] if problem else []
         else:
@@ -239,39 +237,41 @@ class _Checking:
                 f"{REPORT_FILE} was not compared, as not all weights and masks could be."
             )
         num_bytes = sum(unit.num_bytes for _, unit in self._units())
-        problems += run_problems(opened.texts[1], opened.report, num_bytes)
+        problems += run_problems(opened.run_text, opened.report, num_bytes)
         if RECIPE_FILE not in opened.contents.bad:
             raw = read_text(opened.folder, RECIPE_FILE)
             problems += recipe_problems(raw, opened.recipe)
         return problems
 
-    def _report_problems(self, found: Findings) -> list[str]:
-        orders = found.orders()
+    def _report_problems(self, findings: Findings) -> list[str]:
+        orders = findings.orders()
         cuts: list[Cut | None] = []
         tensors: list[TensorCut] = []
         for number in range(len(self._plan.groups)):
-            # What was cut is that which the source and the masks tell, not what a run noted.
-            cut, of_tensors = orders[number].cuts() if number in orders else (None, [])
+            # The cuts follow from the source and the masks; what a run recorded is not used.
+            cut, tensor_cuts = orders[number].cuts() if number in orders else (None, [])
             cuts.append(cut)
-            tensors += of_tensors
+            tensors += tensor_cuts
         num_nan = {
             self._plan.tensors[position].entry.name: count
-            for position, count in found.num_nan.items()
+            for position, count in findings.num_nan.items()
             if self._plan.tensors[position].group in orders
         }
         decision = Decision(tuple(cuts), (), tuple(tensors), num_nan) if orders else None
         opened = self._opened
-        derived = describe(self._plan, self._source, decision, found.records(), opened.report.run)
+        derived = derive_report(
+            self._plan, self._source, decision, findings.records(), opened.report.run
+        )
         derived = with_digest(derived, opened.report, self._plan)
         are_cut = all(order.is_ordered for order in orders.values())
-        return report_problems(opened.texts[0], derived, () if are_cut else CUT_FIELDS)
+        return report_problems(opened.report_text, derived, () if are_cut else CUT_FIELDS)
 
 
 def _check_folder(folder: Path) -> None:
-    """Say what is missing, if this is no folder that prune wrote."""
+    """Raise CheckpointError, and say what is missing, if prune did not write this folder."""
     if not os.path.isdir(folder):
-        found = "is a file" if os.path.exists(folder) else "does not exist"
-        raise CheckpointError(f"{folder} {found}; expected a folder that distprune pruned.")
+        state = "is a file" if os.path.exists(folder) else "does not exist"
+        raise CheckpointError(f"{folder} {state}; expected a folder that distprune pruned.")
     has_masks, has_report = (os.path.exists(folder / n) for n in (MASK_FILE, REPORT_FILE))
     if has_masks and not has_report:
         raise CheckpointError(

@@ -13,7 +13,7 @@ from distprune.files.checks import group_order, side_by_side
 from distprune.files.errors import SelectionError
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import read_report
+from distprune.files.reports.stored import read_report
 from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints

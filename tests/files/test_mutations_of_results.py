@@ -18,7 +18,8 @@ from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import read_header
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE, read_report
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE
+from distprune.files.reports.stored import read_report
 from distprune.files.results import rewriting
 from distprune.files.verifying import verify
 from helpers import tiny_checkpoints

@@ -108,7 +108,7 @@ def _input_dims(source: Path, options: list[str] | None) -> Sequence[Any]:
     from distprune.cli.recipe_options import dims_by_pattern
     from distprune.files.errors import FilesError
     from distprune.files.recipe import FileRecipe
-    from distprune.files.reports.report import read_report
+    from distprune.files.reports.stored import read_report
 
     if options:
         return list(dims_by_pattern(options).items())
@@ -130,7 +130,8 @@ def _n_of_m(text: str) -> tuple[int, int]:
 
 def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     """Of a pruned checkpoint, from its report; None if it has none that can be read."""
-    from distprune.files.reports.report import REPORT_FILE, read_report
+    from distprune.files.reports.report import REPORT_FILE
+    from distprune.files.reports.stored import read_report
 
     if not (folder / REPORT_FILE).is_file():
         return None

@@ -12,7 +12,8 @@ from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.formats.header import load_json
 from distprune.files.planning import Plan, digest_of
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report, mtimes_of
+from distprune.files.reports.building import mtimes_of
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
 from distprune.files.results.partial import RECIPE_FILE
 
 _MAX_PROBLEMS = 30  # of one file

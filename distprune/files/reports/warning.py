@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from distprune.files.planning import Plan
+from distprune.files.reports.report import TensorReport
 
 # A tensor that loses more than this share is left with next to nothing.
 _NEARLY_ALL = 0.99
@@ -14,30 +14,7 @@ _SPARSE = 0.01
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a tensor.
-
-    Attributes:
-        name: of the tensor.
-        num_elements: all.
-        num_pruned: that were pruned.
-        num_zero: that were zero in the source.
-        group: number of its group.
-    """
-
-    name: str
-    num_elements: int
-    num_pruned: int
-    num_zero: int
-    group: int
-
-    @property
-    def sparsity(self) -> float:
-        return self.num_pruned / self.num_elements
-
-
-def warnings_about(plan: Plan, tensors: Sequence[Outcome]) -> tuple[str, ...]:
+def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ...]:
     """One sentence or two for each thing that may be wrong with a result.
 
     Args:
@@ -47,7 +24,7 @@ def warnings_about(plan: Plan, tensors: Sequence[Outcome]) -> tuple[str, ...]:
     return (*_nearly_empty(plan, tensors), *_sparse_before(tensors))
 
 
-def _nearly_empty(plan: Plan, tensors: Sequence[Outcome]) -> list[str]:
+def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     """Tensors that lost nearly all, though less was asked for."""
     found = [
         tensor
@@ -74,7 +51,7 @@ def _nearly_empty(plan: Plan, tensors: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def _sparse_before(tensors: Sequence[Outcome]) -> list[str]:
+def _sparse_before(tensors: Sequence[TensorReport]) -> list[str]:
     """Zeros in the source: they are the first to go, so less than one thinks is new."""
     num_zero = sum(tensor.num_zero for tensor in tensors)
     num_elements = sum(tensor.num_elements for tensor in tensors)

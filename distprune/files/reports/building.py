@@ -1,0 +1,171 @@
+"""A report, put together from a plan, the cuts of its groups, and the records of all units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from distprune.files.errors import OutputError
+from distprune.files.planning import Plan
+from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.scores import KeyFormat
+from distprune.files.ranking.streaming import Source
+from distprune.files.reports.report import GroupReport, Report, RunFacts, TensorReport
+from distprune.files.reports.warning import warnings_about
+
+# What a unit of work records, as the journals hold it: counts by position of a tensor.
+Record = Mapping[str, Any]
+
+
+def make_report(
+    plan: Plan,
+    source: Source,
+    decision: Decision | None,
+    records: Sequence[Record],
+    run: RunFacts,
+) -> Report:
+    """The report of a run.
+
+    Args:
+        plan: what was done.
+        source: of the plan.
+        decision: of the groups that are ranked together; None if there are none.
+        records: of all units, each once.
+        run: how the result was made.
+
+    Raises:
+        OutputError: the records do not add up to what was planned.
+    """
+    report = derive_report(plan, source, decision, records, run)
+    for group, planned in zip(report.groups, plan.groups, strict=True):
+        if group.num_pruned != planned.num_to_prune:
+            raise OutputError(
+                f"the records of what was done say that {group.num_pruned} elements were pruned; "
+                f"the plan says {planned.num_to_prune}. They were changed during the run, and "
+                "nothing is published. Run the same command with --discard, and then again without."
+            )
+    return report
+
+
+def derive_report(
+    plan: Plan,
+    source: Source,
+    decision: Decision | None,
+    records: Sequence[Record],
+    run: RunFacts,
+) -> Report:
+    """:func:`make_report` for counts that may differ from those of the plan."""
+    tensors = _tensor_reports(plan, source, decision, records)
+    groups = [_group_report(plan, source, decision, i, tensors) for i in range(len(plan.groups))]
+    only = groups[0] if len(groups) == 1 else None
+    return Report(
+        digest=plan.digest,
+        recipe=asdict(plan.recipe),
+        num_elements=plan.num_elements,
+        num_pruned=sum(group.num_pruned for group in groups),
+        threshold=only.threshold if only else None,
+        threshold_bits=only.threshold_bits if only else None,
+        num_ties=only.num_ties if only else None,
+        num_ties_pruned=only.num_ties_pruned if only else None,
+        tensors=tuple(tensors),
+        kept=tuple((c.entry.name, c.reason) for c in plan.choices if not c.is_pruned),
+        source={
+            file.name: {"size": file.size, "header_crc32": file.header_crc}
+            for file in plan.checkpoint.files
+        },
+        mtimes_ns=mtimes_of(plan),
+        copied=tuple(other.name for other in plan.copied),
+        skipped=plan.checkpoint.skipped,
+        run=run,
+        groups=tuple(groups),
+        warnings=warnings_about(plan, tensors),
+    )
+
+
+def mtimes_of(plan: Plan) -> dict[str, int]:
+    """When each file of a source was last changed, by name, in nanoseconds."""
+    return {file.name: file.mtime_ns for file in plan.checkpoint.all_files}
+
+
+def _tensor_reports(
+    plan: Plan, source: Source, decision: Decision | None, records: Sequence[Record]
+) -> list[TensorReport]:
+    num_pruned, num_nan, num_zero = (_summed(records, what) for what in ("pruned", "nan", "zero"))
+    thresholds = _thresholds(source, decision, records)
+    tensors = []
+    for position, tensor in enumerate(plan.tensors):
+        entry, group = tensor.entry, plan.groups[tensor.group]
+        if group.recipe.is_together and decision is not None:
+            num_nan[position] = decision.num_nan.get(entry.name, 0)
+        threshold, held_at = thresholds.get(position, (None, None))
+        tensors.append(
+            TensorReport(
+                name=entry.name,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                file=entry.file,
+                num_elements=entry.numel,
+                num_pruned=num_pruned.get(position, 0),
+                num_nan=num_nan.get(position, 0),
+                threshold=threshold,
+                num_zero=num_zero.get(position, 0),
+                group=tensor.group,
+                limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
+                held_at=held_at,
+            )
+        )
+    return tensors
+
+
+def _group_report(
+    plan: Plan,
+    source: Source,
+    decision: Decision | None,
+    index: int,
+    tensors: Sequence[TensorReport],
+) -> GroupReport:
+    group = plan.groups[index]
+    cut = None if decision is None else decision.cuts[index]
+    return GroupReport(
+        index=index,
+        num_elements=group.num_elements,
+        num_pruned=sum(tensor.num_pruned for tensor in tensors[group.first : group.last]),
+        threshold=None if cut is None else _magnitude(source.group_format(index), cut.threshold),
+        threshold_bits=None if cut is None else hex(cut.threshold),
+        num_ties=None if cut is None else cut.num_ties,
+        num_ties_pruned=None if cut is None else cut.num_ties_pruned,
+    )
+
+
+def _thresholds(
+    source: Source, decision: Decision | None, records: Sequence[Record]
+) -> dict[int, tuple[float | None, str | None]]:
+    """Of tensors with a threshold of their own, by position: it, and the limit that set it."""
+    thresholds: dict[int, tuple[float | None, str | None]] = {}
+    for record in records:
+        for text, key in record.get("threshold", {}).items():
+            position = int(text)
+            thresholds[position] = _magnitude(source.format_of(position), key), None
+    for cut in decision.tensors if decision is not None else ():
+        if cut.held_at is not None:
+            key_format = source.format_of(cut.position)
+            magnitude = _magnitude(key_format, cut.threshold) if cut.num_ties else None
+            thresholds[cut.position] = magnitude, cut.held_at
+    return thresholds
+
+
+def _magnitude(key_format: KeyFormat, key: int) -> float | None:
+    """The magnitude of a key; None if it has none, or JSON cannot hold it (inf)."""
+    magnitude = key_format.magnitude_of(key)
+    return None if magnitude is None or math.isinf(magnitude) else magnitude
+
+
+def _summed(records: Sequence[Record], what: str) -> dict[int, int]:
+    """Sums by position; JSON made the positions into strings."""
+    sums: dict[int, int] = {}
+    for record in records:
+        for position, count in record.get(what, {}).items():
+            sums[int(position)] = sums.get(int(position), 0) + count
+    return sums
