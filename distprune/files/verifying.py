@@ -195,7 +195,8 @@ class _Checking:
         for index, state in enumerate(self._team.gather(findings.state())):
             if index != self._team.index:
                 findings.merge(state)
-        self._team.attempt(check_unchanged, self._plan.checkpoint)
+        source = self._plan.checkpoint
+        self._team.attempt(check_unchanged, source.folder, source.all_files)
         return findings
 
     def _units(self) -> list[tuple[int, Unit]]:
