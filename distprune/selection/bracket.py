@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.radix import Descent
 from distprune.selection.candidates import Candidates, Interval
 from distprune.selection.passes import sample
-from distprune.selection.radix import BINS, Search, binning, descend, histogram_of, within
+from distprune.selection.radix import Search, binning, descent_over, narrowed, within
 
 # A bracket this many standard deviations wide misses about once in a million.
 _SIGMAS = 5.0
@@ -86,9 +87,10 @@ def bracket(
 
     def draw() -> Tensor:
         drawn.keys = sample(parts, rate, highest + 1, generator)
-        return histogram_of(within(drawn.keys, low, high), low, high)
+        return drawn.keys
 
-    histogram = yield BINS, draw
+    descent = descent_over(low, high)
+    histogram = yield binning(draw, descent)
     size = int(histogram.sum())
     if size == 0:
         return Around(_eight_pivots(low, high), None)
@@ -100,7 +102,7 @@ def bracket(
         rank = math.floor(rank) if is_lower else math.ceil(rank)
         if not 0 <= rank < size:
             continue
-        key, num_equal = yield from _order_statistic(drawn, histogram, rank, low, high, margin / 5)
+        key, num_equal = yield from _order_statistic(drawn, histogram, descent.at(rank), margin / 5)
         # A key that holds much of the sample is counted, not collected.
         heavy = key[0] == key[1] and num_equal > max(_HEAVY * size, margin / 5)
         if is_lower:
@@ -124,14 +126,14 @@ def bracket(
 
 
 def _order_statistic(
-    drawn: _Sample, histogram: Tensor, rank: int, low: int, high: int, tolerance: float
-) -> Search[tuple[tuple[int, int], int]]:
-    """An interval of keys that holds the sample's rank-th key and little else, and its count."""
+    drawn: _Sample, histogram: Tensor, descent: Descent, tolerance: float
+) -> Search[tuple[Interval, int]]:
+    """An interval of keys that holds the sample's key of a rank and little else, and its count."""
     while True:
-        low, high, rank, count = descend(histogram, rank, low, high)
-        if high == low or count <= tolerance:
-            return (low, high), count
-        histogram = yield BINS, binning(lambda: drawn.keys, low, high)
+        descent, count = narrowed(descent, histogram)
+        if descent.is_done or count <= tolerance:
+            return (descent.low, descent.high), count
+        histogram = yield binning(lambda: drawn.keys, descent)
 
 
 def sample_size(num_elements: int) -> float:

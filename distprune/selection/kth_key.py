@@ -19,7 +19,14 @@ from distprune.selection.bracket import COLLECT_ALL, Around, bracket
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange
 from distprune.selection.passes import Scan, scan
-from distprune.selection.radix import BINS, Search, binning, changed, descend, histogram_of, within
+from distprune.selection.radix import (
+    Search,
+    changed,
+    descent_over,
+    histogram_of,
+    narrowed,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -146,9 +153,10 @@ class KthKeySearch:
             local = torch.tensor(counts, dtype=torch.int64)
             if interval is None:
                 return local
-            return torch.cat([local, histogram_of(scanned.keys, *interval)])
+            return torch.cat([local, histogram_of(scanned.keys, descent_over(*interval))])
 
-        shared = yield len(pivots) + (0 if interval is None else BINS), count
+        num_bins = 0 if interval is None else descent_over(*interval).num_bins
+        shared = yield len(pivots) + num_bins, count
         return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
 
     def _descend(
@@ -157,32 +165,33 @@ class KthKeySearch:
         """Radix-select the k-th of the collected keys in [low, high]."""
         scanned = self.collected
         assert scanned is not None
-        rank = k - 1
-        if (low, high) != scanned.interval:
-            histogram = yield BINS, binning(lambda: scanned.keys, low, high)
         inside = scanned.keys
+        descent = descent_over(low, high, k - 1)
 
-        def narrow() -> Tensor:
+        def count_bins() -> Tensor:
             nonlocal inside
-            inside = within(inside, low, high)
-            return histogram_of(inside, low, high)
+            inside = within(inside, descent.low, descent.high)
+            return histogram_of(inside, descent)
 
+        if (low, high) != scanned.interval:
+            histogram = yield descent.num_bins, count_bins
         while True:
-            low, high, rank, _ = descend(histogram, rank, low, high)
-            if low == high:
+            descent, _ = narrowed(descent, histogram)
+            if descent.is_done:
                 break
-            histogram = yield BINS, narrow
+            histogram = yield descent.num_bins, count_bins
+        threshold = descent.low
 
         def count() -> tuple[list[int], list[int]]:
             found = [each.numpy() for each in scanned.keys.split(scanned.sizes)]
-            ties = [int(np.count_nonzero(each == low)) for each in found]
+            ties = [int(np.count_nonzero(each == threshold)) for each in found]
             under = [
-                less + int(np.count_nonzero(each < low))
+                less + int(np.count_nonzero(each < threshold))
                 for less, each in zip(scanned.num_below, found, strict=True)
             ]
             return under, ties
 
-        return KthKey(low, below + k - 1 - rank, count, scanned)
+        return KthKey(threshold, below + k - 1 - descent.rank, count, scanned)
 
     def _raise_nan(self) -> Search[None]:
         """Name the parameters; every rank knows that there are NaN."""

@@ -1,7 +1,4 @@
-"""Radix selection: histograms of keys in an interval, and the step into the bin that holds a rank.
-
-Source: Alabi et al., "Fast k-selection algorithms for graphics processing units", JEA 2012.
-"""
+"""Histograms of keys in memory, for the radix selection of ``_common/radix.py``."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.radix import Descent, RankOutsideError
+
 T = TypeVar("T")
 
 # A search yields local steps (see collectives.[Note: all or none]): the size of what a step
@@ -20,11 +19,15 @@ T = TypeVar("T")
 Step = tuple[int, Callable[[], Tensor]]
 Search = Generator[Step, Tensor, T]
 
-_BINS_LOG2 = 11
-# One more than a power of two: an interval need not start at a bin's edge.
-BINS = (1 << _BINS_LOG2) + 1
+# Bits of a key that one histogram decides: 2049 counts are 16 KiB to sum over ranks.
+_BITS = 11
 # Keys that are binned at a time: the widened copy of them stays in the cache.
 _HISTOGRAM_CHUNK = 1 << 15
+
+
+def descent_over(low: int, high: int, rank: int = 0) -> Descent:
+    """The descent to the key of a rank among the keys in [low, high]."""
+    return Descent.over(low, high, rank, _BITS)
 
 
 def within(keys: Tensor, low: int, high: int) -> Tensor:
@@ -37,39 +40,39 @@ def within(keys: Tensor, low: int, high: int) -> Tensor:
     return torch.from_numpy(raw[(raw >= low) & (raw <= high)])
 
 
-def binning(keys: Callable[[], Tensor], low: int, high: int) -> Callable[[], Tensor]:
-    """A local step: the histogram of the keys in [low, high]."""
-    return lambda: histogram_of(within(keys(), low, high), low, high)
+def binning(keys: Callable[[], Tensor], descent: Descent) -> Step:
+    """The histogram of those keys that lie in the interval of a descent."""
+
+    def count() -> Tensor:
+        return histogram_of(within(keys(), descent.low, descent.high), descent)
+
+    return descent.num_bins, count
 
 
-def histogram_of(keys: Tensor, low: int, high: int) -> Tensor:
-    """int64 [2049] counts of keys that all lie in [low, high]."""
-    counts = np.zeros(BINS, dtype=np.int64)
-    shift = _bin_shift(low, high)
+def histogram_of(keys: Tensor, descent: Descent) -> Tensor:
+    """int64 [descent.num_bins]: counts of keys that all lie in the interval."""
+    counts = np.zeros(descent.num_bins, dtype=np.int64)
+    first = descent.low >> descent.shift
     raw = keys.numpy()
     for start in range(0, raw.size, _HISTOGRAM_CHUNK):
         # Signed keys of a whole dtype would overflow when shifted down to zero.
-        bins = (raw[start : start + _HISTOGRAM_CHUNK] >> shift).astype(np.int64)
-        bins -= low >> shift
-        counts += np.bincount(bins, minlength=BINS)
+        bins = (raw[start : start + _HISTOGRAM_CHUNK] >> descent.shift).astype(np.int64)
+        bins -= first
+        counts += np.bincount(bins, minlength=counts.size)
     return torch.from_numpy(counts)
 
 
-def descend(histogram: Tensor, rank: int, low: int, high: int) -> tuple[int, int, int, int]:
-    """Step into the bin that holds a rank: its keys, the rank inside it, its count."""
-    cumulative = histogram.cumsum(0)
-    if not 0 <= rank < int(cumulative[-1]):
-        raise changed()
-    which = int(torch.searchsorted(cumulative, rank, right=True))
-    shift = _bin_shift(low, high)
-    start = ((low >> shift) + which) << shift
-    before = int(cumulative[which - 1]) if which else 0
-    return (
-        max(low, start),
-        min(high, start + (1 << shift) - 1),
-        rank - before,
-        int(histogram[which]),
-    )
+def narrowed(descent: Descent, histogram: Tensor) -> tuple[Descent, int]:
+    """Step into the bin that holds the rank; the descent there, and how many keys the bin holds.
+
+    Raises:
+        RuntimeError: the scores changed between two reads.
+    """
+    try:
+        descent, number = descent.narrowed(histogram.numpy())
+    except RankOutsideError:
+        raise changed() from None
+    return descent, int(histogram[number])
 
 
 def changed() -> RuntimeError:
@@ -78,7 +81,3 @@ def changed() -> RuntimeError:
         "the counts of the scores disagree between two reads; expected scores that do not "
         "change during the call. Stop asynchronous updates, and make score functions pure."
     )
-
-
-def _bin_shift(low: int, high: int) -> int:
-    return max(0, (high - low).bit_length() - _BINS_LOG2)

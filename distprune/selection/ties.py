@@ -10,7 +10,7 @@ from torch import Tensor
 from distprune._common.memory import concatenate
 from distprune.selection.candidates import Candidates
 from distprune.selection.passes import indices_at
-from distprune.selection.radix import BINS, Search, descend, histogram_of, within
+from distprune.selection.radix import Search, descent_over, histogram_of, narrowed, within
 
 # So many indices of ties are kept; of more, those in range are found by another read.
 _KEPT = 1 << 16
@@ -24,7 +24,7 @@ def cut_ties(
     Radix selection over the index, of the ties alone: of those ``collected``, if they are at hand;
     otherwise one read of this parameter, or two when there are more ties than are kept.
     """
-    low, high, rank = 0, part.numel - 1, wanted - 1
+    descent = descent_over(0, part.numel - 1, wanted - 1)
     held: Tensor | None = None
     is_first = True
 
@@ -33,12 +33,12 @@ def cut_ties(
         if is_first:
             held, is_first = collected(), False
         if held is not None:
-            held = within(held, low, high)
-            return histogram_of(held, low, high)
-        histogram = torch.zeros(BINS, dtype=torch.int64)
+            held = within(held, descent.low, descent.high)
+            return histogram_of(held, descent)
+        histogram = torch.zeros(descent.num_bins, dtype=torch.int64)
         kept, num_found = [], 0
-        for found in indices_at(part, key, low, high + 1):
-            histogram += histogram_of(found, low, high)
+        for found in indices_at(part, key, descent.low, descent.high + 1):
+            histogram += histogram_of(found, descent)
             num_found += found.numel()
             # Many ties are found again in the next round, when most are out of range.
             if num_found <= _KEPT:
@@ -47,6 +47,6 @@ def cut_ties(
             held = concatenate(kept)
         return histogram
 
-    while low < high:
-        low, high, rank, _ = descend((yield BINS, bin_ties), rank, low, high)
-    return low + 1
+    while not descent.is_done:
+        descent, _ = narrowed(descent, (yield descent.num_bins, bin_ties))
+    return descent.low + 1

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from distprune.files.planning import Plan
-from distprune.files.ranking.scores import Array, digit_histogram
+from distprune.files.ranking.scores import Array, digit_histogram, narrowed
 from distprune.files.ranking.searching import Counting, Cut, Found, Search, TensorCut
 from distprune.files.ranking.units import PruneUnit, Span
 from distprune.files.team import Team
@@ -74,8 +74,8 @@ class LimitedSearch(Search):
         self._digits: Array = np.zeros(0, dtype=np.int64)
 
     def digits_of(self, span: Span, keys: Array) -> Array:
-        prefix = None if self.is_first else int(self._prefix[span.position - self._first])
-        return digit_histogram(keys, prefix, self._shift)
+        prefix = int(self._prefix[span.position - self._first])
+        return digit_histogram(keys, prefix, self._descent.shift)
 
     def counting(self, number: int) -> Counting:
         if self._is_part_unit(number):
@@ -94,13 +94,15 @@ class LimitedSearch(Search):
         for position, numbers in parts.items():
             whole = self._sum({n: self._rows[n] for n in numbers if n in self._rows})
             free += self._close(position - self._first, whole)
-        digit = self._descent.narrow(free) if self._is_cut else 0
+        if self._is_cut:
+            self._descent, digit = narrowed(self._descent, free)
+        else:  # every tensor is held by its own limit, and needs as many passes
+            self._descent, digit = self._descent.inside(0, 0), 0
         self._go_on(digit)
-        if self._shift == 0:
+        if self.is_done:
             self._count_ties(digit)
         self._rows.clear()
         self._bins = np.zeros_like(self._bins)
-        self._shift -= 16
 
     def found(self) -> Found:
         ties = self._team.sum(self._ties).tolist()
@@ -129,7 +131,7 @@ class LimitedSearch(Search):
             for n in numbers:
                 quotas[n] = min(by_unit[n], going)
                 going -= quotas[n]
-        cut = Cut(self._descent.prefix, num_ties, wanted) if self._is_cut else None
+        cut = Cut(self._descent.low, num_ties, wanted) if self._is_cut else None
         columns = (self._prefix.tolist(), self._held.tolist(), self._low.tolist())
         tensors = [
             TensorCut(self._first + i, prefix, _HELD_AT[held], low, high)

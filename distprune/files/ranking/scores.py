@@ -16,11 +16,15 @@ import torch
 from distprune._common.float_formats import PLAIN_FLOATS, magnitude_mask, unsigned_type
 from distprune._common.hashing import draw_seed, hash_in_place
 from distprune._common.memory import Scratch
+from distprune._common.radix import Descent, RankOutsideError
+from distprune.files.errors import CheckpointError
 
 Array = np.ndarray
 
 # Rows of so few keys are not partitioned: all pairs are compared, five times as fast.
 _FEW = 16
+# Bits of a key that one pass over the keys decides.
+_DIGIT = 16
 # Hashed at a time: stays in the cache, and too few for torch to wait for its other threads.
 _HASHED = 1 << 14
 
@@ -160,74 +164,55 @@ def _lowest_of_few(keys: Array, k: int) -> Array:
     return np.ascontiguousarray((num_before < k).T)
 
 
-def digit_histogram(keys: Array, prefix: int | None, shift: int) -> Array:
+def descent_to(width: int, k: int) -> Descent:
+    """The descent to the k-th lowest key of ``width`` bits, sixteen of them in every pass.
+
+    The highest bit of a key is 0: the first histogram has 2**15 bins, the others 2**16.
+    """
+    return Descent(0, magnitude_mask(width), k - 1, _DIGIT, width - _DIGIT)
+
+
+def key_histogram(keys: Array, descent: Descent) -> Array:
+    """int64 [descent.num_bins]: the histogram of the keys in the interval of a descent."""
+    return digit_histogram(keys, descent.low >> (descent.shift + _DIGIT), descent.shift)
+
+
+def digit_histogram(keys: Array, prefix: int, shift: int) -> Array:
     """How many keys have which sixteen bits at a place.
 
     Args:
         keys: 1-d.
-        prefix: the bits above, of the keys that are counted; None: there are none above.
+        prefix: the bits above, of the keys that are counted; 0 if there are none above.
         shift: how many bits are below.
 
     Returns:
         int64 [2**16]; [2**15] without bits above, as the highest bit of a key is 0.
     """
-    if prefix is not None:
-        above = keys.dtype.type(shift + 16)
-        keys = keys[(keys >> above) == keys.dtype.type(prefix)]
+    above = shift + _DIGIT
+    is_first = above == 8 * keys.itemsize
+    if not is_first:
+        keys = keys[(keys >> keys.dtype.type(above)) == keys.dtype.type(prefix)]
     if shift:
         keys = keys >> keys.dtype.type(shift)
     digits = keys.astype(np.uint16, copy=False)
-    digits = digits.view(np.int16) if prefix is None else digits.astype(np.int32)
-    num_bins = 1 << 15 if prefix is None else 1 << 16
+    digits = digits.view(np.int16) if is_first else digits.astype(np.int32)
+    num_bins = 1 << (_DIGIT - is_first)
     return torch.bincount(torch.from_numpy(digits), minlength=num_bins).numpy()
 
 
-class Descent:
-    """The search for the k-th lowest key, sixteen bits at a time: radix selection.
+def narrowed(descent: Descent, histogram: Array) -> tuple[Descent, int]:
+    """The descent in the bin that holds its key, and the number of that bin.
 
-    Ask for :meth:`histogram` of all keys, sum them over all that are ranked together, and
-    :meth:`narrow`; again, until ``is_done``.
-
-    Attributes:
-        prefix: the bits of the k-th key that are known; in the end the whole key.
-        rank: how many keys with that prefix come before the k-th.
+    Raises:
+        CheckpointError: the keys are not those of the pass before.
     """
-
-    def __init__(self, width: int, k: int) -> None:
-        self.prefix = 0
-        self.rank = k - 1
-        self._shift = width - 16
-        self._width = width
-
-    @property
-    def is_done(self) -> bool:
-        return self._shift < 0
-
-    @property
-    def is_first(self) -> bool:
-        return self._shift == self._width - 16
-
-    @property
-    def is_last(self) -> bool:
-        return self._shift == 0
-
-    @property
-    def num_bins(self) -> int:
-        return 1 << 15 if self.is_first else 1 << 16
-
-    def histogram(self, keys: Array) -> Array:
-        """int64 [num_bins]: how many keys with the prefix have which next sixteen bits."""
-        return digit_histogram(keys, None if self.is_first else self.prefix, self._shift)
-
-    def narrow(self, histogram: Array) -> int:
-        """Fix the next sixteen bits; returns them."""
-        upto = np.cumsum(histogram)
-        digit = int(np.searchsorted(upto, self.rank, side="right"))
-        if digit:
-            self.rank -= int(upto[digit - 1])
-        self.prefix = (self.prefix << 16) | digit
-        self._shift -= 16
-        return digit
+    try:
+        return descent.narrowed(histogram)
+    except RankOutsideError:
+        raise CheckpointError(
+            "The weights changed while they were read: the counts of two passes differ. Expected "
+            "files that nothing writes to; run the command again when they are complete."
+        ) from None
 
 
 class Threshold:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune.files.ranking.scores import Array, Descent, digit_histogram
+from distprune.files.ranking.scores import Array, descent_to, key_histogram, narrowed
 from distprune.files.ranking.units import PruneUnit, Span
 from distprune.files.team import Team
 
@@ -89,23 +89,22 @@ class Search:
         self._team = team
         self._units = units
         self._numbers = numbers
-        self._width = width
-        self._shift = width - 16
-        self._descent = Descent(width, k)
+        self._start = self._descent = descent_to(width, k)
         self._rows: dict[int, Array] = {}
         self._ties = torch.zeros(len(numbers), dtype=torch.int64)
 
     @property
     def is_done(self) -> bool:
-        return self._shift < 0
+        return self._descent.is_done
 
     @property
     def is_first(self) -> bool:
-        return self._shift == self._width - 16
+        """Whether no pass has ended yet."""
+        return self._descent == self._start
 
     @property
     def num_bins(self) -> int:
-        return 1 << 15 if self.is_first else 1 << 16
+        return self._descent.num_bins
 
     def counting(self, number: int) -> Counting:
         """What is to be told of the keys of a unit, once in every pass."""
@@ -113,7 +112,7 @@ class Search:
 
     def digits_of(self, span: Span, keys: Array) -> Array:
         """The histogram of the keys of a piece, of those that are not decided yet."""
-        return digit_histogram(keys, None if self.is_first else self._descent.prefix, self._shift)
+        return key_histogram(keys, self._descent)
 
     def add_unit(self, number: int, row: Array) -> None:
         """A unit has been counted."""
@@ -122,13 +121,12 @@ class Search:
 
     def narrow(self) -> None:
         """All ranks have counted all units: go on in one bin."""
-        digit = self._descent.narrow(self._sum(self._rows))
-        if self._shift == 0:
+        self._descent, digit = narrowed(self._descent, self._sum(self._rows))
+        if self.is_done:
             for place, number in enumerate(self._numbers):
                 if number in self._rows:
                     self._ties[place] = int(self._rows[number][digit])
         self._rows.clear()
-        self._shift -= 16
 
     def found(self) -> Found:
         """The cut; on all ranks together."""
@@ -138,7 +136,7 @@ class Search:
         for number, count in zip(self._numbers, ties, strict=True):
             quotas[number] = min(count, left)
             left -= quotas[number]
-        return Found(Cut(self._descent.prefix, sum(ties), wanted), quotas, [])
+        return Found(Cut(self._descent.low, sum(ties), wanted), quotas, [])
 
     def _sum(self, rows: Mapping[int, Array]) -> Array:
         """The histogram of all ranks."""

@@ -17,7 +17,7 @@ from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.cutting import Cutting
 from distprune.files.ranking.deciding import Decision
 from distprune.files.ranking.groups import Groups, groups_of
-from distprune.files.ranking.scores import Array, Descent, Threshold
+from distprune.files.ranking.scores import Array, Threshold, descent_to, key_histogram, narrowed
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
 from distprune.files.ranking.units import CopyUnit, PruneUnit, Span, Unit
 
@@ -116,16 +116,16 @@ class Rewriter:
             return
         for first in range(span.first, span.last, groups.size):
             part = Span(span.position, first, first + groups.size)
-            descent = Descent(self._source.format_of(span.position).width, groups.num_pruned)
+            descent = descent_to(self._source.format_of(span.position).width, groups.num_pruned)
             num_ties = 0
             while groups.num_pruned and not descent.is_done:
                 histogram = np.zeros(descent.num_bins, dtype=np.int64)
                 for keys in self._keys_of(part):
-                    histogram += descent.histogram(keys)
+                    histogram += key_histogram(keys, descent)
                     yield None
-                descent.narrow(histogram)
+                descent, _ = narrowed(descent, histogram)
                 num_ties = descent.rank + 1
-            yield from self._cut_at(part, Threshold(descent.prefix, num_ties))
+            yield from self._cut_at(part, Threshold(descent.low, num_ties))
 
     def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
         for start in range(span.first, span.last, groups.block):
