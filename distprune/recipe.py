@@ -382,10 +382,11 @@ def _read_schedule(parent: Table) -> Schedule:
     if len(table.problems) > count:
         return _STAND_IN
     try:
-        return _SCHEDULES[kind](**values)
+        schedule: Schedule = _SCHEDULES[kind](**values)
     except ValueError as error:  # values that do not go together
         table.problem(str(error))
         return _STAND_IN
+    return schedule
 
 
 def n_of_m(value: Any) -> tuple[int, int]:
@@ -416,8 +417,8 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     """
     import torch
 
-    from distprune.call.ranking import random_decision
     from distprune.methods.builtin import RandomUnstructured
+    from distprune.methods.ranking import random_keys, rank
 
     if seed is None:
         return RandomUnstructured
@@ -426,7 +427,7 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
         def decide(self, call: PruningCall) -> Decision:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return random_decision(call, self.amount)
+                return rank(call, self.amount, random_keys(call.communicator))
 
     # Compared over the ranks, as everything about a method is.
     SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"

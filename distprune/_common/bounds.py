@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 # One bound for all parameters, or by (module, name) or full name.
-SparsityBound = float | Mapping[Any, float]
+SparsityBound = float | Fraction | Mapping[Any, float | Fraction]
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,13 @@ def _exact(what: str, value: Any) -> Fraction:
         raise TypeError(
             f"{what}={value!r} is a {type(value).__name__}; expected a float in [0, 1]."
         )
-    if math.isnan(value) or not 0 <= value <= 1:
+    if isinstance(value, numbers.Rational):
+        exact = Fraction(value)
+    else:
+        exact = Fraction(repr(float(value))) if math.isfinite(value) else Fraction(-1)
+    if not 0 <= exact <= 1:
         raise ValueError(f"{what}={value!r} is not in [0, 1]; expected a sparsity.")
-    return Fraction(value) if isinstance(value, numbers.Rational) else Fraction(repr(float(value)))
+    return exact
 
 
 def _shown(key: Any) -> str:

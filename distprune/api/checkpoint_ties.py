@@ -19,7 +19,7 @@ from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader
+    from torch.distributed.checkpoint.storage import StorageReader
 
 
 def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
@@ -82,7 +82,8 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
     Raises:
         ValueError: names both.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     managed = managed_parameters(model)
     for places in _pruned_places(model, set(keys), managed).values():
@@ -94,8 +95,10 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
         state: dict[str, Tensor] = {}
         for place in places:
             key = f"model.{mask_key(place.fqn)}"
-            state[key] = torch.empty(entries[key].size, dtype=entries[key].properties.dtype)
-        dcp.load(state, storage_reader=reader, no_dist=True)
+            entry = entries[key]
+            assert isinstance(entry, TensorStorageMetadata)  # a mask is a tensor
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        load(state, storage_reader=reader, no_dist=True)
         first = state[f"model.{mask_key(places[0].fqn)}"]
         for place in places[1:]:
             if not torch.equal(first != 0, state[f"model.{mask_key(place.fqn)}"] != 0):
@@ -123,10 +126,10 @@ def _pruned_places(
             for registered in (name, orig_key(name)):
                 record = managed.get((id(module), registered))
                 parameter = module._parameters.get(registered)
-                key = record.key if record is not None else id(parameter)
                 if record is not None or parameter is not None:
+                    identity = record.key if record is not None else id(parameter)
                     place = NamedParameter(module, name, _join(path, name))
-                    places.setdefault(key, []).append(place)
+                    places.setdefault(identity, []).append(place)
                     break
     return places
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
-from distprune._common.collectives import Communicator, attempt_all, world
+from distprune._common.collectives import world
+from distprune.call.arguments import PruningArguments
 from distprune.call.report import PruningReport
-from distprune.call.run import prune_together
+from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import chosen_hook
 
@@ -128,23 +129,24 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     round of within_bounds.[Note: active set]), and about 100 KB more per parameter whose bound
     decides.
     """
-    return prune_over(
+    return prune_parameters(
+        lambda: global_arguments(
+            parameters,
+            pruning_method,
+            importance_scores,
+            amount=amount,
+            min_sparsity=min_sparsity,
+            max_sparsity=max_sparsity,
+            pipeline_parallel=pipeline_parallel,
+            **kwargs,
+        ),
         world(group),
-        parameters,
-        pruning_method,
-        importance_scores,
-        amount=amount,
-        min_sparsity=min_sparsity,
-        max_sparsity=max_sparsity,
-        pipeline_parallel=pipeline_parallel,
-        **kwargs,
     )
 
 
-def prune_over(
-    communicator: Communicator,
+def global_arguments(
     parameters: Iterable[tuple[nn.Module, str]],
-    pruning_method: type[BasePruningMethod],
+    pruning_method: Callable[..., BasePruningMethod],
     importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
     *,
     amount: Amount | None = None,
@@ -152,31 +154,8 @@ def prune_over(
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     **kwargs: Any,
-) -> PruningReport:
-    """:func:`global_unstructured` over ranks that the caller talks to already."""
-    if amount is not None:
-        kwargs = {"amount": amount, **kwargs}
-    made, error = attempt_all(_make_method, parameters, pruning_method, importance_scores, kwargs)
-    method, facts = (None, []) if made is None else made
-    return prune_together(
-        parameters,
-        method,
-        chosen_hook,
-        communicator,
-        scores=importance_scores,
-        facts=facts,
-        error=error,
-        amount=amount,
-        min_sparsity=min_sparsity,
-        max_sparsity=max_sparsity,
-        pipeline_parallel=pipeline_parallel,
-    )
-
-
-def _make_method(
-    parameters: Any, pruning_method: Any, importance_scores: Any, kwargs: dict[str, Any]
-) -> tuple[BasePruningMethod, list[tuple[str, str]]]:
-    """The method, and what must be equal on all ranks of it and its arguments."""
+) -> PruningArguments:
+    """The arguments of :func:`global_unstructured`, checked, with the method made. Local."""
     if not isinstance(parameters, Iterable):
         raise TypeError(
             f"parameters is a {type(parameters).__name__}; expected an iterable of "
@@ -187,6 +166,8 @@ def _make_method(
             f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
             "(module, name) to a tensor."
         )
+    if amount is not None:
+        kwargs = {"amount": amount, **kwargs}
     _check_keywords(pruning_method, kwargs)
     method = pruning_method(**kwargs)
     kind = getattr(method, "PRUNING_TYPE", None)
@@ -195,7 +176,17 @@ def _make_method(
             'Only "unstructured" PRUNING_TYPE is supported for the `pruning_method`: '
             f"{pruning_method} has type {kind!r}."
         )
-    return method, method.describe_arguments((), kwargs)
+    return PruningArguments(
+        parameters=parameters,
+        method=method,
+        make_hook=chosen_hook,
+        importance_scores=importance_scores,
+        facts=method.describe_arguments((), kwargs),
+        amount=amount,
+        min_sparsity=min_sparsity,
+        max_sparsity=max_sparsity,
+        pipeline_parallel=pipeline_parallel,
+    )
 
 
 # Keywords of global_unstructured that are not for the method.

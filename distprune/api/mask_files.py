@@ -21,8 +21,9 @@ from distprune._common.collectives import Communicator, attempt, world
 from distprune._common.naming import NamedParameter
 from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.api.parameter_places import all_places, find_places
-from distprune.call.reading import read_together
-from distprune.call.run import count_pruned
+from distprune.call.arguments import ParameterArguments
+from distprune.call.comparing import count_live_and_compare
+from distprune.call.reading import read_parameters
 from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
 from distprune.files.disk.access import sync_folder
 from distprune.files.formats.header import TensorEntry
@@ -70,20 +71,18 @@ def save_masks(
     files, or of several that are one tensor there.
     """
     communicator = world(group)
-    parameters, error = attempt(_pruned, model, names, pipeline_parallel)
-    # Compares replicas; then nothing is left that could differ.
-    count_pruned(
-        parameters or [],
-        communicator,
-        facts=[("names", str(names))],
-        error=error,
-        pipeline_parallel=pipeline_parallel,
-    )
-    assert parameters is not None
-    with torch.inference_mode(False), torch.no_grad():
-        targets, _ = read_together(
-            parameters, None, communicator, (), None, pipeline_parallel=pipeline_parallel
+
+    def make_arguments() -> ParameterArguments:
+        return ParameterArguments(
+            parameters=_pruned(model, names, pipeline_parallel),
+            facts=[("names", str(names))],
+            pipeline_parallel=pipeline_parallel,
         )
+
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        _, targets = read_parameters(make_arguments, communicator)
+        # Nothing can differ between ranks once replicas have been compared.
+        count_live_and_compare(targets, False, communicator)
         keeps_names = names == "model" or pipeline_parallel
         plan = communicator.run(lambda: _as_saved(model, targets, keeps_names))
         writer, error = None, None

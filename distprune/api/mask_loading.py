@@ -12,12 +12,13 @@ import os
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import attempt, world
+from distprune._common.collectives import world
 from distprune._common.naming import NamedParameter, unwrap
 from distprune._transformers.mask_matching import (
     MaskSource,
@@ -27,9 +28,10 @@ from distprune._transformers.mask_matching import (
 )
 from distprune._transformers.names import rules_for
 from distprune.api.parameter_places import Place, all_places
+from distprune.call.arguments import PruningArguments
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.report import MaskLoadingReport
-from distprune.call.run import prune_together
+from distprune.call.run import prune_parameters
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import MaskFile, open_masks, read_keep
 from distprune.files.disk.open_files import OpenFiles
@@ -94,21 +96,21 @@ def load_masks(
     permuted on loading).
     """
     communicator = world(group)
-    plan, error = attempt(_plan, model, folder, parameters, strict, pipeline_parallel)
-    method = MasksFromFile(plan, strict=strict) if plan is not None else None
-    facts = []
-    if plan is not None:
-        facts = [("crc32 of the masks", str(plan.crc)), ("strict", str(strict))]
-    report = prune_together(
-        [] if plan is None else plan.parameters,
-        method,  # type: ignore[arg-type]  # None only with an error
-        chosen_hook,
+    with communicator.exclusively():
+        plan = communicator.run(
+            lambda: _plan(model, folder, parameters, strict, pipeline_parallel),
+            lambda plan: [("crc32 of the masks", str(plan.crc)), ("strict", str(strict))],
+        )
+    method = MasksFromFile(plan, strict=strict)
+    report = prune_parameters(
+        lambda: PruningArguments(
+            parameters=plan.parameters,
+            method=method,
+            make_hook=chosen_hook,
+            pipeline_parallel=pipeline_parallel,
+        ),
         communicator,
-        facts=facts,
-        error=error,
-        pipeline_parallel=pipeline_parallel,
     )
-    assert plan is not None and method is not None
     return MaskLoadingReport.of(
         report, plan.missing, tuple(method.unexpected), tuple(plan.matching.mismatched)
     )
@@ -221,7 +223,7 @@ def _plan(
     pipeline_parallel: bool,
 ) -> _Plan:
     """Local: find the parameters of all masks; raises what there is to say under ``strict``."""
-    masks = open_masks(folder)
+    masks = open_masks(Path(folder))
     places = list(all_places(model))
     shapes = {place.pair.fqn: place.shape for place in places}
     matching = match_masks(
@@ -294,7 +296,7 @@ def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place
 def _names_of_checkpoint(folder: str | os.PathLike[str]) -> list[str]:
     """All tensors that lie beside the masks, if they do."""
     try:
-        return [tensor.name for tensor in open_checkpoint(folder).tensors]
+        return [tensor.name for tensor in open_checkpoint(Path(folder)).tensors]
     except CheckpointError:  # the masks were moved away from the weights, say
         return []
 

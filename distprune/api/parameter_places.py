@@ -34,11 +34,11 @@ def all_places(model: nn.Module) -> Iterable[Place]:
     for module_id, name in managed:
         names_of.setdefault(module_id, []).append(name)
     for path, module in named_modules(model):
-        registered = [name for name, value in module._parameters.items() if value is not None]
+        registered = {name: p for name, p in module._parameters.items() if p is not None}
         for name in dict.fromkeys([*registered, *names_of.get(id(module), ())]):
             record = managed.get((id(module), name))
-            key = record.key if record is not None else id(module._parameters[name])
-            shape = record.shape if record is not None else module._parameters[name].shape
+            key = record.key if record is not None else id(registered[name])
+            shape = record.shape if record is not None else registered[name].shape
             plain = name_without_orig(name)
             if plain != name and mask_key(plain) not in module._buffers:
                 plain = name

@@ -147,14 +147,14 @@ def _put_back_everywhere(
     transaction = Transaction()
     with torch.inference_mode(False), torch.no_grad():
         _, failure = attempt_all(_put_back, kept, transaction)
-    is_ending = raised is not None and not isinstance(raised, Exception)
+    ending = None if isinstance(raised, Exception) else raised
     failed = torch.tensor([int(failure is not None)])
-    if bool(failed if is_ending else communicator.max(failed)):
+    if bool(failed if ending is not None else communicator.max(failed)):
         transaction.rollback()
         failed.fill_(1)
     try:
-        if is_ending:
-            raise raised
+        if ending is not None:
+            raise ending
         communicator.agree(error=raised or failure)
     except BaseException as error:
         if bool(failed):

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.collectives import Communicator, world
 from distprune._common.memory import on_host
 from distprune._common.naming import NamedParameter
 from distprune.api.parameter_places import find_places
-from distprune.call import ranking
+from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.context import Decision, PruningCall
-from distprune.call.reading import read_together
+from distprune.call.reading import read_parameters
 from distprune.call.report import PruningReport
-from distprune.call.run import prune_together
+from distprune.call.run import prune_parameters
 from distprune.methods.builtin import chosen_hook
+from distprune.methods.mask_functions import elementwise_decision
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target
 
@@ -67,13 +68,17 @@ def masks_from_zeros(
     per parameter in all. No weight is communicated.
     """
     communicator = world(group)
-    pairs, error = attempt(_pairs_of, parameters, all_zero)
     is_model = isinstance(parameters, nn.Module)
-    facts = [("all_zero", str(all_zero)), ("a model is given", str(is_model))]
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        targets, _ = read_together(
-            pairs or [], None, communicator, facts, error, pipeline_parallel=pipeline_parallel
+
+    def make_arguments() -> ParameterArguments:
+        return ParameterArguments(
+            parameters=_pairs_of(parameters, all_zero),
+            facts=[("all_zero", str(all_zero)), ("a model is given", str(is_model))],
+            pipeline_parallel=pipeline_parallel,
         )
+
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        _, targets = read_parameters(make_arguments, communicator)
         counts = _count(targets, communicator)
     chosen: Pairs = []
     num_found, entire = 0, []
@@ -100,18 +105,24 @@ def masks_from_zeros(
             f"none of the {len(targets)} parameters has a zero that is not pruned yet; expected "
             "weights that were pruned before. Load them first, and convert their dtype afterwards."
         )
-    return prune_together(
-        chosen, _Zeros(), chosen_hook, communicator, pipeline_parallel=pipeline_parallel
+    return prune_parameters(
+        lambda: PruningArguments(
+            parameters=chosen,
+            method=_Zeros(),
+            make_hook=chosen_hook,
+            pipeline_parallel=pipeline_parallel,
+        ),
+        communicator,
     )
 
 
 class _Zeros:
-    """Decides on masks by the values alone; see pipeline.DecidesMasks."""
+    """Decides on masks by the values alone; see arguments.DecidesMasks."""
 
     READS_VALUES = True
 
     def decide(self, call: PruningCall) -> Decision:
-        return ranking.elementwise_decision(call, lambda values, ones: values != 0)
+        return elementwise_decision(call, lambda values, ones: values != 0)
 
 
 def _pairs_of(parameters: nn.Module | Iterable[tuple[nn.Module, str]], all_zero: str) -> Pairs:

@@ -82,8 +82,8 @@ class Decision:
         threshold: the score at which the order was cut, if scores were ranked.
         num_ties: elements that have exactly this score ...
         num_ties_pruned: ... and those of them that were pruned.
-        held_at: the bound, if any, that decided how much of each parameter was pruned;
-            None from a method that knows no bounds.
+        bound_of: per parameter, the bound that decided how much of it is pruned, or None;
+            None from a method that does not support bounds.
         is_by_magnitude: whether the smallest |value| of all parameters were pruned, and no others.
     """
 
@@ -91,5 +91,5 @@ class Decision:
     threshold: float | None = None
     num_ties: int = 0
     num_ties_pruned: int = 0
-    held_at: Sequence[str | None] | None = None
+    bound_of: Sequence[str | None] | None = None
     is_by_magnitude: bool = False

@@ -96,11 +96,12 @@ def _read_entry(data: dict[str, Any]) -> _Entry:
 def _with_copies(target: Target, holders: list[tuple[int, ...]], rank: int) -> Target:
     """Let a shard know of all copies of its elements, on whatever rank or mesh."""
     shard = target.shard
-    if shard.ranks is None:
-        shard = replace(shard, ranks=(rank,), replica=0, num_replicas=1)
-    which = holders.index(shard.ranks)
+    ranks = shard.ranks
+    if ranks is None:
+        ranks = (rank,)
+        shard = replace(shard, ranks=ranks, replica=0, num_replicas=1)
     copies = len(holders) * shard.num_replicas
-    replica = which * shard.num_replicas + shard.replica
+    replica = holders.index(ranks) * shard.num_replicas + shard.replica
     return replace(target, shard=replace(shard, replica=replica, num_replicas=copies))
 
 

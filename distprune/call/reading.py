@@ -2,102 +2,100 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.bounds import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
 from distprune.call import pipeline_parallel as stages
-from distprune.call.score_keys import by_parameter
+from distprune.call.arguments import Fact, ParameterArguments, PruningArguments
+from distprune.call.copies import count_copies_on_other_meshes
+from distprune.call.importance_scores import by_parameter
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Scores, Target
+from distprune.shards.target import Target
+
+A = TypeVar("A", bound=ParameterArguments)
 
 
-def read_together(
-    parameters: Iterable[tuple[nn.Module, str]],
-    scores: Scores | None,
-    communicator: Communicator,
-    facts: Sequence[tuple[str, str]],
-    error: BaseException | None,
-    min_sparsity: SparsityBound | None = None,
-    max_sparsity: SparsityBound | None = None,
-    *,
-    pipeline_parallel: bool = False,
-) -> tuple[list[Target], Bounds | None]:
-    """Read every parameter; raises on every rank if one could not, or read other ones.
+def read_parameters(
+    make_arguments: Callable[[], A], communicator: Communicator
+) -> tuple[A, list[Target]]:
+    """Read this rank's part of every parameter, and agree on what the parameters are.
 
     Args:
-        parameters, scores, communicator, facts, error, min_sparsity, max_sparsity: see
-            pipeline.prune_together.
-        pipeline_parallel: ranks have lists of their own, which are joined by name.
+        make_arguments: a local step that may fail: makes and checks the arguments.
+        communicator: the ranks that take part.
 
     Returns:
-        The same list of parameters on every rank, each copy knowing of the others.
+        The arguments, and the same list of parameters on every rank.
+
+    Raises:
+        Exception: what any rank raised, on every rank.
+        ValueError: ranks have different parameters or facts.
+
+    Cost: an all-reduce of 40 bytes; more where parameters lie on several meshes (copies.py) or
+    under ``pipeline_parallel`` (pipeline_parallel.join).
     """
-    facts = [*facts, ("pipeline_parallel", str(pipeline_parallel))]
 
-    def read() -> tuple[list[Target], list[tuple[str, str]]]:
-        if error is not None:
-            raise error
-        targets = _read(parameters, scores or {}, communicator, pipeline_parallel)
-        return targets, [] if pipeline_parallel else _describe(targets)
+    def read() -> tuple[A, list[Target]]:
+        arguments = make_arguments()
+        return arguments, _read(arguments, communicator)
 
-    if pipeline_parallel:
-        targets, _ = communicator.run(read, lambda _: facts)
+    def facts_of(result: tuple[A, list[Target]]) -> list[Fact]:
+        arguments, targets = result
+        # Ranks of a pipeline have different parameters: they are compared when they are joined.
+        return arguments.all_facts() + ([] if arguments.pipeline_parallel else _describe(targets))
+
+    arguments, targets = communicator.run(read, facts_of)
+    if arguments.pipeline_parallel:
         targets = stages.join(targets, communicator)
         if not targets:
             raise ValueError("parameters is empty on every rank; expected at least one pair.")
-        bounds = communicator.run(
-            lambda: _bounds_of(targets, min_sparsity, max_sparsity),
-            lambda bounds: _describe_bounds(targets, bounds),
-        )
-        return targets, bounds
-
-    def read_all() -> tuple[list[Target], Bounds | None, list[tuple[str, str]]]:
-        targets, described = read()
-        bounds = _bounds_of(targets, min_sparsity, max_sparsity)
-        return targets, bounds, [*described, *_describe_bounds(targets, bounds)]
-
-    targets, bounds, _ = communicator.run(read_all, lambda done: [*facts, *done[2]])
-    return _count_copies_on_other_meshes(targets, communicator), bounds
+        return arguments, targets
+    return arguments, count_copies_on_other_meshes(targets, communicator)
 
 
-def _bounds_of(
-    targets: Sequence[Target],
-    min_sparsity: SparsityBound | None,
-    max_sparsity: SparsityBound | None,
+def agree_on_bounds(
+    arguments: PruningArguments, targets: Sequence[Target], communicator: Communicator
 ) -> Bounds | None:
-    if min_sparsity is None and max_sparsity is None:
+    """The bounds of every parameter as counts; None without bounds.
+
+    Raises:
+        TypeError: a bound that is no number.
+        ValueError: a bound outside [0, 1], a floor above a ceiling, a key that is no parameter, or
+            bounds that differ between ranks. On every rank.
+
+    Cost: an all-reduce of 40 bytes if there are bounds.
+    """
+    if not arguments.has_bounds:
         return None
     bounded = [Bounded(t.label, (t.label, *t.places), t.shard.numel) for t in targets]
-    return to_bounds(bounded, min_sparsity, max_sparsity)
+    return communicator.run(
+        lambda: to_bounds(bounded, arguments.min_sparsity, arguments.max_sparsity),
+        lambda bounds: _describe_bounds(targets, bounds),
+    )
 
 
-def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[tuple[str, str]]:
-    facts = [("bounds on the sparsity of parameters", "none" if bounds is None else "given")]
-    if bounds is not None:
-        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True):
-            facts.append((f"bounds of {target.label}", f"{low} to {high} pruned elements"))
-    return facts
+def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[Fact]:
+    if bounds is None:
+        return []
+    return [
+        (f"bounds of {target.label}", f"{low} to {high} pruned elements")
+        for target, low, high in zip(targets, bounds.lowest, bounds.highest, strict=True)
+    ]
 
 
-def _read(
-    parameters: Iterable[tuple[nn.Module, str]],
-    scores: Scores,
-    communicator: Communicator,
-    pipeline_parallel: bool,
-) -> list[Target]:
-    """Read every parameter; those given under several names are one target, counted once."""
+def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Target]:
+    """Read every parameter; one with several names is one target, counted once."""
+    pipeline_parallel = arguments.pipeline_parallel
     reader = ShardReader(communicator.index, communicator.size)
-    pairs = list(parameters)  # a generator is read once, here
+    pairs = list(arguments.parameters)  # may be a generator
     if not pairs and not pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
     places: dict[Hashable, list[tuple[nn.Module, str]]] = {}
@@ -142,6 +140,7 @@ def _read(
     for key, (label, shard) in shards.items():
         for module, name in places[key][1:]:
             _check_tied(label, shard, _read_one(reader, module, name, label))
+    scores = arguments.importance_scores or {}
     given = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
     return [
         Target(
@@ -197,10 +196,11 @@ def _check_ranks(shard: LocalShard, ranks: tuple[int, ...], inside: set[int]) ->
 
 
 def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
-    same = (other.mask is None) == (first.mask is None) and (
-        other.mask is first.mask or torch.equal(other.mask, first.mask)
-    )
-    if not same:
+    if first.mask is None or other.mask is None:
+        are_equal = first.mask is other.mask
+    else:
+        are_equal = first.mask is other.mask or torch.equal(first.mask, other.mask)
+    if not are_equal:
         raise ValueError(
             f"{label} is tied, and pruned differently under its names; expected equal masks on "
             "tied parameters. Remove the pruning of all of them first, or prune one of them."
@@ -234,73 +234,7 @@ def _part_of(given: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
     return part, f"{part.dtype}, checksum {whole_checksum(given, shard)}"
 
 
-def _describe(targets: Sequence[Target]) -> list[tuple[str, str]]:
+def _describe(targets: Sequence[Target]) -> list[Fact]:
     """Everything about the parameters that must be the same on every rank."""
     facts = [("number of parameters", str(len(targets)))]
     return facts + [(target.label, target.facts) for target in targets]
-
-
-def _count_copies_on_other_meshes(
-    targets: list[Target], communicator: Communicator
-) -> list[Target]:
-    """Let every shard know of the copies that lie outside its own mesh.
-
-    Under FSDP2 with tensor parallelism, a layer that is not parallelised is sharded
-    over the data-parallel ranks only, once for every tensor-parallel rank. Each of
-    these meshes holds the whole parameter.
-
-    [Note: kinds of meshes] A rank knows its own mesh of a parameter only, and a rank outside of
-    all meshes knows some mesh. So two parameters are known to be on the same meshes by a number
-    that all ranks make together: a sum over ranks of a hash of the mesh that each one sees.
-
-    Cost: if there are such parameters, two all-reduces: 8 bytes per parameter, and per rank and
-    kind of meshes.
-    """
-    smaller = [t.shard for t in targets if _is_on_part(t.shard, communicator)]
-    if not smaller:
-        return targets
-
-    def hash_meshes() -> Tensor:
-        by_ranks = {
-            ranks: _mesh_hash(ranks, communicator.rank)
-            for ranks in {shard.ranks for shard in smaller}
-        }
-        return torch.tensor([by_ranks[shard.ranks] for shard in smaller], dtype=torch.int64)
-
-    kind_of = communicator.reduce(len(smaller), hash_meshes).tolist()
-    mesh_of = dict(zip(kind_of, (shard.ranks for shard in smaller), strict=True))
-
-    def mark_first() -> Tensor:
-        is_first = torch.zeros(len(mesh_of), communicator.size, dtype=torch.int64)
-        for row, ranks in enumerate(mesh_of.values()):
-            is_first[row, communicator.index] = communicator.rank == ranks[0]
-        return is_first.view(-1)
-
-    is_first = communicator.reduce(len(mesh_of) * communicator.size, mark_first)
-    # By kind: which of how many meshes this rank's is.
-    copies = {}
-    for (kind, ranks), row in zip(mesh_of.items(), is_first.chunk(len(mesh_of)), strict=True):
-        firsts = row.nonzero().squeeze(1).tolist()
-        copies[kind] = (firsts.index(communicator.ranks.index(ranks[0])), len(firsts))
-    found, kinds = [], iter(kind_of)
-    for target in targets:
-        shard = target.shard
-        if _is_on_part(shard, communicator):
-            which, num_copies = copies[next(kinds)]
-            shard = replace(
-                shard,
-                replica=which * shard.num_replicas + shard.replica,
-                num_replicas=num_copies * shard.num_replicas,
-            )
-            target = replace(target, shard=shard)
-        found.append(target)
-    return found
-
-
-def _mesh_hash(ranks: tuple[int, ...], rank: int) -> int:
-    data = repr((rank, ranks)).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _is_on_part(shard: LocalShard, communicator: Communicator) -> bool:
-    return shard.ranks is not None and len(shard.ranks) < communicator.size

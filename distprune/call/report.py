@@ -115,32 +115,31 @@ class PruningReport:
         return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
-        heading = ("parameter", "elements", "before", "now", "sparsity")
         is_bounded = any(entry.held_at for entry in self.parameters)
+        heading = ["parameter", "elements", "before", "now", "sparsity"]
+        heading += ["held at"] if is_bounded else []
         rows = [
-            (
+            [
                 entry.name,
                 f"{entry.num_elements:,}",
                 f"{entry.num_pruned_before:,}",
                 f"{entry.num_pruned_now:,}",
                 f"{entry.sparsity:.2%}",
                 *([entry.held_at or ""] if is_bounded else []),
-            )
+            ]
             for entry in self.parameters
         ]
-        total = (
+        total = [
             "total",
             f"{self.num_elements:,}",
             f"{self.num_pruned_before:,}",
             f"{self.num_pruned_now:,}",
             f"{self.sparsity:.2%}",
             *([""] if is_bounded else []),
-        )
-        if is_bounded:
-            heading = (*heading, "held at")
+        ]
         widths = [max(map(len, column)) for column in zip(heading, *rows, total, strict=True)]
 
-        def line(cells: tuple[str, ...]) -> str:
+        def line(cells: list[str]) -> str:
             first, *rest = (
                 cell.ljust(width) if i == 0 else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

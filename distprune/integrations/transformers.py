@@ -30,6 +30,7 @@ from distprune._common.pruned_form import mask_key, name_of_pruned_mask
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
+from distprune.call.arguments import ParameterArguments
 from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned
 from distprune.methods.builtin import L1Unstructured
@@ -151,7 +152,8 @@ class PruningCallback(TrainerCallback, ExportableState):
         assert model is not None
         pruner = self._make_pruner(model)
         parameters = pruner.parameters
-        count_pruned(parameters, world())  # refuses what cannot be pruned before hours of training
+        # Refuses what cannot be pruned, before hours of training.
+        count_pruned(lambda: ParameterArguments(parameters=parameters), world())
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         if isinstance(saved, list):
             raise NotImplementedError(

@@ -8,29 +8,27 @@ slice of what one process would have computed.
 
 from __future__ import annotations
 
-import numbers
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distprune._common.amount import checked_count
-from distprune._common.collectives import attempt_all
+from distprune._common.amount import Amount, checked_count
 from distprune._common.naming import NamedParameter, unwrap
-from distprune.call import ranking
+from distprune.call.arguments import Fact, PruningArguments
 from distprune.call.context import Decision, PruningCall
-from distprune.call.run import prune_together
+from distprune.call.run import prune_parameters
 from distprune.masks import checks
 from distprune.masks.attach import Transaction
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, join
+from distprune.methods import mask_functions, ranking
+from distprune.methods.combining import combined_mask
+from distprune.methods.describing import describe_argument
 from distprune.selection.keys import Order
-from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
 
 
@@ -94,18 +92,19 @@ class BasePruningMethod(PruningHook, ABC):
                 "custom_from_mask."
             )
         if self.DISTRIBUTED == "elementwise":
-            return ranking.elementwise_decision(call, self.compute_mask)
+            return mask_functions.elementwise_decision(call, self.compute_mask)
         if self.DISTRIBUTED == "scores":
-            return ranking.scored_decision(call, self.amount, self.compute_scores)
+            amount, compute_scores = _scoring(self)
+            return ranking.rank(call, amount, ranking.score_keys(compute_scores))
         if self.DISTRIBUTED == "gather":
-            return ranking.whole_decision(call, self.compute_mask, gather=not call.is_local)
+            return mask_functions.whole_decision(call, self.compute_mask, gather=not call.is_local)
         if self.DISTRIBUTED is not None:
             raise ValueError(
                 f"{type(self).__name__}.DISTRIBUTED={self.DISTRIBUTED!r}; expected "
                 "'elementwise', 'scores', 'gather' or None."
             )
         if call.is_local:
-            return ranking.whole_decision(call, self.compute_mask, gather=False)
+            return mask_functions.whole_decision(call, self.compute_mask, gather=False)
         raise NotImplementedError(
             f"{_first_sharded(call)} is sharded, and {type(self).__name__} does not say how its "
             "mask may be computed on shards. Set the class attribute DISTRIBUTED to one of: "
@@ -115,13 +114,11 @@ class BasePruningMethod(PruningHook, ABC):
         )
 
     @classmethod
-    def describe_arguments(
-        cls, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[str, str]]:
+    def describe_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Fact]:
         """What must be equal on all ranks of the method and its arguments: (label, text) pairs."""
         facts = [("pruning method", f"{cls.__module__}.{cls.__qualname__}")]
         for label, value in [*((f"argument {i}", v) for i, v in enumerate(args)), *kwargs.items()]:
-            facts.append((label, _describe_argument(value)))
+            facts.append((label, describe_argument(value)))
         return facts
 
     @classmethod
@@ -170,13 +167,14 @@ class BasePruningMethod(PruningHook, ABC):
             default_mask = torch.ones_like(shard.parameter, requires_grad=False)
             mask = method.compute_mask(scores, default_mask=default_mask)
         else:
+            assert shard.mask is not None  # the parameter is pruned
             default_mask = shard.mask.clone(memory_format=torch.contiguous_format)
-            mask = _combined_mask(method, scores, default_mask)
+            mask = combined_mask(method, scores, default_mask)
         hook = hook_with(module, name, method)
         transaction = Transaction()
         try:
             transaction.attach(module, name, hook, mask.detach(), None)
-        except Exception:
+        except BaseException:  # an interrupt, too
             transaction.rollback()
             raise
         mask = mask.detach()
@@ -198,27 +196,24 @@ class BasePruningMethod(PruningHook, ABC):
     ) -> BasePruningMethod:
         label = f"{type(module).__name__}.{name}"
 
-        def make() -> tuple[BasePruningMethod, list[tuple[str, str]]]:
+        def make_arguments() -> PruningArguments:
             method = cls(*args, **kwargs)
             method._tensor_name = name
             checks.check_hook(method, label)
-            return method, cls.describe_arguments(args, kwargs)
+            return PruningArguments(
+                parameters=[NamedParameter(module, name, label)],
+                method=method,
+                make_hook=lambda owner, tensor_name: hook_with(owner, tensor_name, method),
+                importance_scores=(
+                    None if importance_scores is None else {(module, name): importance_scores}
+                ),
+                facts=cls.describe_arguments(args, kwargs),
+            )
 
-        made, error = attempt_all(make)
-        method, facts = (None, []) if made is None else made
-        scores = None if importance_scores is None else {(module, name): importance_scores}
-        prune_together(
-            [NamedParameter(module, name, label)],
-            method,
-            lambda owner, tensor_name: hook_with(owner, tensor_name, method),
-            ShardReader().communicator(module, name),
-            scores=scores,
-            facts=facts,
-            error=error,
-        )
-        found = find_hook(module, name)
-        assert found is not None
-        return found[1]
+        prune_parameters(make_arguments, ShardReader().communicator(module, name))
+        present = find_hook(module, name)
+        assert present is not None and isinstance(present[1], BasePruningMethod)
+        return present[1]
 
     def prune(
         self, t: Tensor, default_mask: Tensor | None = None, importance_scores: Tensor | None = None
@@ -305,12 +300,13 @@ class PruningContainer(BasePruningMethod):
                 "Can only add pruning methods acting on the parameter named "
                 f"'{self._tensor_name}' to PruningContainer {self}. Found '{method._tensor_name}'"
             )
-        self._pruning_methods += (method,)
+        # As in torch, None is appended too.
+        self._pruning_methods += (method,)  # type: ignore[operator]
 
     def bind(self, module: nn.Module) -> None:
         super().bind(module)
         # A schedule leaves one method a hundred times: see methods.chosen_hook.
-        for method in {id(each): each for each in self._pruning_methods}.values():
+        for method in {id(method): method for method in self._pruning_methods}.values():
             method.bind(module)
 
     def __len__(self) -> int:
@@ -330,7 +326,7 @@ class PruningContainer(BasePruningMethod):
             IndexError: its ``dim`` is out of range.
             ValueError: its ``PRUNING_TYPE`` is unknown.
         """
-        return _combined_mask(self._pruning_methods[-1], t, default_mask)
+        return combined_mask(self._pruning_methods[-1], t, default_mask)
 
 
 def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePruningMethod:
@@ -352,73 +348,28 @@ def joined(earlier: PruningHook, method: BasePruningMethod) -> PruningContainer:
     return container
 
 
+def _scoring(method: BasePruningMethod) -> tuple[Amount, Callable[[Tensor], Tensor]]:
+    """The amount of a method with ``DISTRIBUTED = "scores"``, and its function of scores."""
+    missing = [name for name in ("amount", "compute_scores") if not hasattr(method, name)]
+    if missing:
+        raise AttributeError(
+            f"{type(method).__name__} has DISTRIBUTED='scores', and no {' and no '.join(missing)}; "
+            "expected an attribute amount and a method compute_scores(t), elementwise on a 1-d "
+            "chunk of values."
+        )
+    return method.amount, method.compute_scores  # type: ignore[attr-defined]
+
+
 def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) -> Tensor:
     """``compute_mask`` of a method with ``DISTRIBUTED = "scores"`` that has none of its own."""
-    k = checked_count(self.amount, t.nelement())
+    amount, compute_scores = _scoring(self)
+    k = checked_count(amount, t.nelement())
     mask = default_mask.clone(memory_format=torch.contiguous_format)
     if k:
-        scores = self.compute_scores(t.reshape(-1)).view(t.shape)
+        scores = compute_scores(t.reshape(-1)).view(t.shape)
         ranking.zero_lowest(mask, scores, k, Order.ASCENDING)
     return mask
 
 
-def _combined_mask(method: BasePruningMethod, t: Tensor, mask: Tensor) -> Tensor:
-    """A method's mask on what an earlier mask leaves, and zeros elsewhere; dtype of ``t``."""
-    new_mask = mask.to(dtype=t.dtype, copy=True)
-    kind = method.PRUNING_TYPE
-    if kind == "unstructured":
-        where: Any = mask == 1
-    elif kind == "structured":
-        if not hasattr(method, "dim"):
-            raise AttributeError(
-                "Pruning methods of PRUNING_TYPE 'structured' need a 'dim' attribute; "
-                f"{type(method).__name__} has none."
-            )
-        if not isinstance(method.dim, numbers.Integral):
-            raise TypeError(
-                f"dim={method.dim!r} is a {type(method.dim).__name__}; expected an int."
-            )
-        dim = method.dim + t.dim() if method.dim < 0 else method.dim
-        if not 0 <= dim < t.dim():
-            raise IndexError(
-                f"dim={method.dim} is out of range for a tensor of shape {tuple(t.shape)}."
-            )
-        where = [slice(None)] * t.dim()
-        where[dim] = mask.sum(dim=[other for other in range(t.dim()) if other != dim]) != 0
-        where = tuple(where)
-    elif kind == "global":
-        where = (slice(None),) * t.dim()
-    else:
-        raise ValueError(
-            f"PRUNING_TYPE {kind!r} is not recognised; expected 'unstructured', 'structured' or "
-            "'global'."
-        )
-    partial = method.compute_mask(t[where], default_mask=mask[where])
-    new_mask[where] = partial.to(dtype=new_mask.dtype)
-    return new_mask
-
-
 def _first_sharded(call: PruningCall) -> str:
     return next(shard.name for shard in call.shards if shard.is_sharded)
-
-
-def _describe_argument(value: Any) -> str:
-    """What must be equal on all ranks of an argument; of what has no values to compare, its type.
-
-    Whatever else differs shows in the masks: those of replicas are compared.
-    """
-    if isinstance(value, Tensor):
-        kind = f"tensor {tuple(value.shape)} {value.dtype}"
-        if type(value) is not Tensor or value.is_meta:  # a DTensor is another one on each rank
-            return kind
-        return f"{kind}, checksum {checksums([value])[0]}"
-    if isinstance(value, np.ndarray):
-        return f"array {value.shape} {value.dtype}, crc32 {zlib.crc32(value.tobytes())}"
-    if isinstance(value, (bool, numbers.Number, str, bytes, type(None))):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {', '.join(map(_describe_argument, value))}"
-    if isinstance(value, Mapping):
-        entries = [_describe_argument(each) for entry in value.items() for each in entry]
-        return f"{type(value).__name__} of {', '.join(entries)}"
-    return type(value).__name__

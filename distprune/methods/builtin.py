@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from distprune._common.amount import Amount, checked_count, validate_amount
 from distprune._common.collectives import Communicator, is_distributed
 from distprune._common.pruned_form import local_tensor, mask_key
-from distprune.call import ranking
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
+from distprune.methods import mask_functions, ranking
 from distprune.methods import structured as channels
 from distprune.methods.base import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
@@ -74,7 +75,7 @@ class RandomUnstructured(BasePruningMethod):
         is_torch = call.is_local and call.bounds is None and not is_distributed()
         if _overrides(self, RandomUnstructured) or is_torch:
             return super().decide(call)
-        return ranking.random_decision(call, self.amount)
+        return ranking.rank(call, self.amount, ranking.random_keys(call.communicator))
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
@@ -106,7 +107,7 @@ class L1Unstructured(BasePruningMethod):
     def decide(self, call: PruningCall) -> Decision:
         if _overrides(self, L1Unstructured):
             return super().decide(call)
-        return ranking.magnitude_decision(call, self.amount)
+        return ranking.rank(call, self.amount, ranking.magnitude_keys)
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -235,7 +236,9 @@ class CustomFromMask(BasePruningMethod):
         module = self._module_ref() if self._module_ref is not None else None
         if module is None:
             raise RuntimeError("the module that held this mask is gone.")
-        return module._buffers[mask_key(self._tensor_name)]
+        mask = module._buffers[mask_key(self._tensor_name)]
+        assert mask is not None
+        return mask
 
     def bind(self, module: nn.Module) -> None:
         super().bind(module)
@@ -264,7 +267,7 @@ class CustomFromMask(BasePruningMethod):
 
     def decide(self, call: PruningCall) -> Decision:
         call.communicator.run(lambda: _check_given(call, self.mask))
-        return ranking.given_decision(call, self.mask)
+        return mask_functions.given_decision(call, self.mask)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
@@ -299,7 +302,7 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     axis = dim % t.ndim
     channels.refuse_no_order(n)
     if channels.is_norm_order(n) and t.is_floating_point():
-        norms = channels.channel_norms(
+        exact_norms = channels.channel_norms(
             t.movedim(axis, 0),
             2.0 if n is None else float(n),
             torch.arange(t.shape[axis]),
@@ -307,14 +310,17 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
             t.numel() // max(t.shape[axis], 1),
             Communicator(()),
         )
-        return norms.to(device=t.device, dtype=t.dtype)
+        return exact_norms.to(device=t.device, dtype=t.dtype)
     dims = [other for other in range(t.ndim) if other != axis]
+    norms: Tensor
     if not channels.USES_VECTOR_NORM:
-        return torch.norm(t, p=n, dim=dims)
-    if n == "nuc" or (n == "fro" and len(dims) == 2):
+        norms = torch.norm(t, p=n, dim=dims)
+    elif n == "nuc" or (n == "fro" and len(dims) == 2):
         matrix_dims = dims if len(dims) == 2 else (-2, -1)
-        return torch.linalg.matrix_norm(t, ord=n, dim=matrix_dims)
-    return torch.linalg.vector_norm(t, ord=2 if n == "fro" else n, dim=dims)
+        norms = torch.linalg.matrix_norm(t, ord=n, dim=matrix_dims)
+    else:
+        norms = torch.linalg.vector_norm(t, ord=2 if n == "fro" else n, dim=dims)
+    return norms
 
 
 def _check_given(call: PruningCall, mask: Tensor) -> None:
@@ -337,7 +343,9 @@ def _overrides(method: BasePruningMethod, cls: type[BasePruningMethod]) -> bool:
     return type(method).compute_mask is not _BUILT_IN[cls]
 
 
-_BUILT_IN = {
-    cls: cls.compute_mask
-    for cls in (RandomUnstructured, L1Unstructured, RandomStructured, LnStructured)
+_BUILT_IN: dict[type[BasePruningMethod], Callable[..., Tensor]] = {
+    RandomUnstructured: RandomUnstructured.compute_mask,
+    L1Unstructured: L1Unstructured.compute_mask,
+    RandomStructured: RandomStructured.compute_mask,
+    LnStructured: LnStructured.compute_mask,
 }

@@ -20,12 +20,12 @@ from torch import Tensor
 from distprune._common.amount import Amount, checked_count, resolve_count
 from distprune._common.collectives import Communicator, Op
 from distprune.call.context import Decision, LocalMasks, PruningCall
-from distprune.call.ranking import zero_lowest
+from distprune.methods.ranking import zero_lowest
 from distprune.selection.keys import Order
 from distprune.selection.passes import count_live
 
 # Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
-USES_VECTOR_NORM = torch.__version__ >= (2, 14)
+USES_VECTOR_NORM = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 _BLOCK = 1 << 20  # elements whose float64 terms are held at a time
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from distprune._common.bounds import SparsityBound
-from distprune._common.collectives import Communicator, attempt_all, world
+from distprune._common.collectives import Communicator, world
 from distprune._common.naming import unwrap
-from distprune.api.global_unstructured import prune_over
+from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
+from distprune.call.arguments import ParameterArguments
+from distprune.call.importance_scores import without_others
 from distprune.call.report import PruningReport
-from distprune.call.run import count_pruned
-from distprune.call.score_keys import without_others
+from distprune.call.run import count_pruned, prune_parameters
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
@@ -147,8 +148,8 @@ class ScheduledPruner:
         one read of the masks, two small all-reduces, and a global pruning.
         """
         reports = tuple(
-            self._prune_group(which) if group.schedule.is_due(self.num_steps) else None
-            for which, group in enumerate(self._groups)
+            self._prune_group(position) if group.schedule.is_due(self.num_steps) else None
+            for position, group in enumerate(self._groups)
         )
         self.num_steps += 1
         self._last_reports = reports
@@ -245,56 +246,62 @@ class ScheduledPruner:
             if find_hook(module, name) is not None:
                 remove(module, name)
 
-    def _prune_group(self, which: int) -> PruningReport | None:
-        group = self._groups[which]
+    def _prune_group(self, position: int) -> PruningReport | None:
+        group = self._groups[position]
         communicator = world(self._process_group)
-        target, error = attempt_all(group.target_at, self.num_steps)
-        # Whatever decides if a rank goes on to the next collective.
-        facts = [
-            ("step of the schedule", str(self.num_steps)),
-            ("parameter group", f"{which} of {len(self._groups)}"),
-            ("schedule", repr(group.schedule)),
-            ("target sparsity", repr(target)),
-            ("importance_scores", type(self._importance_scores).__name__),
-        ]
-        entries = count_pruned(
-            group.parameters,
-            communicator,
-            facts=facts,
-            error=error,
-            pipeline_parallel=self._is_pipeline_parallel,
-        )
+        target = 0.0
+
+        def make_arguments() -> ParameterArguments:
+            nonlocal target
+            target = group.target_at(self.num_steps)
+            return ParameterArguments(
+                parameters=group.parameters,
+                # Whatever decides if a rank goes on to the next collective.
+                facts=[
+                    ("step of the schedule", str(self.num_steps)),
+                    ("parameter group", f"{position} of {len(self._groups)}"),
+                    ("schedule", repr(group.schedule)),
+                    ("target sparsity", repr(target)),
+                    ("importance_scores", type(self._importance_scores).__name__),
+                ],
+                pipeline_parallel=self._is_pipeline_parallel,
+            )
+
+        entries = count_pruned(make_arguments, communicator)
         group.join_stages(entries)
-        assert target is not None
         count = group.num_to_prune(target, entries)
         if count <= 0:
             group.target = target
             return None
         is_growing = group.is_growing(target, entries)
-        report = prune_over(
+        scores = self._scores(position, communicator)
+        report = prune_parameters(
+            lambda: global_arguments(
+                group.parameters,
+                group.pruning_method,
+                scores,
+                amount=count,
+                pipeline_parallel=self._is_pipeline_parallel,
+                **group.bounds_now(is_growing),
+            ),
             communicator,
-            group.parameters,
-            group.pruning_method,
-            self._scores(which, communicator),
-            amount=count,
-            pipeline_parallel=self._is_pipeline_parallel,
-            **group.bounds_now(is_growing),
         )
         group.target = target
         if not is_growing:
             return report
-        # What held them as a ceiling is the floor that they grow up to.
-        held = [replace(each, held_at=each.held_at and FLOOR) for each in report.parameters]
-        return replace(report, parameters=tuple(held))
+        # While the target grows, floors are passed as ceilings; report them as min_sparsity.
+        entries = tuple(replace(e, held_at=e.held_at and FLOOR) for e in report.parameters)
+        return replace(report, parameters=entries)
 
-    def _scores(self, which: int, communicator: Communicator) -> Scores | None:
+    def _scores(self, position: int, communicator: Communicator) -> Scores | None:
         """The scores of a group: one mapping serves all groups."""
         scores = self._importance_scores
         if scores is not None and not isinstance(scores, Mapping):
-            scores, error = attempt_all(scores)
-            communicator.agree(error=error)
-        mine = self._groups[which].places
-        others = [p for i, each in enumerate(self._groups) if i != which for p in each.places]
+            scores = communicator.run(scores)
+        mine = self._groups[position].places
+        others = [
+            place for i, group in enumerate(self._groups) if i != position for place in group.places
+        ]
         return without_others(scores, mine, others)
 
 
@@ -309,18 +316,18 @@ def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
             f"the state has {len(saved['groups'])} parameter groups and this pruner "
             f"{len(present['groups'])}; expected the groups that it was saved with."
         )
-    for which, (old, new) in enumerate(zip(saved["groups"], present["groups"], strict=True)):
+    for position, (old, new) in enumerate(zip(saved["groups"], present["groups"], strict=True)):
         if old["schedule"] != new["schedule"]:
             raise ValueError(
-                f"the state of group {which} was saved with schedule {old['schedule']}, and this "
-                f"pruner has {new['schedule']}; expected the same one."
+                f"the state of group {position} was saved with schedule {old['schedule']}, and "
+                f"this pruner has {new['schedule']}; expected the same one."
             )
         if old["parameters"] != new["parameters"]:
             lost = [name for name in old["parameters"] if name not in new["parameters"]]
             added = [name for name in new["parameters"] if name not in old["parameters"]]
             raise ValueError(
-                f"the state of group {which} was saved with other parameters: only in the state: "
-                f"{', '.join(lost) or '(none)'}; only in this pruner: "
+                f"the state of group {position} was saved with other parameters: only in the "
+                f"state: {', '.join(lost) or '(none)'}; only in this pruner: "
                 f"{', '.join(added) or '(none)'}; expected the same ones, in the same order."
             )
 
@@ -331,7 +338,7 @@ def _merged(reports: Sequence[PruningReport]) -> PruningReport:
         return reports[0]
     return PruningReport(
         method=", ".join(dict.fromkeys(report.method for report in reports)),
-        amount=sum(int(report.amount) for report in reports),
+        amount=sum(int(report.amount or 0) for report in reports),
         parameters=tuple(entry for report in reports for entry in report.parameters),
         threshold=None,
         num_ties=0,

@@ -28,10 +28,10 @@ from distprune.call import run as pipeline
 from distprune.methods import builtin as methods
 
 STAGES = {
-    "read and agree": (pipeline, "read_together"),
-    "count": (pipeline, "_count_and_compare"),
+    "read and agree": (pipeline, "read_parameters"),
+    "count": (pipeline, "count_live_and_compare"),
     "decide": (methods.L1Unstructured, "decide"),
-    "attach": (pipeline, "_attach_everywhere"),
+    "attach": (pipeline, "attach_masks"),
 }
 SINGLE = 500  # parameters that are pruned one by one, at most
 

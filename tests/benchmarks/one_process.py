@@ -46,8 +46,9 @@ from torch import Tensor, nn
 
 import distprune
 from distprune._common.collectives import world
+from distprune.call.arguments import PruningArguments
 from distprune.call.context import LocalMasks, PruningCall
-from distprune.call.run import prune_together
+from distprune.call.run import prune_parameters
 from distprune.methods.builtin import L1Unstructured, chosen_hook
 
 ROUNDS = 3
@@ -243,7 +244,10 @@ def decide_only(parameters: Sequence[tuple[nn.Module, str]], amount: float) -> L
     """The whole call without attaching: parameters are read, counted and ranked, masks made."""
     method = _StopsWithMasks(L1Unstructured(amount))
     try:
-        prune_together(parameters, method, chosen_hook, world())
+        prune_parameters(
+            lambda: PruningArguments(parameters=parameters, method=method, make_hook=chosen_hook),
+            world(),
+        )
     except _Decided as decided:
         return decided.decision
     raise AssertionError("the call ended without asking the method to decide")

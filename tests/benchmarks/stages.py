@@ -29,15 +29,15 @@ from distprune.shards.geometry import IndexMap
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
 STAGES = {
-    "read the parameters, agree on them": "distprune.call.run.read_together",
-    "count what is pruned already": "distprune.call.run._count_and_compare",
+    "read the parameters, agree on them": "distprune.call.run.read_parameters",
+    "count what is pruned already": "distprune.call.run.count_live_and_compare",
     "sample": "distprune.selection.bracket.sample",
     "one scan: keys, counts, drafts of the masks": "distprune.selection.kth_key.scan",
     "correct drafted masks, ties included": "distprune.selection.passes.finish_drafts",
     "write masks anew": "distprune.selection.passes.write_keep",
-    "attach to the modules": "distprune.call.run._attach_everywhere",
+    "attach to the modules": "distprune.call.run.attach_masks",
 }
-SELECTION = "distprune.call.ranking.select_lowest"
+SELECTION = "distprune.methods.ranking.select_lowest"
 
 
 class Clock:

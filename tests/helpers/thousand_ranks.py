@@ -27,8 +27,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 import distprune
 from distprune._common.collectives import Communicator
-from distprune.api.global_unstructured import prune_over
+from distprune.api.global_unstructured import global_arguments
 from distprune.call.report import PruningReport
+from distprune.call.run import prune_parameters
 from distprune.shards.dtensor import replica_of, splits_of
 from distprune.shards.geometry import IndexMap, dim_coordinates, index_map
 from helpers.fake_ranks import run_fake_ranks
@@ -228,7 +229,9 @@ def prune_on(
 
     def prune(communicator: Communicator) -> PruningReport:
         targets = [(module, "weight") for module in sharded[communicator.index]]
-        return prune_over(communicator, targets, distprune.L1Unstructured, amount=amount)
+        return prune_parameters(
+            lambda: global_arguments(targets, distprune.L1Unstructured, amount=amount), communicator
+        )
 
     # Placements and cuts are those of fully_shard, but no fully_shard has made them.
     with mock.patch("distprune.shards.dtensor._check_strided"):

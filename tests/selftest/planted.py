@@ -77,7 +77,7 @@ def swap(mask, values, *, equal):
 
 def one_too_many(stack):
     count = importlib.import_module("distprune._common.amount").checked_count
-    replace(stack, "distprune.call.ranking", "checked_count", lambda *args: count(*args) + 1)
+    replace(stack, "distprune.methods.ranking", "checked_count", lambda *args: count(*args) + 1)
 
 
 def idle_mask(stack):

@@ -187,7 +187,7 @@ def test_nan_rank_last_by_index_where_they_are_allowed(k, kept):
     scores = torch.tensor([math.nan, 1.0, math.nan, -2.0, math.nan])
     if k == 4:
         kept = [0, 0, 0, 0, 1]
-    from distprune.call.ranking import zero_lowest
+    from distprune.methods.ranking import zero_lowest
 
     mask = torch.ones(5)
     zero_lowest(mask, scores, k, Order.MAGNITUDE)
@@ -201,7 +201,7 @@ def test_orders(order, dtype):
     scores = (torch.randn(400, generator=generator) * 20).to(dtype)
     if dtype.is_floating_point:
         scores[:2] = torch.tensor([-math.inf, math.inf])
-    from distprune.call.ranking import zero_lowest
+    from distprune.methods.ranking import zero_lowest
 
     values = scores.double()
     sort_by = {

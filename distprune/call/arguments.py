@@ -1,0 +1,79 @@
+"""The arguments of one collective call over parameters, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from distprune._common.amount import Amount
+from distprune._common.bounds import SparsityBound
+from distprune.call.context import Decision, PruningCall
+from distprune.masks.hook import PruningHook
+from distprune.shards.target import Scores
+
+# (label, text): must be equal on all ranks of a call.
+Fact = tuple[str, str]
+# (module, name) -> the hook to register on the module
+MakeHook = Callable[[nn.Module, str], PruningHook]
+
+
+class DecidesMasks(Protocol):
+    """What a call needs of a pruning method."""
+
+    READS_VALUES: bool
+
+    def decide(self, call: PruningCall) -> Decision:
+        """Decide the masks of all parameters. Collective: the same steps on every rank."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterArguments:
+    """The parameters of a call, and what the ranks must agree on.
+
+    Attributes:
+        parameters: (module, name) pairs, the same on every rank unless ``pipeline_parallel``.
+        importance_scores: by (module, name): like the parameter, or whole; None: the values.
+        pipeline_parallel: the ranks have different lists, which are joined by name.
+        facts: arguments that must be equal on all ranks.
+    """
+
+    parameters: Iterable[tuple[nn.Module, str]]
+    importance_scores: Scores | None = None
+    pipeline_parallel: bool = False
+    facts: Sequence[Fact] = ()
+
+    def all_facts(self) -> list[Fact]:
+        """Everything that must be equal on all ranks, but for the parameters themselves."""
+        return [*self.facts, ("pipeline_parallel", str(self.pipeline_parallel))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningArguments(ParameterArguments):
+    """The arguments of a call that prunes.
+
+    Attributes:
+        method: decides the masks.
+        make_hook: makes what is registered on a module.
+        amount: for the report.
+        min_sparsity, max_sparsity: bounds of single parameters, as the caller gave them.
+    """
+
+    method: DecidesMasks
+    make_hook: MakeHook
+    amount: Amount | None = None
+    min_sparsity: SparsityBound | None = None
+    max_sparsity: SparsityBound | None = None
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether single parameters may be bounded."""
+        return self.min_sparsity is not None or self.max_sparsity is not None
+
+    def all_facts(self) -> list[Fact]:
+        """Everything that must be equal on all ranks, but for the parameters themselves."""
+        bounds = "given" if self.has_bounds else "none"
+        return [*super().all_facts(), ("bounds on the sparsity of parameters", bounds)]

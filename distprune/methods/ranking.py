@@ -1,0 +1,210 @@
+"""Ranking by a score over all parameters and ranks: the decision of every method that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from distprune._common.amount import Amount, checked_count
+from distprune._common.collectives import Communicator
+from distprune._common.hashing import draw_seed
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.selection.candidates import Candidates, KeySource, PartCut
+from distprune.selection.cut import Selection, select_lowest
+from distprune.selection.keys import (
+    RANDOM_KEYS,
+    ComputedKeys,
+    KeyRange,
+    Order,
+    RandomKeys,
+    TensorKeys,
+    key_range,
+)
+from distprune.selection.passes import write_keep, write_masks
+from distprune.selection.within_bounds import limits_for, select_within
+from distprune.shards.geometry import dim_coordinates, index_map
+
+# The range of all keys, and for every shard of this rank the source of its keys.
+Keys = tuple[KeyRange, Sequence[KeySource]]
+
+
+def rank(call: PruningCall, amount: Amount, make_keys: Callable[[PruningCall], Keys]) -> Decision:
+    """Prune the elements of the smallest keys over all parameters and ranks, within the bounds.
+
+    Args:
+        call: the parameters.
+        amount: how many elements, as a fraction of what is unpruned or a count.
+        make_keys: a local step: :func:`magnitude_keys`, or what :func:`random_keys` or
+            :func:`score_keys` return.
+
+    Raises:
+        ValueError: a live score is NaN, or the bounds do not allow for the amount; on every rank.
+
+    Cost: one read of the scores, and one write of the masks when the decision is finished.
+    """
+
+    def prepare() -> _Prepared:
+        keys, sources = make_keys(call)
+        parts = [
+            Candidates(
+                source,
+                None if shard.mask is None else shard.flat(shard.mask),
+                shard.index,
+                shard.counted,
+                shard.values.numel(),
+                shard.numel,
+                shard.values.device,
+            )
+            for shard, source in zip(call.shards, sources, strict=True)
+        ]
+        # All memory of the result is taken before anything is ranked.
+        masks = [
+            shard.new_mask(dtype)
+            for shard, dtype in zip(call.shards, call.mask_dtypes, strict=True)
+        ]
+        flat = [shard.flat(mask) for shard, mask in zip(call.shards, masks, strict=True)]
+        return _Prepared(keys, parts, masks, flat)
+
+    prepared = call.communicator.run(
+        prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
+    )
+    keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
+    k = checked_count(amount, sum(call.num_live))
+    names = [shard.name for shard in call.shards]
+    selection: Selection | None
+    if call.bounds is None:
+        selection = select_lowest(
+            parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True, drafts=flat
+        )
+        cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
+    else:
+        limits = limits_for(k, call.bounds, [shard.numel for shard in call.shards], call.num_live)
+        cuts, selection = select_within(
+            parts, names, call.num_live, k, keys, call.communicator, limits
+        )
+    drafted = None if selection is None else selection.drafted
+
+    def finish() -> LocalMasks:
+        return LocalMasks(prepared.masks, write_masks(parts, cuts, flat, drafted))
+
+    is_unscored = call.bounds is None and all(scores is None for scores in call.scores)
+    decision = Decision(
+        finish,
+        bound_of=[cut.bound for cut in cuts],
+        is_by_magnitude=make_keys is magnitude_keys and is_unscored,
+    )
+    if keys is RANDOM_KEYS or selection is None or not k:
+        return decision
+    return replace(
+        decision,
+        threshold=keys.score_of(selection.cut.threshold),
+        num_ties=selection.num_ties,
+        num_ties_pruned=selection.num_ties_pruned,
+    )
+
+
+def magnitude_keys(call: PruningCall) -> Keys:
+    """Keys of |score|.
+
+    Raises:
+        NotImplementedError: complex scores.
+    """
+    dtype = call.score_dtype()
+    if dtype.is_complex:
+        raise NotImplementedError(
+            f"scores of dtype {dtype} cannot be ranked over several parameters; "
+            "expected real ones. Pass importance_scores=|w| of every parameter."
+        )
+    keys = key_range(dtype, Order.MAGNITUDE)
+    return keys, [
+        TensorKeys(shard.flat(call.score_or_value(position)), keys)
+        for position, shard in enumerate(call.shards)
+    ]
+
+
+def random_keys(communicator: Communicator) -> Callable[[PruningCall], Keys]:
+    """Random keys that are the same on any sharding of the parameters. Collective.
+
+    Every rank draws one number from torch's default CPU generator; the leader's
+    is the seed of all.
+    """
+    seed = int(communicator.leader_of(1, draw_seed)[0])
+
+    def make_keys(call: PruningCall) -> Keys:
+        sources: list[KeySource] = []
+        offset = 0
+        for shard in call.shards:
+            sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
+            offset += shard.numel
+        return RANDOM_KEYS, sources
+
+    return make_keys
+
+
+def score_keys(score: Callable[[Tensor], Tensor]) -> Callable[[PruningCall], Keys]:
+    """Keys of a user's elementwise scores, signed.
+
+    Args:
+        score: from values (or importance scores), 1-d, to scores of the same shape.
+    """
+
+    def make_keys(call: PruningCall) -> Keys:
+        dtype = None
+        for position, shard in enumerate(call.shards):
+            flat = shard.flat(call.score_or_value(position))
+            probe = score(flat[:1])
+            if probe.shape != flat[:1].shape:
+                raise ValueError(
+                    f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
+                    f"{tuple(flat[:1].shape)}; expected one score per element."
+                )
+            dtype = probe.dtype if dtype is None else torch.promote_types(dtype, probe.dtype)
+        assert dtype is not None
+        keys = key_range(dtype, Order.ASCENDING)
+        return keys, [
+            ComputedKeys(shard.flat(call.score_or_value(position)), score, keys)
+            for position, shard in enumerate(call.shards)
+        ]
+
+    return make_keys
+
+
+def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
+    """Zero, in place, the mask of the ``k`` first elements of one whole tensor.
+
+    Args:
+        mask: any dtype, contiguous, shape of ``scores``.
+        scores: any shape; NaN rank last, as in torch.topk.
+        k: 0 <= k <= scores.numel().
+        order: which elements come first; equal scores go by row-major index.
+    """
+    flat = scores.detach().reshape(-1)
+    if flat.is_complex():
+        flat = flat.abs()
+    keys = key_range(flat.dtype, order)
+    part = Candidates(
+        TensorKeys(flat, keys),
+        None,
+        index_map(flat.shape, dim_coordinates(flat.shape, ()), [0]),
+        range(flat.numel()),
+        flat.numel(),
+        flat.numel(),
+        flat.device,
+    )
+    selection = select_lowest(
+        [part], ["scores"], [flat.numel()], k, keys, Communicator(()), refuse_nan=False
+    )
+    write_keep(part, 0, selection.cut, mask.view(-1), mask.view(-1))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a ranking works on: the keys of this rank's elements, and the masks to write."""
+
+    keys: KeyRange
+    parts: list[Candidates]
+    masks: list[Tensor]
+    flat_masks: list[Tensor]
