@@ -7,6 +7,12 @@
     previous call, whose groups are dead, and keep the threads of those groups;
   - the groups are destroyed only when every rank has answered, so that no rank
     sees "connection closed by peer" because another one was quicker.
+
+[Note: the last reference to a group] The destructor of a gloo group waits for its
+threads, and a thread that frees the tensors of a collective needs the GIL. Python's own
+reference to a group releases the GIL before it runs the destructor; other references, such
+as that of DDP's reducer, do not, and the rank would hang (pytorch/pytorch#56297). So this
+module keeps references of its own, and drops them last.
 """
 
 from __future__ import annotations
@@ -89,7 +95,10 @@ def _answer(rank: int, world_size: int, store: str, call: PackedCall) -> bytes:
 def _leave_group() -> None:
     import torch.distributed as dist
 
+    groups: list[dist.ProcessGroup] = []
     if dist.is_initialized():
+        groups += dist.distributed_c10d._world.pg_map
         dist.destroy_process_group()
     clear_dtensor_caches()
     gc.collect()  # wrapped models are reference cycles that hold the dead group and its threads
+    groups.clear()  # the last references; see [Note: the last reference to a group]

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -199,6 +200,20 @@ def test_no_threads_of_earlier_groups_are_left():
     for _ in range(5):
         run_ranks(use_groups_and_caches, 2)
     assert run_ranks(num_threads, 2) == before
+
+
+def leave_work_behind() -> int:
+    """Collectives that nobody waits for, and a reducer in a reference cycle that has the group."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model.itself = model
+    for _ in range(8):
+        dist.all_reduce(torch.zeros(4_000_000), async_op=True)
+    return dist.get_rank()
+
+
+def test_work_that_was_not_waited_for_does_not_hang_the_next_call():
+    for _ in range(3):
+        assert run_ranks(leave_work_behind, 2, timeout=60) == [0, 1]
 
 
 def leave_threads(number: int) -> int:
