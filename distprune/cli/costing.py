@@ -108,7 +108,7 @@ def _room(destination: Path, num_bytes: int) -> tuple[int, int]:
     """Free bytes at the destination, and how many it lacks: an unfinished result has some."""
     parent = Path(os.path.abspath(destination)).parent
     if not parent.is_dir():
-        raise OutputError(f"{parent} is no folder; make it first.")
+        raise OutputError(f"{parent} is not a folder; create it first.")
     num_written = sum(map(folder_bytes, partial_folders(Path(os.path.abspath(destination)))))
     return free_bytes(parent), max(num_bytes - num_written, 0)
 

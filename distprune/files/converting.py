@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distprune.files.checkpoints.checkpoint import why_left_out
 from distprune.files.checkpoints.pickled_names import (
-    WANTED,
+    SUFFIXES,
     find_pickles,
     index_output,
     locate_pickles,
@@ -108,7 +108,7 @@ class Conversion:
             listing = list_one(self.folder, place.file, follow_links=follow_links)
         else:
             listing = list_files(
-                self.folder, why_left_out, wanted=WANTED, follow_links=follow_links
+                self.folder, why_left_out, suffixes=SUFFIXES, follow_links=follow_links
             )
         problems = listing.problems
         if listing.outside:

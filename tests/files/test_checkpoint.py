@@ -88,8 +88,8 @@ def test_a_tensor_in_two_files(sharded):
     [
         ("[]", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "stands there twice"),
-        ("{", "no valid JSON"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
+        ("{", "not valid JSON"),
     ],
 )
 def test_broken_indices(sharded, content, text):

@@ -149,13 +149,13 @@ def test_one_level_of_nesting_is_opened_with_a_note(tmp_path):
     ("content", "text"),
     [
         ({"model": {"w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, "'model', 'ema'"),
-        ({"w": torch.ones(1), "step": 3}, "'step' is a int, no tensor"),
-        ({"w": torch.ones(1), "model": {"v": torch.ones(1)}}, "'model' is a dict, no tensor"),
-        ({"w": torch.ones(1), 5: torch.ones(1)}, "5 is no name"),
+        ({"w": torch.ones(1), "step": 3}, "'step' is a int, not a tensor"),
+        ({"w": torch.ones(1), "model": {"v": torch.ones(1)}}, "'model' is a dict, not a tensor"),
+        ({"w": torch.ones(1), 5: torch.ones(1)}, "5 is not a tensor's name"),
         ({"w": torch.eye(2).to_sparse()}, "'w' is of layout torch.sparse_coo"),
         ({"w": torch.ones(1, device="meta")}, "'w' is on meta"),
         ({"w": torch.ones(1, dtype=torch.complex128)}, "'w' is torch.complex128"),
-        ({"a\ud800": torch.ones(1)}, "no valid Unicode"),
+        ({"a\ud800": torch.ones(1)}, "not valid Unicode"),
         ({"a": {"b": {"w": torch.ones(1)}}}, "no mapping from names to tensors, but 'a'"),
         ([torch.ones(1)], "holds list"),
         ({}, "but nothing"),
@@ -195,9 +195,9 @@ def test_code_in_a_pickle_is_refused_and_does_not_run(tmp_path, kind, how):
     assert not (tmp_path / "ran").exists()
     name = "system" if kind is _Malicious else "exec"
     if how == "pickle":  # of no form that torch.save ever wrote
-        assert "is no file of torch.save" in text
+        assert "is not a file of torch.save" in text
     else:
-        assert "asks for the Python object" in text and name in text
+        assert "contains the Python object" in text and name in text
     assert "weights_only=False" not in text and "\n" not in text
     with open(path, "rb") as file:  # it would have run
         (torch.load(file, weights_only=False) if how != "pickle" else pickle.load(file))
@@ -210,9 +210,9 @@ def test_files_that_are_none_are_refused(tmp_path):
     path = source / "pytorch_model.bin"
     whole = path.read_bytes()
     for content, text in [
-        (b"", "is no file of torch.save"),
-        (b"hello", "is no file of torch.save"),
-        (whole[: len(whole) // 2], "is no file of torch.save"),
+        (b"", "is not a file of torch.save"),
+        (b"hello", "is not a file of torch.save"),
+        (whole[: len(whole) // 2], "is not a file of torch.save"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ]:
         path.write_bytes(content)

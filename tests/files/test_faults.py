@@ -236,7 +236,7 @@ def test_destinations_that_are_refused(source, tmp_path):
         tmp_path / "dangling": "exists",
         source / "inside": "inside the source",
         tmp_path / "link" / "inside": "inside the source",
-        tmp_path / "none" / "target": "is no folder",
+        tmp_path / "none" / "target": "is not a folder",
     }.items():
         for world_size in (1, 2):
             found = run_ranks(outcome, world_size, source, target)

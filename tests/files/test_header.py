@@ -48,26 +48,26 @@ def test_odd_header_length_and_unknown_dtypes_are_read(tmp_path):
 
 BROKEN = {
     "empty": (b"", "is empty"),
-    "short": (b"abc", "8 bytes of header length"),
+    "short": (b"abc", "8 bytes of a header length"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "git lfs pull"),
     "huge": ((2**63).to_bytes(8, "little") + b"{}", "claims a header of 9223372036854775808"),
     "cut header": (file_bytes({"x": torch.ones(4)})[:30], "truncated"),
     "cut data": (file_bytes({"x": torch.ones(4)})[:-1], "truncated"),
     "more data": (file_bytes({"x": torch.ones(4)}) + b"x", "expected no bytes after them"),
-    "array": (encode(b"[]"), "no JSON object"),
-    "no JSON": (encode(b"{'x': 1}"), "no valid JSON"),
-    "latin": (encode(b'{"\xe9": 1}'), "no valid JSON"),
+    "array": (encode(b"[]"), "not a JSON object"),
+    "no JSON": (encode(b"{'x': 1}"), "not valid JSON"),
+    "latin": (encode(b'{"\xe9": 1}'), "not valid JSON"),
     "deep": (encode(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "nested too deeply"),
     "long number": (encode(b'{"x":' + b"9" * 10_000 + b"}"), "too large"),
-    "NaN": (encode(b'{"x": NaN}'), "no JSON"),
+    "NaN": (encode(b'{"x": NaN}'), "not JSON"),
     "surrogate": (encode(b'{"\\ud800": {}}'), "Unicode"),
     "twice, other range": (
         encode(b'{"x": %s, "x": {"shape": [1]}}' % json.dumps(ONE).encode(), bytes(8)),
-        "'x' stands there twice",
+        "'x' occurs twice",
     ),
     "twice, same range": (
         encode(b'{"x": %s, "x": %s}' % (2 * (json.dumps(ONE).encode(),)), bytes(8)),
-        "'x' stands there twice",
+        "'x' occurs twice",
     ),
     "overlap": (
         encode({"x": ONE, "y": ONE | {"data_offsets": [4, 12]}}, bytes(12)),
@@ -86,11 +86,11 @@ BROKEN = {
     "beyond": (encode({"x": ONE | {"data_offsets": [0, 2**60]}}, bytes(8)), "truncated"),
     "backwards": (encode({"x": ONE | {"data_offsets": [8, 0]}}, bytes(8)), "claims the bytes"),
     "negative": (encode({"x": ONE | {"data_offsets": [-8, 0]}}, bytes(8)), "not two sizes"),
-    "float": (encode({"x": ONE | {"shape": [2.0]}}, bytes(8)), "no list of sizes"),
-    "bool": (encode({"x": ONE | {"shape": [True]}}, bytes(8)), "no list of sizes"),
-    "overflow": (encode({"x": ONE | {"shape": [2**62, 2**62, 0]}}, bytes(8)), "more elements"),
+    "float": (encode({"x": ONE | {"shape": [2.0]}}, bytes(8)), "not a list of sizes"),
+    "bool": (encode({"x": ONE | {"shape": [True]}}, bytes(8)), "not a list of sizes"),
+    "overflow": (encode({"x": ONE | {"shape": [2**62, 2**62, 0]}}, bytes(8)), "has more than 2**63 - 1 elements"),
     "no shape": (encode({"x": {"dtype": "F32"}}, bytes(8)), "lacks one of"),
-    "dtype": (encode({"x": ONE | {"dtype": 3}}, bytes(8)), "dtype that is no string"),
+    "dtype": (encode({"x": ONE | {"dtype": 3}}, bytes(8)), "dtype that is not a string"),
     "metadata": (encode({"__metadata__": {"a": 1}, "x": ONE}, bytes(8)), "__metadata__"),
 }
 
@@ -113,7 +113,7 @@ def test_no_memory_is_taken_for_what_a_header_claims(tmp_path, monkeypatch):
 
 
 def test_folders_and_missing_files_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_header(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_header(tmp_path / "none")

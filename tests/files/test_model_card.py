@@ -192,7 +192,7 @@ def test_verify_finds_a_card_that_was_changed(tmp_path, change):
     assert problem.startswith("README.md ")
     os.mkfifo(tmp_path / "out" / "README.md")
     assert verifying.verify(tmp_path / "out", source).problems == (
-        "README.md is no regular file.",
+        "README.md is not a regular file.",
     )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_links_in_the_source_that_go_round(source):
     (source / "deep" / "up").symlink_to("..", target_is_directory=True)
     text = refuse(source)
     assert "self (a link to self) cannot be read: Too many levels of symbolic links" in text
-    assert "deep/up is a link to a folder that it lies in" in text
+    assert "deep/up is a link to a folder that contains it" in text
 
 
 def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
@@ -114,7 +114,7 @@ def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
 
 def test_a_name_with_a_nul(tmp_path, write):
     assert "cannot be read" in refuse("so\0urce")
-    assert "cannot be made" in write(tmp_path / "tar\0get")
+    assert "cannot be created" in write(tmp_path / "tar\0get")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of bytes")

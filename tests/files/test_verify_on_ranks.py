@@ -127,7 +127,7 @@ def test_every_rank_raises_or_none_does(make, tmp_path):
         assert (kind, text) == ("CheckpointError", "on rank 1: a file went away")
     (target / REPORT_FILE).write_text("{")
     for kind, text in run_ranks(found_here, 2, target, source):
-        assert kind == "CheckpointError" and "report.json is no valid JSON" in text
+        assert kind == "CheckpointError" and "report.json is not valid JSON" in text
 
 
 def test_progress_counts_every_byte_once_and_a_stop_is_obeyed(make):

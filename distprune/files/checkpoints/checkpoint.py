@@ -113,7 +113,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         listing = list_one(folder, place.file, follow_links=follow_links)
     else:
         listing = list_files(
-            folder, why_left_out, wanted=(".safetensors", _INDEX), follow_links=follow_links
+            folder, why_left_out, suffixes=(".safetensors", _INDEX), follow_links=follow_links
         )
     problems = listing.problems
     index, shards, weight_map = _find_weights(place, listing, problems)
@@ -325,7 +325,7 @@ def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str
         problems.append(f"config.json cannot be read: {reason}.")
         return {}
     if not isinstance(config, dict):
-        problems.append("config.json is no JSON object.")
+        problems.append("config.json is not a JSON object.")
         return {}
     quantization = config.get("quantization_config")
     if quantization is not None:

@@ -14,7 +14,7 @@ from distprune.files.formats.header import load_json
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX = ".bin.index.json"
-WANTED = (*_PICKLES, _INDEX)  # ends of names that a pickled checkpoint has
+SUFFIXES = (*_PICKLES, _INDEX)  # of the files of a pickled checkpoint
 # Names that libraries look for; any other file becomes model.safetensors.
 _KNOWN_STEMS = ("adapter_model", "diffusion_pytorch_model")
 

@@ -87,7 +87,7 @@ def _problem(path: str, size: int | None) -> str:
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):
-            return "is no regular file."
+            return "is not a regular file."
         if size is not None and info.st_size != size:
             return f"has {info.st_size} bytes; expected {size}."
         with open(path, "rb"):

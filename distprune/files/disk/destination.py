@@ -1,4 +1,4 @@
-"""The place of a result, checked for what no file system can hold before anything is made."""
+"""The path of a result, checked before anything is written, and of its unfinished folders."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from distprune.files.disk.access import writing
 from distprune.files.disk.listing import ascii_name
 from distprune.files.errors import OutputError
 
-# What is added to the name while the result is made: ".partial-", sixteen digits, and an ending.
+# Added to the name of an unfinished result: ".partial-", sixteen digits, and a suffix.
 _LONGEST_SUFFIX = 30
-_MAX_NAME = 255  # bytes, of file systems that do not say
+_MAX_NAME = 255  # bytes; for file systems that do not report it
 
 
 def resolve_destination(destination: str | Path) -> Path:
     """The absolute path of a result.
 
     Raises:
-        OutputError: it has no name (as ``/``), its name leaves no room for those that are used
-            while it is made, or nothing can be made there.
+        OutputError: it has no name (as ``/``), its name is too long to add a suffix, or its parent
+            is not a folder.
     """
     try:
         path = Path(os.path.abspath(destination))
@@ -28,24 +28,26 @@ def resolve_destination(destination: str | Path) -> Path:
         if not path.name:
             raise OutputError(f"{shown} has no name; expected that of a new folder.")
         if "\0" in path.name:
-            raise ValueError("a NUL in a name")
+            raise ValueError("its name has a NUL byte")
         os.stat(path.parent)
     except FileNotFoundError:
-        raise OutputError(f"{ascii_name(str(path.parent))} is no folder; make it first.") from None
-    except (OSError, ValueError) as error:  # ValueError: of a NUL byte
+        raise OutputError(
+            f"{ascii_name(str(path.parent))} is not a folder; create it first."
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OutputError(f"{ascii_name(str(destination))} cannot be made: {reason}.") from error
+        raise OutputError(f"{ascii_name(str(destination))} cannot be created: {reason}.") from error
     length, limit = len(os.fsencode(path.name)), _max_name(path.parent)
     if length + _LONGEST_SUFFIX > limit:
         raise OutputError(
             f"the name of {shown} has {length} bytes; expected at most {limit - _LONGEST_SUFFIX}: "
-            f"the file system allows {limit}, and '.partial-' with a number is added meanwhile."
+            f"the file system allows {limit}, and '.partial-' with a number is added at first."
         )
     return path
 
 
 def partial_folders(destination: Path) -> list[Path]:
-    """All that unfinished results of a destination are in, whatever made them."""
+    """The folders of unfinished results of a destination, whichever command made them."""
     pattern = re.compile(
         re.escape(destination.name) + r"\.partial-([0-9a-f]{16}(\.work)?|apply|convert)"
     )

@@ -1,7 +1,7 @@
-"""What is done, in lines that are believed only as they were written.
+"""Journals of finished units: one line of JSON each, which is ignored if it was changed.
 
 Each line begins with a seal: the first 16 hexadecimal digits of the SHA-256 of the plan's digest
-and the rest of the line. A line that was cut off, edited, or belongs to another plan is no line.
+and the rest of the line. A line that was cut off, edited, or belongs to another plan is ignored.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from distprune.files.disk.access import read_small, write_all, writing
 from distprune.files.disk.open_files import OpenFiles
 
-# How much may have to be done again after a kill.
+# After a kill, the units of at most so many bytes have to be written again.
 _FLUSH_BYTES = 1 << 28
 _NAME = re.compile(r"done-(\d+)-\d+\.jsonl")
 
 
 class Journal:
-    """What one rank has done in one run: a line for each unit, written once its bytes are safe.
+    """The units that one rank finished in one run, each recorded when its bytes are on the disk.
 
     Args:
-        work: the folder for it.
+        work: the folder of journals.
         digest: of the plan.
-        run: number of the run, a new one each time.
-        rank: this rank's.
-        outputs: what to sync first.
+        run: number of the run, from :func:`next_run`.
+        rank: of this process.
+        outputs: files to sync before a line is written.
     """
 
     def __init__(self, work: Path, digest: str, run: int, rank: int, outputs: OpenFiles) -> None:
@@ -41,17 +41,25 @@ class Journal:
         self._is_new = True
 
     def add(self, record: dict[str, Any], num_bytes: int) -> None:
-        """A unit is done."""
+        """Record a finished unit.
+
+        Args:
+            record: of the unit, its number under "unit".
+            num_bytes: of the unit.
+
+        Raises:
+            OutputError: the disk reports an error.
+        """
         self._pending.append(sealed(record, self._digest))
         self._num_bytes += num_bytes
         if self._num_bytes >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Make all that was added survive a loss of power.
+        """Sync the outputs and write the lines, so that they survive a loss of power.
 
         Raises:
-            OutputError: the disk could not take it.
+            OutputError: the disk reports an error.
         """
         if not self._pending:
             return
@@ -72,39 +80,40 @@ class Journal:
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file in the folder of journals is one, by its name."""
+    """Whether a name is that of a journal."""
     return _NAME.fullmatch(name) is not None
 
 
 def read_records(work: Path, digest: str) -> dict[int, dict[str, Any]]:
-    """Of all units that are done, by number: what the last run that did them noted."""
-    found: dict[int, dict[str, Any]] = {}
-    for _, name in sorted((run_of(name), name) for name in _journals(work)):
+    """By number of a finished unit, its record by the last run that wrote it."""
+    records: dict[int, dict[str, Any]] = {}
+    for name in sorted(_journals(work), key=lambda name: (run_of(name), name)):
         for line in read_small(work / name).split(b"\n")[:-1]:
             record = unsealed(line, digest)
             if record is not None:
-                found[record["unit"]] = record
-    return found
+                records[record["unit"]] = record
+    return records
 
 
 def next_run(work: Path) -> int:
-    """A number that no run before this one had."""
+    """The number of a new run: one more than that of the last one."""
     return max((run_of(name) for name in _journals(work)), default=-1) + 1
 
 
 def run_of(name: str) -> int:
+    """The number of the run that wrote a journal; -1 for a name that is not a journal's."""
     match = _NAME.fullmatch(name)
     return -1 if match is None else int(match[1])
 
 
 def sealed(value: Any, digest: str) -> str:
-    """JSON in one line, behind its seal."""
+    """A value as a line: its seal and its JSON."""
     text = json.dumps(value)
     return f"{_seal(text, digest)} {text}"
 
 
 def unsealed(line: bytes, digest: str) -> Any:
-    """What was sealed; None if the line is not as it was written."""
+    """The value of a line from :func:`sealed`; None if the line was changed."""
     try:
         seal, _, text = line.decode().strip().partition(" ")
     except UnicodeDecodeError:

@@ -1,9 +1,9 @@
-"""The files of a folder: which there are, where links lead, and whether they can be read.
+"""The files of a folder, the targets of its links, and whether files can be read.
 
-[Note: links] A checkpoint that was downloaded is data of somebody else. A link in it that leaves
-the folder would put whatever it leads to into the copy, /etc/shadow as well as a key. Links are
-followed inside the folder, and from a snapshot of a Hugging Face cache into the cache of the same
-model, where its files lie. Any other link is refused by name, unless the caller trusts all links.
+[Note: links] A downloaded checkpoint is untrusted. A link that leaves the folder could copy any
+file of this machine, such as a private key, into the result. So links are followed only inside the
+folder, and from a snapshot in a Hugging Face cache to the blobs of the same model. Any other link
+is an error that names it, unless the caller trusts all links.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-# Of copies: permissions, without set-user-ID and the like.
-_PERMISSIONS = 0o777
-_SHOWN = 8  # links in a message
+_PERMISSIONS = 0o777  # without set-user-ID and the like
+_NUM_SHOWN = 8  # links in a message
 
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """A file beside the weights that belongs to the checkpoint.
+    """A file of the checkpoint that is not a safetensors file with weights.
 
     Attributes:
         name: relative to the folder.
         path: where to read it, links resolved.
-        size, mtime_ns: as they were when the folder was read.
-        mode: its permissions; a copy gets them, less the umask.
+        size, mtime_ns: when the folder was listed.
+        mode: permissions; a copy gets them, less the umask.
     """
 
     name: str
@@ -38,14 +37,14 @@ class OtherFile:
 
 @dataclass
 class Listing:
-    """What :func:`list_files` found.
+    """The content of a folder.
 
     Attributes:
         files: regular files, by name relative to the folder.
-        folders: the permissions of the folder ("") and of those in it, by name.
-        skipped: (name, reason) of what was not looked at.
-        outside: (name, goal) of links that lead out of the folder, which are not followed.
-        problems: sentences on all else that is wrong.
+        folders: permissions of the folder ("") and of its subfolders, by name.
+        skipped: (name, reason) of entries that are not listed.
+        outside: (name, target) of links that lead out of the folder, which are not followed.
+        problems: sentences on everything else that is wrong.
     """
 
     files: dict[str, OtherFile] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class Listing:
     problems: list[str] = field(default_factory=list)
 
     def top(self) -> list[str]:
-        """Names of the files that lie in the folder itself, sorted."""
+        """Sorted names of the files in the folder itself."""
         return sorted(name for name in self.files if os.sep not in name)
 
 
@@ -63,36 +62,36 @@ def list_files(
     folder: str,
     why_left_out: Callable[[str], str | None],
     *,
-    wanted: tuple[str, ...],
+    suffixes: tuple[str, ...],
     follow_links: bool = False,
 ) -> Listing:
-    """Find all regular files of a folder and of those in it.
+    """List all regular files of a folder and its subfolders.
 
     Args:
         folder: an existing one.
-        why_left_out: of a folder in it, by name, why it is not looked at; None: it is.
-        wanted: ends of names. If no file of the folder itself has one, it is no checkpoint, and
-            of all that it may hold, no more than its own folders is looked at.
-        follow_links: take links wherever they lead.
+        why_left_out: returns the reason for which a subfolder is skipped, by name; None to list it.
+        suffixes: of the files of a checkpoint. If no file in the folder itself has one of them, the
+            folder is not a checkpoint, and only one level of subfolders is listed.
+        follow_links: follow links wherever they lead.
 
     Returns:
-        The files, the links that leave the folder, and as problems: links that lead nowhere or
-        around in a circle, and what cannot be listed.
+        The files, the links that leave the folder, and as problems: broken and circular links, and
+        folders that cannot be listed.
 
-    Cost: some microseconds per file; nothing is opened.
+    Cost: some microseconds per file; no file is opened.
     """
     listing = Listing()
     roots = None if follow_links else _roots(folder)
     try:
-        is_checkpoint = any(name.endswith(wanted) for name in os.listdir(folder))
+        is_checkpoint = any(name.endswith(suffixes) for name in os.listdir(folder))
     except OSError:
-        is_checkpoint = False  # said below
+        is_checkpoint = False  # _list reports it
     _list(listing, folder, why_left_out, roots, None if is_checkpoint else 1)
     return listing
 
 
 def list_one(folder: str, name: str, *, follow_links: bool = False) -> Listing:
-    """The listing of a folder of which one file only is of interest."""
+    """A listing that has one file of a folder only."""
     listing = Listing(folders={"": os.stat(folder).st_mode & _PERMISSIONS})
     path = os.path.join(folder, name)
     info, real = os.stat(path), os.path.realpath(path)
@@ -104,26 +103,27 @@ def list_one(folder: str, name: str, *, follow_links: bool = False) -> Listing:
 
 
 def outside_problem(links: Sequence[tuple[str, str]]) -> str:
-    """A sentence on links that lead out of a folder: (name, goal), one at least."""
-    shown = ", ".join(f"{name} (to {ascii_name(goal)})" for name, goal in links[:_SHOWN])
-    more = f" and {len(links) - _SHOWN} more" if len(links) > _SHOWN else ""
+    """A sentence on links that lead out of a folder: (name, target), at least one."""
+    shown = ", ".join(f"{name} (to {ascii_name(target)})" for name, target in links[:_NUM_SHOWN])
+    more = f" and {len(links) - _NUM_SHOWN} more" if len(links) > _NUM_SHOWN else ""
     lead = "a link leads" if len(links) == 1 else f"{len(links)} links lead"
     return (
-        f"{lead} out of the folder and its Hugging Face cache: {shown}{more}. A copy would hold "
-        "what is there. If you trust the folder, allow it with --follow-links (follow_links=True)."
+        f"{lead} out of the folder and its Hugging Face cache: {shown}{more}. The result would "
+        "contain a copy of the target. If you trust the folder, allow it with --follow-links "
+        "(follow_links=True)."
     )
 
 
 def ascii_name(path: str) -> str:
-    """A path for a message: as it is if it can be printed, else with escapes."""
+    """A path for a message: with escapes if it has characters that cannot be printed."""
     return path if path.isprintable() else ascii(path)
 
 
 def unreadable(files: Collection[OtherFile]) -> Iterator[str]:
     """Sentences on the files that this process may not read.
 
-    Each is opened: neither permission bits nor ``os.access`` know of a network file system's
-    rules, or of those of the system for containers.
+    Opens each file: neither permission bits nor ``os.access`` know the rules of network file
+    systems and containers.
     """
     for file in files:
         try:
@@ -139,7 +139,7 @@ def _list(
     roots: tuple[str, ...] | None,
     depth: int | None,
 ) -> None:
-    # With the real paths of the folders above: a link to one of them is a circle.
+    # With the real paths of the parent folders: a link to one of them is circular.
     pending: list[tuple[str, tuple[str, ...]]] = [("", ())]
     while pending:
         inner, above = pending.pop()
@@ -162,22 +162,22 @@ def _list(
                         listing.outside.append((name, real))
                         continue
             except OSError as error:
-                listing.problems.append(_unknown(name, entry, error))
+                listing.problems.append(_unreadable_entry(name, entry, error))
                 continue
             if stat.S_ISDIR(info.st_mode):
                 if reason := why_left_out(name):
                     listing.skipped.append((name, reason))
                 elif real in above:
                     listing.problems.append(
-                        f"{name} is a link to a folder that it lies in ({real}): a copy would "
-                        "have no end. Remove it."
+                        f"{name} is a link to a folder that contains it ({real}), so that a copy "
+                        "would never end. Remove it."
                     )
                 elif depth is None or len(above) <= depth:
                     pending.append((name, above))
             elif stat.S_ISREG(info.st_mode):
                 listing.files[name] = _file(name, real, info)
             else:
-                listing.skipped.append((name, "no regular file"))
+                listing.skipped.append((name, "not a regular file"))
 
 
 def _file(name: str, path: str, info: os.stat_result) -> OtherFile:
@@ -186,7 +186,7 @@ def _file(name: str, path: str, info: os.stat_result) -> OtherFile:
 
 
 def _roots(folder: str) -> tuple[str, ...]:
-    """Where links may lead: the folder, and the cache of its model if it is a snapshot."""
+    """Where links may lead: the folder, and the blobs of its model if it is a snapshot."""
     real = os.path.realpath(folder)
     parts = real.split(os.sep)
     roots = [real]
@@ -203,12 +203,12 @@ def _leaves(real: str, roots: tuple[str, ...] | None) -> bool:
     return not any(real == root or real.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
 
 
-def _unknown(name: str, entry: os.DirEntry[str], error: OSError) -> str:
+def _unreadable_entry(name: str, entry: os.DirEntry[str], error: OSError) -> str:
     try:
-        goal = os.readlink(entry.path) if entry.is_symlink() else None
+        target = os.readlink(entry.path) if entry.is_symlink() else None
     except OSError:
-        goal = None
-    if goal is not None and isinstance(error, FileNotFoundError):
-        return f"{name} is a link to {goal}, which does not exist; download it again."
-    link = f" (a link to {goal})" if goal is not None else ""
+        target = None
+    if target is not None and isinstance(error, FileNotFoundError):
+        return f"{name} is a link to {target}, which does not exist; download it again."
+    link = f" (a link to {target})" if target is not None else ""
     return f"{name}{link} cannot be read: {error.strerror}."

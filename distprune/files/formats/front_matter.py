@@ -1,8 +1,8 @@
 """The metadata of a model card: the YAML block at its beginning, edited as text.
 
-Reading and writing it with a YAML library would reorder and respell what others wrote, and make
-the result depend on the version of that library. So top-level keys are found line by line, and
-whatever is not understood is left alone.
+A YAML library would reorder and reformat the author's text, and the result would depend on the
+version of the library. So top-level keys are found line by line, and lines that this module cannot
+parse are left alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _KEY = re.compile(
 _ITEM = re.compile(r"([ \t]*)-[ \t]+(\S.*)")
 _PLAIN = re.compile(r"[A-Za-z0-9_][\w./ +-]*")
 
-# A key, or None for what comes before the first one; its lines.
+# A key, or None for the lines before the first key; its lines.
 Part = tuple[str | None, list[str]]
 
 
 def split(card: bytes) -> tuple[str | None, bytes]:
-    """The metadata of a card, and its text below them.
+    """Split a card into its metadata and its text.
 
     Returns:
         The block between the lines of three dashes; None if there is none, or it is not UTF-8.
-        The rest, byte by byte as it was: with no block, all of the card.
+        The rest, unchanged: without a block, all of the card.
     """
     match = _BLOCK.match(card)
     if match is None:
@@ -41,7 +41,7 @@ def split(card: bytes) -> tuple[str | None, bytes]:
 
 
 def parse(block: str) -> list[Part] | None:
-    """Cut a block into its top-level keys; None if it is no plain mapping."""
+    """Cut a block into its top-level keys; None if it is not a plain mapping."""
     parts: list[Part] = [(None, [])]
     for line in block.split("\n")[: -1 if block.endswith("\n") else None]:
         match = _KEY.match(line)
@@ -59,23 +59,23 @@ def parse(block: str) -> list[Part] | None:
 
 
 def without(parts: Sequence[Part], keys: Collection[str]) -> list[Part]:
-    """Leave keys out, with all that belongs to them."""
+    """The parts without some keys."""
     return [part for part in parts if part[0] not in keys]
 
 
 def with_tags(parts: Sequence[Part], tags: Sequence[str]) -> list[Part]:
-    """Add to the list of tags what it lacks; a list in a form that is not known stays as it is."""
-    found = [part for part in parts if part[0] == "tags"]
-    if not found:
+    """Add missing tags to the list of tags; a list in an unknown form is left alone."""
+    lines_of_tags = [lines for key, lines in parts if key == "tags"]
+    if not lines_of_tags:
         return [*parts, ("tags", ["tags:", *(f"- {tag}" for tag in tags)])]
-    edited = _tagged(found[0][1], tags)
+    edited = _tagged(lines_of_tags[0], tags)
     return [(key, edited) if key == "tags" else (key, lines) for key, lines in parts]
 
 
-def value_of(parts: Sequence[Part], wanted: str) -> str | None:
+def value_of(parts: Sequence[Part], key: str) -> str | None:
     """A value that is one plain or quoted word on the key's own line; None for anything else."""
-    for key, lines in parts:
-        match = _KEY.match(lines[0]) if key == wanted else None
+    for name, lines in parts:
+        match = _KEY.match(lines[0]) if name == key else None
         if match and not any(line.strip() for line in lines[1:]):
             text = _unquoted(match[4].strip())
             return text if text and not set(text) & set(" \t#&*!|>{}[]'\"") else None
@@ -83,13 +83,13 @@ def value_of(parts: Sequence[Part], wanted: str) -> str | None:
 
 
 def join(parts: Sequence[Part]) -> str:
-    """The block as it stands in a card, with its dashes."""
+    """The block with its lines of dashes."""
     lines = [line for _, part in parts for line in part]
     return "\n".join(["---", *lines, "---"]) + "\n"
 
 
 def as_value(text: str) -> str:
-    """A word as a YAML value: in quotes unless it can only be a text."""
+    """A word as a YAML value: quoted unless YAML can only read it as a string."""
     return text if "/" in text and _PLAIN.fullmatch(text) else json.dumps(text)
 
 
@@ -101,9 +101,9 @@ def _tagged(lines: list[str], tags: Sequence[str]) -> list[str]:
         return ["tags:", *(f"- {tag}" for tag in tags)]
     items = [_ITEM.fullmatch(line) for line in rest]
     if value == "" and all(items) and len({item[1] for item in items if item}) == 1:
-        known = {_unquoted(item[2].strip()) for item in items if item}
+        present = {_unquoted(item[2].strip()) for item in items if item}
         indent = items[0][1] if items[0] else ""
-        return [lines[0], *rest, *(f"{indent}- {tag}" for tag in tags if tag not in known)]
+        return [lines[0], *rest, *(f"{indent}- {tag}" for tag in tags if tag not in present)]
     inner = re.fullmatch(r"\[([^\[\]{}#\"']*)\]", value)
     if inner and not rest:
         words = [word.strip() for word in inner[1].split(",") if word.strip()]

@@ -1,10 +1,12 @@
-"""Headers of safetensors files, read strictly: whatever is wrong is an error of ours.
+"""Headers of safetensors files, read strictly: any malformed file raises CheckpointError.
 
 [Note: header] A file is eight bytes of length n (little-endian), n bytes of JSON, and data.
-The JSON maps a name to dtype, shape and the byte range in the data. Ranges have to cover the data
-exactly, without overlap. Nothing is allocated before n is compared with the size of the
-file, and every key may stand there once: a JSON parser that keeps the last of two lets a name
-mean different things to different programs.
+The JSON maps a name to dtype, shape and the byte range in the data. The ranges must cover the data
+exactly, without overlap. Nothing is allocated before n is compared with the size of the file. A
+duplicate key is an error: programs would differ in which of the two values they use.
+
+The ``safetensors`` package does not serve here: it accepts duplicate keys, refuses dtypes that are
+merely copied, reports one problem at a time, and maps the data, which can end in SIGBUS.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import stat
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +25,7 @@ from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
 
-# Bits per element. Others are kept as opaque bytes.
+# Bits per element. Tensors of other dtypes are copied as opaque bytes.
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "C64": 64, **{form.name: form.num_bits for form in FLOATS.values()},
@@ -38,10 +41,10 @@ class TensorEntry:
 
     Attributes:
         name: of the tensor.
-        dtype: as the header spells it ("BF16"); may be unknown.
+        dtype: as in the header, for example "BF16"; may be unknown.
         shape: () for a scalar.
         file: name of its file, relative to the checkpoint.
-        start, stop: its bytes in the file, from the beginning of the file.
+        start, stop: its byte range, counted from the beginning of the file.
     """
 
     name: str
@@ -65,17 +68,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file, known by its header.
+    """A safetensors file, described by its header.
 
     Attributes:
         name: relative to the checkpoint.
-        path: where to read it, links resolved.
-        size, mtime_ns: when the header was read; a change shows that the file changed.
-        data_start: where the header ends.
+        path: of the file itself, links resolved.
+        size, mtime_ns: when the header was read; if they change, the file has changed.
+        data_start: the first byte after the header.
         header_crc: crc32 of all bytes before ``data_start``.
         metadata: the header's ``__metadata__``.
         tensors: in the order of the data.
-        mode: its permissions; a copy gets them, less the umask.
+        mode: permissions; a copy gets them, less the umask.
     """
 
     name: str
@@ -94,10 +97,10 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
 
     Args:
         path: of the file; links are followed.
-        name: what to call it in messages and entries; by default the path's last part.
+        name: of the file in messages and entries; by default the last part of the path.
 
     Raises:
-        CheckpointError: with all that is wrong with it.
+        CheckpointError: with all problems.
 
     Cost: two reads, and memory in proportion to the header; the data is not read.
     """
@@ -105,7 +108,7 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):
-            _fail(name, "is no regular file.")
+            _fail(name, "is not a regular file.")
         with open(path, "rb", buffering=0) as file:
             head = file.read(HEAD_BYTES)
             length = _header_length(name, head, info.st_size)
@@ -144,15 +147,15 @@ def parse_header(
         beginning of the file.
 
     Raises:
-        CheckpointError: with all that is wrong.
+        CheckpointError: with all problems.
     """
     header = load_json(raw, f"{name}: the header")
     if not isinstance(header, dict) or raw[:1] != b"{":
-        _fail(name, "the header is no JSON object.")
+        _fail(name, "the header is not a JSON object.")
     problems: list[str] = []
     metadata = header.pop("__metadata__", {})
     if not _is_text_map(metadata):
-        problems.append(f"{name}: __metadata__ is no map from strings to strings.")
+        problems.append(f"{name}: __metadata__ is not a map from strings to strings.")
         metadata = {}
     entries = []
     for tensor, fields in header.items():
@@ -161,21 +164,25 @@ def parse_header(
         except ValueError as error:
             problems.append(f"{name}: tensor {_short(tensor)} {error}.")
             if len(problems) == _MAX_PROBLEMS:
-                problems.append(f"{name}: and perhaps more.")
+                problems.append(f"{name}: there may be more problems.")
                 break
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     if not problems:
         problems += _coverage_problems(entries, data_size, name, 8 + len(raw))
     if problems:
-        raise CheckpointError(f"{name} is no valid safetensors file:", problems)
+        raise CheckpointError(f"{name} is not a valid safetensors file:", problems)
     return metadata, tuple(entries)
 
 
 def load_json(raw: bytes, what: str) -> Any:
-    """JSON, strictly: UTF-8, every key once, no NaN.
+    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN.
+
+    Args:
+        raw: the JSON.
+        what: subject of the error message.
 
     Raises:
-        CheckpointError: names ``what``.
+        CheckpointError: it is malformed.
     """
     try:
         return json.loads(
@@ -186,9 +193,9 @@ def load_json(raw: bytes, what: str) -> Any:
         )
     except RecursionError:
         reason = "it is nested too deeply"
-    except ValueError as error:  # of the decoder, of UTF-8, and of the hooks
+    except ValueError as error:  # from UTF-8, the JSON decoder, or one of the hooks
         reason = str(error)
-    raise CheckpointError(f"{what} is no valid JSON: {reason}. Download the file again?")
+    raise CheckpointError(f"{what} is not valid JSON: {reason}. Download the file again?")
 
 
 def _header_length(name: str, head: bytes, size: int) -> int:
@@ -196,20 +203,21 @@ def _header_length(name: str, head: bytes, size: int) -> int:
     if size == 0:
         _fail(name, "is empty; download it again.")
     if len(head) < 8:
-        _fail(name, f"has {size} bytes; expected 8 bytes of header length at least.")
+        _fail(name, f"has {size} bytes; expected at least the 8 bytes of a header length.")
     length = int.from_bytes(head[:8], "little")
     if length > size - 8:
         _fail(
             name,
             f"claims a header of {length} bytes, but {size - 8} bytes follow: it is truncated, or "
-            "no safetensors file. Download it again?",
+            "not a safetensors file. Download it again?",
         )
     if length > MAX_HEADER_BYTES:
         _fail(name, f"has a header of {length} bytes; expected at most {MAX_HEADER_BYTES}.")
     return length
 
 
-def _read_fully(file: Any, size: int) -> bytes:
+def _read_fully(file: FileIO, size: int) -> bytes:
+    """So many bytes, or fewer at the end of the file."""
     parts, missing = [], size
     while missing:
         part = file.read(missing)
@@ -223,18 +231,18 @@ def _read_fully(file: Any, size: int) -> bytes:
 def _read_entry(
     tensor: str, fields: Any, data_size: int, file: str, data_start: int
 ) -> TensorEntry:
-    """Raises ValueError with what is wrong, as the end of a sentence."""
+    """Check one tensor of a header; raises ValueError with the end of a sentence."""
     try:
         tensor.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("has a name that is no valid Unicode") from None
+        raise ValueError("has a name that is not valid Unicode") from None
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= fields.keys():
         raise ValueError("lacks one of dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str):
-        raise ValueError("has a dtype that is no string")
+        raise ValueError("has a dtype that is not a string")
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise ValueError("has a shape that is no list of sizes")
+        raise ValueError("has a shape that is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise ValueError("has data_offsets that are not two sizes")
     start, stop = offsets
@@ -247,7 +255,7 @@ def _read_entry(
     for size in shape:
         numel *= size
         if numel > _MAX_NUMEL:
-            raise ValueError("has more elements than can be counted")
+            raise ValueError("has more than 2**63 - 1 elements")
     bits = DTYPE_BITS.get(dtype)
     if bits is not None and numel * bits != 8 * (stop - start):
         raise ValueError(
@@ -260,17 +268,17 @@ def _read_entry(
 def _coverage_problems(
     entries: list[TensorEntry], data_size: int, name: str, data_start: int
 ) -> list[str]:
-    """Overlaps and holes: the ranges of sorted entries have to follow each other."""
+    """Overlaps of sorted entries, and holes between them."""
     end = data_start
-    before = "the header"
+    previous = "the header"
     for entry in entries:
         if entry.start != end:
             what = "overlaps with" if entry.start < end else "leaves a hole after"
             return [
-                f"{name}: tensor {_short(entry.name)} {what} {before}: it begins at byte "
-                f"{entry.start}, and the one before ends at {end}."
+                f"{name}: tensor {_short(entry.name)} {what} {previous}: it begins at byte "
+                f"{entry.start}, and the previous one ends at {end}."
             ]
-        end, before = entry.stop, f"tensor {_short(entry.name)}"
+        end, previous = entry.stop, f"tensor {_short(entry.name)}"
     if end != data_start + data_size:
         return [
             f"{name}: has {data_start + data_size} bytes, but its tensors end at byte {end}; "
@@ -283,8 +291,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, _ in pairs if counts[key] > 1)
-        raise ValueError(f"the key {_short(twice)} stands there twice")
+        duplicate = next(key for key, _ in pairs if counts[key] > 1)
+        raise ValueError(f"the key {_short(duplicate)} occurs twice")
     return mapping
 
 
@@ -295,7 +303,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _is_size(value: Any) -> bool:
@@ -303,7 +311,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _short(value: object) -> str:

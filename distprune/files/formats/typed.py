@@ -1,4 +1,4 @@
-"""JSON that somebody may have changed, as the dataclasses that it was made from."""
+"""Untrusted JSON as dataclasses: each value is checked against its annotation."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ _NOUNS = {int: "an integer", float: "a number", str: "a string", bool: "true or 
 
 
 def from_json(kind: Any, value: Any, where: str, **more: Any) -> Any:
-    """A value of an annotated type, from JSON.
+    """Check a JSON value against an annotated type, and convert it.
 
     Args:
-        kind: a dataclass, or what its fields are annotated with: plain values, lists, tuples, dicts
-            with strings as keys, unions of these, other dataclasses, and Any. A field that has a
-            default may be missing.
-        value: as ``json.loads`` returns it.
-        where: what to call the value in messages.
-        more: fields of a dataclass that the JSON does not hold.
+        kind: a dataclass or a type of its fields: plain values, lists, tuples, dicts with strings
+            as keys, unions of these, other dataclasses, and Any. A field with a default may be
+            missing.
+        value: from ``json.loads``.
+        where: path of the value, for messages.
+        more: fields of a dataclass that are not in the JSON.
+
+    Returns:
+        The value, as an instance of the type.
 
     Raises:
-        ValueError: the value is of another type; says where, what was found and expected.
+        ValueError: the value is of another type; names its path, the value and the expected type.
     """
     if kind is Any:
         return value
@@ -35,11 +38,11 @@ def from_json(kind: Any, value: Any, where: str, **more: Any) -> Any:
         return _dataclass(kind, value, where, more)
     if origin is dict:
         _plain(isinstance(value, dict), value, where, "an object")
-        return {key: from_json(arguments[1], each, f"{where}[{_short(key)}]")
-                for key, each in value.items()}  # fmt: skip
+        return {key: from_json(arguments[1], inner, f"{where}[{_short(key)}]")
+                for key, inner in value.items()}  # fmt: skip
     if origin in (list, tuple):
         return _sequence(origin, arguments, value, where)
-    # A bool is an int to Python, and a whole number may stand for a float, but to no report.
+    # Exact types: no bool for an int, and no int for a float.
     return _plain(type(value) is kind, value, where, _NOUNS[kind])
 
 
@@ -60,21 +63,21 @@ def _dataclass(kind: Any, value: Any, where: str, more: dict[str, Any]) -> Any:
     _plain(isinstance(value, dict), value, where, "an object")
     hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in more}
-    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    missing, unknown = needed - set(value), set(value) - set(fields)
+    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    missing, unknown = required - set(value), set(value) - set(fields)
     if missing:
         raise ValueError(f"{where or 'it'} lacks {_short(min(missing))}")
     if unknown:
         raise ValueError(f"{where or 'it'} has an unknown {_short(min(unknown))}")
-    found = dict(more)
+    arguments = dict(more)
     for name in fields.keys() & value.keys():
-        found[name] = from_json(hints[name], value[name], f"{where}.{name}".removeprefix("."))
-    return kind(**found)
+        arguments[name] = from_json(hints[name], value[name], f"{where}.{name}".removeprefix("."))
+    return kind(**arguments)
 
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Of a dataclass; to find them takes longer than to read one of the 100,000 tensors."""
+    """Annotations of a dataclass; cached, since a report has up to 100,000 tensors."""
     return get_type_hints(kind)
 
 
@@ -87,8 +90,8 @@ def _sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -
     else:
         kinds = (arguments[0],) * len(value)
     return origin(
-        from_json(kind, each, f"{where}[{place}]")
-        for place, (kind, each) in enumerate(zip(kinds, value, strict=True))
+        from_json(kind, item, f"{where}[{index}]")
+        for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
     )
 
 

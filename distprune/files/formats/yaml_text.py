@@ -1,4 +1,4 @@
-"""Plain values as YAML text, without PyYAML: the writing half of recipes."""
+"""Plain values as YAML text, without PyYAML; recipes are written with it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ def yaml_text(values: Mapping[str, Any]) -> str:
     """A YAML document in ASCII that a YAML reader turns into the same values.
 
     Args:
-        values: plain ones; a list of mappings gets a line for each of their keys, and everything
-            else one line.
+        values: plain values. A list of mappings gets a line for each of their keys, and any other
+            value one line.
     """
     lines = []
     for key, value in values.items():
-        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             lines.append(f"{key}:")
             for mapping in value:
                 marks = ["  - ", *["    "] * (len(mapping) - 1)]
                 lines += [
-                    f"{mark}{inner}: {_flow(each)}"
-                    for mark, (inner, each) in zip(marks, mapping.items(), strict=True)
+                    f"{mark}{inner}: {_flow(item)}"
+                    for mark, (inner, item) in zip(marks, mapping.items(), strict=True)
                 ]
         else:
             lines.append(f"{key}: {_flow(value)}")
@@ -32,18 +32,18 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value in one line: as in JSON, but for what YAML takes for something else."""
+    """A value in one line: JSON, except where YAML would read another value."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, float):
-        text = format(Decimal(repr(value)), "f")  # YAML takes 1e-05 for text
+        text = format(Decimal(repr(value)), "f")  # YAML reads 1e-05 as a string
         return text if "." in text else text + ".0"
-    # JSON writes characters beyond 16 bits as two escapes, which YAML does not join.
+    # JSON writes characters beyond 16 bits as two escapes, which YAML reads as two characters.
     return re.sub(r"\\u(d[89ab]..)\\u(d[c-f]..)", _joined, json.dumps(value))
 
 
 def _joined(pair: re.Match[str]) -> str:
-    high, low = (int(each, 16) for each in pair.groups())
+    high, low = (int(digits, 16) for digits in pair.groups())
     return f"\\U{0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00):08x}"

@@ -101,7 +101,7 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
     path = Path(folder, CARD_FILE)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            return f"{CARD_FILE} is no regular file."
+            return f"{CARD_FILE} is not a regular file."
         with open(path, "rb") as file:
             card = file.read(_MAX_BYTES + 1)
     except OSError as error:

@@ -36,7 +36,7 @@ def read_text(folder: str | Path, name: str) -> bytes:
     try:
         path = Path(folder, name)
         if os.path.exists(path) and not os.path.isfile(path):
-            raise CheckpointError(f"{folder}/{name} is no regular file.")
+            raise CheckpointError(f"{folder}/{name} is not a regular file.")
         with open(path, "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
     except OSError as error:

@@ -8,8 +8,8 @@
 
 Only the leader calls what is here.
 
-[Note: links] Nothing here follows a link. A folder or a file in the way of the output that is a
-link, has a second hard link, is no regular file, or belongs to another user is an error, and so is
+[Note: links] Nothing here follows a link. A file or folder in the place of an output that is a
+link, has another hard link, is not regular, or belongs to another user is an error, and so is
 a file in the folder that no run writes: it would be published. The folder is its owner's alone
 until it is the destination, so that nobody else can put anything there.
 """

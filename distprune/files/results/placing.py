@@ -82,7 +82,7 @@ def check_place(source: str, destination: Path) -> None:
             f"{destination} lies inside the source {source}; expected a place outside of it."
         )
     if not destination.parent.is_dir():
-        raise OutputError(f"{destination.parent} is no folder; make it first.")
+        raise OutputError(f"{destination.parent} is not a folder; create it first.")
 
 
 def check_unchanged(folder: str, files: Iterable[SourceFile]) -> None:
