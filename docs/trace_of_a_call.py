@@ -90,6 +90,7 @@ def record(call: Callable[[], object]) -> Trace:
 
 def trace_under_fsdp2() -> Trace:
     """The trace of a global pruning of two layers, sharded by FSDP2 over one rank."""
+    torch.set_num_threads(1)  # a profile function sees the calls of its own thread only
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:

@@ -32,7 +32,7 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     keys = set(keys)
     managed = managed_parameters(model)
     path_of = {id(module): path for path, module in named_modules(model)}
-    found = []
+    pairs = []
     for places in _pruned_places(model, keys, managed).values():
         fresh = [place for place in places if find_hook(*place) is None]
         record = managed.get((id(places[0][0]), places[0][1]))
@@ -47,8 +47,8 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
                     "the model computes) or remove() the pruning, and save that."
                 )
         if fresh:
-            found.append(fresh[0].with_places(fresh))
-    return found
+            pairs.append(fresh[0].with_places(fresh))
+    return pairs
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -114,15 +114,15 @@ def _pruned_places(
     model: nn.Module, keys: set[str], managed: dict[tuple[int, str], Any]
 ) -> dict[Hashable, list[NamedParameter]]:
     """The parameters that are pruned in a state dict, with all names that are, in its order."""
-    wanted = defaultdict(list)
+    names_of_module = defaultdict(list)
     for key in sorted(keys):
         name = name_of_pruned_mask(key, keys)
         if name is not None:
             path, _, leaf = name.rpartition(".")
-            wanted[path].append(leaf)
+            names_of_module[path].append(leaf)
     places: dict[Hashable, list[NamedParameter]] = {}
     for path, module in named_modules(model):
-        for name in wanted[path]:
+        for name in names_of_module[path]:
             for registered in (name, orig_key(name)):
                 record = managed.get((id(module), registered))
                 parameter = module._parameters.get(registered)

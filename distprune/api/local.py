@@ -182,6 +182,6 @@ def is_pruned(module: nn.Module) -> bool:
     """Whether a parameter of the module, or of a module below it, is pruned."""
     return any(
         isinstance(hook, PruningHook)
-        for each in module.modules()
-        for hook in each._forward_pre_hooks.values()
+        for submodule in module.modules()
+        for hook in submodule._forward_pre_hooks.values()
     )

@@ -47,12 +47,12 @@ def save_masks(
 ) -> None:
     """Write the masks of a pruned model, in the form that ``distprune prune`` writes. Collective.
 
-    The first rank writes ``folder/distprune/masks.safetensors``; a file that is there is replaced
+    The first rank writes ``folder/distprune/masks.safetensors``; an existing file is replaced
     at the end, or stays as it was.
 
     Args:
         model: plain or wrapped; a stage, with ``pipeline_parallel``.
-        folder: where to; made if it is not there. It may be that of a checkpoint.
+        folder: where to write; made if it does not exist. It may be that of a checkpoint.
         names: whose names and shapes masks have. "checkpoint": those of the files that
             ``save_pretrained`` writes of a model of transformers, as ``distprune apply`` needs
             them (experts that are one tensor in the model are several there). "model": those of
@@ -181,10 +181,10 @@ def _bytes_of(words: Tensor) -> bytes:
 def _pruned(model: nn.Module, names: str, pipeline_parallel: bool) -> list[NamedParameter]:
     if names not in ("checkpoint", "model"):
         raise ValueError(f"names={names!r}; expected 'checkpoint' or 'model'.")
-    found = find_places(model, lambda place: find_hook(*place.pair) is not None)
-    if not found and not pipeline_parallel:
+    pairs = find_places(model, lambda place: find_hook(*place.pair) is not None)
+    if not pairs and not pipeline_parallel:
         raise ValueError("nothing is pruned in this model; expected at least one parameter.")
-    return found
+    return pairs
 
 
 def _whole_bits(shard: LocalShard, communicator: Communicator) -> Tensor:

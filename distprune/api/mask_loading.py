@@ -121,13 +121,13 @@ class _Plan:
     """Which masks go where, on this rank.
 
     Attributes:
-        folder, masks: as they were found.
+        folder, masks: the files.
         crc: of the masks' file.
         matching: of all masks.
         parameters: to be pruned, with all their places.
         sources: by the full name of a parameter, one mask or more: a tied one may have several.
         missing: parameters without a mask.
-        known: names of all parameters.
+        names: of all parameters of the model.
         pipeline_parallel: other ranks may have the parameters of other masks.
     """
 
@@ -138,7 +138,7 @@ class _Plan:
     parameters: list[NamedParameter]
     sources: dict[str, list[MaskSource]]
     missing: tuple[str, ...]
-    known: tuple[str, ...]
+    names: tuple[str, ...]
     pipeline_parallel: bool
 
 
@@ -182,7 +182,7 @@ class MasksFromFile:
         nobody = [name for name, count in zip(names, counts, strict=True) if not count]
         self.unexpected = {name: plan.matching.unexpected[name] for name in nobody}
         if self.unexpected and self._strict:
-            raise _unexpected(plan.folder, self.unexpected, plan.known)
+            raise _unexpected(plan.folder, self.unexpected, plan.names)
 
     def _read(self, call: PruningCall, files: OpenFiles) -> LocalMasks:
         stored = self._plan.masks
@@ -192,8 +192,8 @@ class MasksFromFile:
             return torch.from_numpy(read_keep(stored, files, name, 0, shape.numel())).view(shape)
 
         masks, num_pruned = [], []
-        for which, shard in enumerate(call.shards):
-            mask = call.start_mask(which)
+        for position, shard in enumerate(call.shards):
+            mask = call.start_mask(position)
             before = count_live(shard.flat(mask), shard.counted)
             if mask.numel():
                 whole = self._whole(shard.name, read_mask)
@@ -255,14 +255,14 @@ def _plan(
     if strict:
         _check(plan, [] if asked is None else missing)
     if not chosen and not pipeline_parallel:
-        raise _unexpected(folder, matching.unexpected | matching.mismatched, plan.known)
+        raise _unexpected(folder, matching.unexpected | matching.mismatched, plan.names)
     return plan
 
 
 def _check(plan: _Plan, missing: Sequence[str]) -> None:
     matching, folder = plan.matching, plan.folder
     if matching.unexpected and not plan.pipeline_parallel:
-        raise _unexpected(folder, matching.unexpected, plan.known)
+        raise _unexpected(folder, matching.unexpected, plan.names)
     if matching.mismatched:
         differences = "; ".join(list(matching.mismatched.values())[:_NUM_SHOWN])
         raise ValueError(
@@ -279,7 +279,7 @@ def _check(plan: _Plan, missing: Sequence[str]) -> None:
 
 def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place]) -> set[Hashable]:
     key_of = {(id(place.pair[0]), place.pair[1]): place.key for place in places}
-    found = set()
+    keys = set()
     for position, pair in enumerate(parameters):
         module, name = pair
         key = key_of.get((id(unwrap(module)), name))
@@ -289,8 +289,8 @@ def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place
                 f"parameters[{position}] is {label}, which the model does not have; expected "
                 "(module, name) pairs of its parameters, as select(model) lists them."
             )
-        found.add(key)
-    return found
+        keys.add(key)
+    return keys
 
 
 def _names_of_checkpoint(folder: str | os.PathLike[str]) -> list[str]:

@@ -49,9 +49,9 @@ def all_places(model: nn.Module) -> Iterable[Place]:
 def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:
     """Some parameters; a tied one once, with all its places."""
     places: dict[Hashable, list[NamedParameter]] = {}
-    found: dict[Hashable, NamedParameter] = {}
+    first_of: dict[Hashable, NamedParameter] = {}
     for place in all_places(model):
         places.setdefault(place.key, []).append(place.pair)
         if is_wanted(place):
-            found.setdefault(place.key, place.pair)
-    return [pair.with_places(places[key]) for key, pair in found.items()]
+            first_of.setdefault(place.key, place.pair)
+    return [pair.with_places(places[key]) for key, pair in first_of.items()]

@@ -68,17 +68,17 @@ def select(
     names = _as_list("names", names)
     managed = managed_parameters(model)
     used: set[str] = set()
-    known: list[str] = []
+    fqns: list[str] = []
     groups: dict[Hashable, _Names] = {}
     for path, module in named_modules(model):
         path = ".".join(filter(None, (prefix, path)))
         for name in names:
-            found = _find(module, name, managed)
-            if found is None:
+            identity = _find(module, name, managed)
+            if identity is None:
                 continue
-            key, ndim = found
+            key, ndim = identity
             fqn = f"{path}.{name}" if path else name
-            known.append(fqn)
+            fqns.append(fqn)
             group = groups.setdefault(key, _Names())
             group.places.append(NamedParameter(module, name, fqn))
             included = _matches(include or (), fqn, used)
@@ -99,13 +99,13 @@ def select(
     if unused:
         raise ValueError(
             f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' patterns "
-            f"for names such as {', '.join(known[:4]) or '(none)'}. {len(known)} parameters are "
+            f"for names such as {', '.join(fqns[:4]) or '(none)'}. {len(fqns)} parameters are "
             f"called {' or '.join(names)}."
         )
     if not selected:
         raise ValueError(
             f"nothing is selected: include={include}, exclude={exclude}, types={types}, "
-            f"names={names}. Expected at least one of the {len(known)} parameters called "
+            f"names={names}. Expected at least one of the {len(fqns)} parameters called "
             f"{' or '.join(names)}."
         )
     return selected
@@ -122,7 +122,7 @@ class _Names:
 
 def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
     values = [value] if isinstance(value, str) else list(value)
-    if not all(isinstance(each, str) for each in values):
+    if not all(isinstance(item, str) for item in values):
         raise TypeError(f"{what}={value!r}; expected a string or a sequence of strings.")
     return values
 
@@ -147,12 +147,9 @@ def _find(
 
 
 def _matches(patterns: Iterable[str], parameter: str, used: set[str]) -> bool:
-    found = False
-    for pattern in patterns:
-        if matcher(pattern)(parameter):
-            used.add(pattern)
-            found = True
-    return found
+    matching = [pattern for pattern in patterns if matcher(pattern)(parameter)]
+    used.update(matching)
+    return bool(matching)
 
 
 def _looks_like_norm(module: nn.Module, ndim: int) -> bool:

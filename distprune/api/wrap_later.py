@@ -118,13 +118,13 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
     Cost: no copy of a weight or a mask; a few all-reduces of 40 bytes.
     """
     communicator = world(group)
-    kept = communicator.run(
+    detached = communicator.run(
         lambda: _masks_of(model),
-        lambda kept: _describe({each.label: _checksum(each.mask) for each in kept}),
+        lambda detached: _describe({entry.label: _checksum(entry.mask) for entry in detached}),
     )
     taken = Transaction()
     try:
-        communicator.run(lambda: _take_off(kept, taken))
+        communicator.run(lambda: _take_off(detached, taken))
     except BaseException:
         taken.rollback()
         raise
@@ -133,11 +133,11 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
         yield
     except BaseException as error_of_body:
         raised = error_of_body
-    _put_back_everywhere(kept, communicator, raised)
+    _put_back_everywhere(detached, communicator, raised)
 
 
 def _put_back_everywhere(
-    kept: Sequence[_Kept], communicator: Communicator, raised: BaseException | None
+    detached: Sequence[_DetachedMask], communicator: Communicator, raised: BaseException | None
 ) -> None:
     """Put all masks back on every rank, or on none; raises what the body of the context raised.
 
@@ -146,7 +146,7 @@ def _put_back_everywhere(
     """
     transaction = Transaction()
     with torch.inference_mode(False), torch.no_grad():
-        _, failure = attempt_all(_put_back, kept, transaction)
+        _, failure = attempt_all(_put_back, detached, transaction)
     ending = None if isinstance(raised, Exception) else raised
     failed = torch.tensor([int(failure is not None)])
     if bool(failed if ending is not None else communicator.max(failed)):
@@ -158,7 +158,7 @@ def _put_back_everywhere(
         communicator.agree(error=raised or failure)
     except BaseException as error:
         if bool(failed):
-            error.masks = {each.label: each.mask for each in kept}  # type: ignore[attr-defined]
+            error.masks = {entry.label: entry.mask for entry in detached}  # type: ignore[attr-defined]
         raise
 
 
@@ -174,7 +174,7 @@ def _checksum(mask: Tensor | None) -> int:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _DetachedMask:
     """A mask that is put aside, and where it belongs."""
 
     label: str
@@ -184,9 +184,9 @@ class _Kept:
     mask: Tensor
 
 
-def _masks_of(model: nn.Module) -> list[_Kept]:
-    """Every mask of a plain model; raises if one of them might not come back as it was."""
-    reader, kept = ShardReader(), []
+def _masks_of(model: nn.Module) -> list[_DetachedMask]:
+    """Every mask of a plain model. Raises if one of them could not be restored exactly."""
+    reader, detached = ShardReader(), []
     for path, name, hook in named_hooks(model):
         module, label = model.get_submodule(path), _join(path, name)
         check_state(module, name)
@@ -199,28 +199,28 @@ def _masks_of(model: nn.Module) -> list[_Kept]:
         assert mask is not None
         check_binary(mask, label)
         check_hook(hook, label)
-        kept.append(_Kept(label, module, name, hook, mask))
+        detached.append(_DetachedMask(label, module, name, hook, mask))
     check_ties(model)
-    return kept
+    return detached
 
 
-def _take_off(kept: Sequence[_Kept], transaction: Transaction) -> None:
-    for each in kept:
-        if find_hook(each.module, each.name) is not None:  # else it went with one it is tied to
-            transaction.detach(each.module, each.name, None, None)
-            unregister(each.module, each.name)
+def _take_off(detached: Sequence[_DetachedMask], transaction: Transaction) -> None:
+    for entry in detached:
+        if find_hook(entry.module, entry.name) is not None:  # else it was detached with a tied one
+            transaction.detach(entry.module, entry.name, None, None)
+            unregister(entry.module, entry.name)
 
 
-def _put_back(kept: Sequence[_Kept], transaction: Transaction) -> None:
+def _put_back(detached: Sequence[_DetachedMask], transaction: Transaction) -> None:
     """Attach all masks, or raise; the caller rolls back then."""
     reader = ShardReader()
     parts = []
-    for each in kept:
-        shard = _read(reader, each.module, each.name, each.label)
-        parts.append((each, shard, shard.slice_of(each.mask.to(shard.values.device))))
-    for each, shard, part in parts:
-        if find_hook(each.module, each.name) is None:
-            _attach(transaction, reader, each.module, each.name, each.hook, shard, part)
+    for entry in detached:
+        shard = _read(reader, entry.module, entry.name, entry.label)
+        parts.append((entry, shard, shard.slice_of(entry.mask.to(shard.values.device))))
+    for entry, shard, part in parts:
+        if find_hook(entry.module, entry.name) is None:
+            _attach(transaction, reader, entry.module, entry.name, entry.hook, shard, part)
 
 
 def _read(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:

@@ -138,7 +138,7 @@ def _count(targets: list[Target], communicator: Communicator) -> list[list[int]]
     """Per parameter: zeros that are not pruned yet, and pruned elements; over all ranks."""
 
     def count() -> Tensor:
-        parts = [each for target in targets for each in _count_local(target.shard)]
+        parts = [count for target in targets for count in _count_local(target.shard)]
         return torch.tensor(on_host(parts), dtype=torch.int64)
 
     return communicator.reduce(2 * len(targets), count).view(-1, 2).tolist()

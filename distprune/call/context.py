@@ -23,7 +23,7 @@ class PruningCall:
         scores: this rank's part of the importance scores, N-d as the values; None
             where the caller gave none.
         num_live: unpruned elements of every whole parameter.
-        mask_dtypes: what dtype each parameter's mask is to have.
+        mask_dtypes: dtype of the new mask of every parameter.
         communicator: the ranks that take part.
         bounds: how much of every parameter is to be pruned after the call; None: no bounds.
     """
@@ -40,23 +40,23 @@ class PruningCall:
         """Whether every parameter is whole on this rank, and on every other."""
         return not any(shard.is_sharded for shard in self.shards)
 
-    def score_or_value(self, which: int) -> Tensor:
+    def score_or_value(self, position: int) -> Tensor:
         """The given scores of a parameter, or its values; N-d."""
-        scores = self.scores[which]
-        return self.shards[which].values if scores is None else scores
+        scores = self.scores[position]
+        return self.shards[position].values if scores is None else scores
 
     def score_dtype(self) -> torch.dtype:
         """The dtype in which scores of different dtypes compare exactly: torch's promotion."""
         dtypes = [self.score_or_value(i).dtype for i in range(len(self.shards))]
         return functools.reduce(torch.promote_types, dtypes)
 
-    def start_mask(self, which: int) -> Tensor:
+    def start_mask(self, position: int) -> Tensor:
         """A local mask to prune in: the mask in force, or ones.
 
         A new tensor at every pruning: masks of earlier rounds are never changed.
         """
-        shard = self.shards[which]
-        mask = shard.new_mask(self.mask_dtypes[which])
+        shard = self.shards[position]
+        mask = shard.new_mask(self.mask_dtypes[position])
         return mask.fill_(1) if shard.mask is None else mask.copy_(shard.mask)
 
 

@@ -21,7 +21,7 @@ def by_parameter(
     labels: Mapping[Hashable, str],
     reader: ShardReader,
 ) -> dict[Hashable, list[Tensor]]:
-    """Group what was given by parameter; a tied parameter is found under any of its names.
+    """Group the scores by parameter; a tied parameter may have them under any of its names.
 
     Args:
         scores: by (module, name), as the caller gave them.
@@ -31,13 +31,13 @@ def by_parameter(
 
     Raises:
         TypeError: a key that is no (module, name) pair.
-        ValueError: a pair that is none of the parameters. Scores that nobody reads would leave
-            the parameter that was meant to be ranked by its values, in silence.
+        ValueError: a pair that is none of the parameters. Its scores would be ignored in silence,
+            and the parameter that was meant would be ranked by its values.
     """
-    owner = {(id(m), name): key for key, known in places.items() for m, name in known}
-    found: dict[Hashable, list[Tensor]] = {}
-    for given, tensor in scores.items():
-        place = _checked(given, labels)
+    owner = {(id(m), name): key for key, pairs in places.items() for m, name in pairs}
+    grouped: dict[Hashable, list[Tensor]] = {}
+    for pair, tensor in scores.items():
+        place = _checked(pair, labels)
         key = owner.get((id(place[0]), place[1]))
         if key is None:
             key = _identity(place, reader)
@@ -47,8 +47,8 @@ def by_parameter(
                 f"of the parameters of this call; expected (module, name) pairs among them"
                 f"{_closest(place, places, labels)}."
             )
-        found.setdefault(key, []).append(tensor)
-    return found
+        grouped.setdefault(key, []).append(tensor)
+    return grouped
 
 
 def without_others(
@@ -96,7 +96,7 @@ def _checked(key: Any, labels: Mapping[Hashable, str]) -> Place:
 
 def _shown(key: Any) -> str:
     if isinstance(key, tuple):
-        return f"({', '.join(type(each).__name__ for each in key)})"
+        return f"({', '.join(type(item).__name__ for item in key)})"
     return repr(key) if isinstance(key, str | int | float) else type(key).__name__
 
 
@@ -105,13 +105,13 @@ def _closest(
 ) -> str:
     """The parameter that was most likely meant: another name of the module, or a like module."""
     module, name = place
-    names = {n: key for key, known in places.items() for m, n in known if m is module}
+    names = {n: key for key, pairs in places.items() for m, n in pairs if m is module}
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.3)
     if close:
         return f"; did you mean ({type(module).__name__}, {close[0]!r}), {labels[names[close[0]]]}?"
     same = [
         labels[key]
-        for key, known in places.items()
-        if any(n == name and type(m) is type(module) for m, n in known)
+        for key, pairs in places.items()
+        if any(n == name and type(m) is type(module) for m, n in pairs)
     ]
     return f", such as {(same or list(labels.values()) or ['(none)'])[0]}"

@@ -119,10 +119,10 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
         label = label or f"{type(module).__name__}.{name} (#{position})"
         shard = _read_one(reader, module, name, label)
         key = shard.key
-        known = places.setdefault(key, [])
+        places_of_key = places.setdefault(key, [])
         for place in getattr(pair, "places", ((module, name),)):
-            if not any(place[0] is m and place[1] == n for m, n in known):
-                known.append(place)
+            if not any(place[0] is m and place[1] == n for m, n in places_of_key):
+                places_of_key.append(place)
         if len(getattr(pair, "places", ())) > 1:
             tied.add(key)
         if key not in shards:
@@ -141,7 +141,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
         for module, name in places[key][1:]:
             _check_tied(label, shard, _read_one(reader, module, name, label))
     scores = arguments.importance_scores or {}
-    given = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
+    scores_of = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
     return [
         Target(
             label,
@@ -149,7 +149,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
             key in tied,
             reader.managed(*places[key][0]),
             shard,
-            *_scores_of(given.get(key, ()), label, shard),
+            *_local_scores(scores_of.get(key, ()), label, shard),
             label in named,
         )
         for key, (label, shard) in shards.items()
@@ -207,14 +207,16 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
         )
 
 
-def _scores_of(given: Sequence[Any], label: str, shard: LocalShard) -> tuple[Tensor | None, str]:
+def _local_scores(
+    scores: Sequence[Any], label: str, shard: LocalShard
+) -> tuple[Tensor | None, str]:
     """This rank's part of the scores, and what must be equal on all ranks.
 
     A tied parameter may have its scores under several names.
     """
-    if not given:
+    if not scores:
         return None, "none"
-    parts = [_part_of(each, label, shard) for each in given]
+    parts = [_part_of(tensor, label, shard) for tensor in scores]
     first, about = parts[0]
     if any(not torch.equal(part, first) for part, _ in parts[1:]):
         raise ValueError(
@@ -224,14 +226,14 @@ def _scores_of(given: Sequence[Any], label: str, shard: LocalShard) -> tuple[Ten
     return first, about
 
 
-def _part_of(given: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
-    if not isinstance(given, Tensor):
+def _part_of(scores: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
+    if not isinstance(scores, Tensor):
         raise TypeError(
-            f"{label}: importance_scores is a {type(given).__name__}; expected a tensor."
+            f"{label}: importance_scores is a {type(scores).__name__}; expected a tensor."
         )
-    whole = unflattened(label, "importance_scores", given, shard)
+    whole = unflattened(label, "importance_scores", scores, shard)
     part = local_part(label, "importance_scores", whole, shard)
-    return part, f"{part.dtype}, checksum {whole_checksum(given, shard)}"
+    return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
 
 
 def _describe(targets: Sequence[Target]) -> list[Fact]:

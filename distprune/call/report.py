@@ -46,8 +46,9 @@ class PruningReport:
         amount: as it was asked for: a fraction of what was unpruned, or a count.
         parameters: in the caller's order.
         threshold: elements with a smaller score were pruned, with a larger one
-            kept, but in parameters that are held at a bound; None if scores were not ranked.
-        num_ties: elements whose score equals the threshold, in parameters that are not held ...
+            kept, except in parameters whose bound decided; None if scores were not ranked.
+        num_ties: elements whose score equals the threshold, in parameters whose bound did not
+            decide ...
         num_ties_pruned: ... and those of them that were pruned, lowest index first.
         num_ranks: that took part.
         num_collectives: all-reduces that this rank took part in.
@@ -185,8 +186,8 @@ class MaskLoadingReport(PruningReport):
         mismatched_keys: tuple[str, ...],
     ) -> MaskLoadingReport:
         """A report with what did not fit."""
-        known = {field.name: getattr(report, field.name) for field in fields(report)}
-        return cls(**known, missing_keys=missing_keys, unexpected_keys=unexpected_keys,
+        values = {field.name: getattr(report, field.name) for field in fields(report)}
+        return cls(**values, missing_keys=missing_keys, unexpected_keys=unexpected_keys,
                    mismatched_keys=mismatched_keys)  # fmt: skip
 
     def __str__(self) -> str:

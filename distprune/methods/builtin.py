@@ -32,7 +32,7 @@ class Identity(BasePruningMethod):
 
     def decide(self, call: PruningCall) -> Decision:
         def finish() -> LocalMasks:
-            masks = [call.start_mask(which) for which in range(len(call.shards))]
+            masks = [call.start_mask(position) for position in range(len(call.shards))]
             return LocalMasks(masks, [0] * len(masks))
 
         return Decision(finish)
@@ -139,12 +139,12 @@ class RandomStructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the channels of ``k`` smallest random numbers."""
-        axis = channels.checked_dim(t.shape, self.dim)
-        k = checked_count(self.amount, t.shape[axis])
+        channel_dim = channels.checked_dim(t.shape, self.dim)
+        k = checked_count(self.amount, t.shape[channel_dim])
         if not k:
             return default_mask
-        keep = channels.drop_lowest_channels(torch.rand(t.shape[axis]), k)
-        return _channel_mask(t, axis, keep, default_mask)
+        keep = channels.drop_lowest_channels(torch.rand(t.shape[channel_dim]), k)
+        return _channel_mask(t, channel_dim, keep, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
         if _overrides(self, RandomStructured):
@@ -182,13 +182,13 @@ class LnStructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` channels of smallest norm."""
-        axis = channels.checked_dim(t.shape, self.dim)
-        k = checked_count(self.amount, t.shape[axis])
-        norms = compute_norm(t, self.n, axis)
+        channel_dim = channels.checked_dim(t.shape, self.dim)
+        k = checked_count(self.amount, t.shape[channel_dim])
+        norms = compute_norm(t, self.n, channel_dim)
         if not k:
             return default_mask
         keep = channels.drop_lowest_channels(norms, k)
-        return _channel_mask(t, axis, keep, default_mask)
+        return _channel_mask(t, channel_dim, keep, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
         if _overrides(self, LnStructured):
@@ -267,7 +267,7 @@ class CustomFromMask(BasePruningMethod):
 
     def decide(self, call: PruningCall) -> Decision:
         call.communicator.run(lambda: _check_given(call, self.mask))
-        return mask_functions.given_decision(call, self.mask)
+        return mask_functions.fixed_mask_decision(call, self.mask)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, mask: Tensor) -> BasePruningMethod:  # type: ignore[override]
@@ -299,19 +299,19 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     Raises:
         TypeError: ``n`` is None and torch is 2.14 or later, or ``n`` is of no known kind.
     """
-    axis = dim % t.ndim
+    channel_dim = dim % t.ndim
     channels.refuse_no_order(n)
     if channels.is_norm_order(n) and t.is_floating_point():
         exact_norms = channels.channel_norms(
-            t.movedim(axis, 0),
+            t.movedim(channel_dim, 0),
             2.0 if n is None else float(n),
-            torch.arange(t.shape[axis]),
-            t.shape[axis],
-            t.numel() // max(t.shape[axis], 1),
+            torch.arange(t.shape[channel_dim]),
+            t.shape[channel_dim],
+            t.numel() // max(t.shape[channel_dim], 1),
             Communicator(()),
         )
         return exact_norms.to(device=t.device, dtype=t.dtype)
-    dims = [other for other in range(t.ndim) if other != axis]
+    dims = [other for other in range(t.ndim) if other != channel_dim]
     norms: Tensor
     if not channels.USES_VECTOR_NORM:
         norms = torch.norm(t, p=n, dim=dims)
@@ -330,10 +330,10 @@ def _check_given(call: PruningCall, mask: Tensor) -> None:
         check_binary(local_tensor(mask), shard.name)
 
 
-def _channel_mask(t: Tensor, axis: int, keep: Tensor, default_mask: Tensor) -> Tensor:
+def _channel_mask(t: Tensor, channel_dim: int, keep: Tensor, default_mask: Tensor) -> Tensor:
     mask = torch.zeros_like(t)
     where: list[Any] = [slice(None)] * t.dim()
-    where[axis] = keep.to(t.device)
+    where[channel_dim] = keep.to(t.device)
     mask[tuple(where)] = 1
     return mask.mul_(default_mask.to(dtype=mask.dtype))
 

@@ -23,17 +23,17 @@ def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decisi
 
     def finish() -> LocalMasks:
         masks, num_pruned = [], []
-        for which, shard in enumerate(call.shards):
-            mask = call.start_mask(which)
-            flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(which))
-            before = count_live(flat_mask, shard.counted)
+        for position, shard in enumerate(call.shards):
+            mask = call.start_mask(position)
+            flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(position))
+            num_live = count_live(flat_mask, shard.counted)
             for start in range(0, flat_mask.numel(), _ELEMENTWISE_CHUNK):
                 chunk = flat_mask[start : start + _ELEMENTWISE_CHUNK]
                 live = chunk == 1
                 scores = flat_scores[start : start + _ELEMENTWISE_CHUNK][live]
                 chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
             masks.append(mask)
-            num_pruned.append(before - count_live(flat_mask, shard.counted))
+            num_pruned.append(num_live - count_live(flat_mask, shard.counted))
         return LocalMasks(masks, num_pruned)
 
     return Decision(finish)
@@ -56,12 +56,12 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
     """
     communicator = call.communicator
     scores = [
-        _whole(call, which, shard.values if given is None else given, gather)
-        for which, (shard, given) in enumerate(zip(call.shards, call.scores, strict=True))
+        _whole(call, position, call.score_or_value(position), gather)
+        for position in range(len(call.shards))
     ]
     masks = [
-        None if shard.mask is None else _whole(call, which, shard.mask, gather)
-        for which, shard in enumerate(call.shards)
+        None if shard.mask is None else _whole(call, position, shard.mask, gather)
+        for position, shard in enumerate(call.shards)
     ]
 
     def decide() -> list[Tensor]:
@@ -97,29 +97,29 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
     return Decision(lambda: _masks_without(call, pruned))
 
 
-def given_decision(call: PruningCall, given: Tensor) -> Decision:
+def fixed_mask_decision(call: PruningCall, whole: Tensor) -> Decision:
     """Prune one parameter where a mask is 0; values other than 0 and 1 are multiplied in."""
     shard = call.shards[0]
 
     def digest_of(part: Tensor) -> list[tuple[str, str]]:
         # Every rank slices its own copy of a whole mask: they have to be the same one.
-        return [("checksum of the mask", whole_checksum(given != 0, shard))]
+        return [("checksum of the mask", whole_checksum(whole != 0, shard))]
 
-    part = call.communicator.run(lambda: local_part(shard.name, "mask", given, shard), digest_of)
+    part = call.communicator.run(lambda: local_part(shard.name, "mask", whole, shard), digest_of)
 
     def finish() -> LocalMasks:
         mask = call.start_mask(0)
         flat = shard.flat(mask)
-        before = count_live(flat, shard.counted)
+        num_live = count_live(flat, shard.counted)
         mask.mul_(part.to(mask.dtype))
-        return LocalMasks([mask], [before - count_live(flat, shard.counted)])
+        return LocalMasks([mask], [num_live - count_live(flat, shard.counted)])
 
     return Decision(finish)
 
 
-def _whole(call: PruningCall, which: int, local: Tensor, gather: bool) -> Tensor:
+def _whole(call: PruningCall, position: int, local: Tensor, gather: bool) -> Tensor:
     """A whole tensor, flat and row-major, from its parts on all ranks."""
-    shard = call.shards[which]
+    shard = call.shards[position]
     if not gather:
         return local.reshape(-1)
     integer = INTEGERS[local.itemsize]
@@ -143,8 +143,8 @@ def _pruned(live: Tensor, keep: Tensor) -> Tensor:
 
 def _masks_without(call: PruningCall, pruned: Sequence[Tensor]) -> LocalMasks:
     masks, num_pruned = [], []
-    for which, (shard, flags) in enumerate(zip(call.shards, pruned, strict=True)):
-        mask = call.start_mask(which)
+    for position, (shard, flags) in enumerate(zip(call.shards, pruned, strict=True)):
+        mask = call.start_mask(position)
         local = shard.slice_of(flags.view(shard.shape))
         mask.masked_fill_(local, 0)
         masks.append(mask)

@@ -122,7 +122,7 @@ def channel_norms(
 def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Decision:
     """Prune the channels of the smallest norm of one sharded parameter."""
     shard = call.shards[0]
-    axis = checked_dim(shard.shape, dim)
+    channel_dim = checked_dim(shard.shape, dim)
     refuse_no_order(n)
     if not is_norm_order(n):
         raise NotImplementedError(
@@ -136,15 +136,15 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
         )
     rows, coordinates = call.communicator.run(
         lambda: shard.channels(
-            shard.live_values() if call.scores[0] is None else call.scores[0], axis
+            shard.live_values() if call.scores[0] is None else call.scores[0], channel_dim
         )
     )
     norms = channel_norms(
         rows,
         2.0 if n is None else float(n),
         coordinates,
-        shard.shape[axis],
-        shard.numel // max(shard.shape[axis], 1),
+        shard.shape[channel_dim],
+        shard.numel // max(shard.shape[channel_dim], 1),
         call.communicator,
         counted=shard.replica == 0,
     ).to(dtype)
@@ -153,7 +153,7 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
             f"{shard.name}: the scores of channels {norms.isnan().nonzero().squeeze(1).tolist()} "
             f"along dim {dim} contain NaN; expected numbers."
         )
-    return _cut_channels(call, amount, axis, norms)
+    return _cut_channels(call, amount, channel_dim, norms)
 
 
 def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
@@ -163,16 +163,16 @@ def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
     leader's numbers are taken.
     """
     shard = call.shards[0]
-    axis = checked_dim(shard.shape, dim)
-    alive = _alive_channels(call, axis)
-    num_alive = int(alive.sum())
-    scores = torch.zeros(shard.shape[axis], dtype=torch.float32)
-    if resolve_count(amount, num_alive):
+    channel_dim = checked_dim(shard.shape, dim)
+    live = _live_channels(call, channel_dim)
+    num_live_channels = int(live.sum())
+    scores = torch.zeros(shard.shape[channel_dim], dtype=torch.float32)
+    if resolve_count(amount, num_live_channels):
         drawn = call.communicator.leader_of(
-            num_alive, lambda: torch.rand(num_alive).view(torch.int32).long()
+            num_live_channels, lambda: torch.rand(num_live_channels).view(torch.int32).long()
         )
-        scores[alive] = drawn.int().view(torch.float32)
-    return _cut_channels(call, amount, axis, scores, alive)
+        scores[live] = drawn.int().view(torch.float32)
+    return _cut_channels(call, amount, channel_dim, scores, live)
 
 
 def checked_dim(shape: Sequence[int], dim: int) -> int:
@@ -221,38 +221,38 @@ def drop_lowest_channels(norms: Tensor, amount: Amount) -> Tensor:
 
 
 def _cut_channels(
-    call: PruningCall, amount: Amount, axis: int, norms: Tensor, alive: Tensor | None = None
+    call: PruningCall, amount: Amount, channel_dim: int, norms: Tensor, live: Tensor | None = None
 ) -> Decision:
     shard = call.shards[0]
-    alive = _alive_channels(call, axis) if alive is None else alive
-    keep = alive.clone()
-    keep[alive] = drop_lowest_channels(norms[alive], amount)
+    live = _live_channels(call, channel_dim) if live is None else live
+    keep = live.clone()
+    keep[live] = drop_lowest_channels(norms[live], amount)
 
     def finish() -> LocalMasks:
         mask = call.start_mask(0)
         flat = shard.flat(mask)
-        before = count_live(flat, shard.counted)
-        rows, coordinates = shard.channels(mask, axis)
+        num_live = count_live(flat, shard.counted)
+        rows, coordinates = shard.channels(mask, channel_dim)
         # Channels that were dead already keep what they have.
-        rows[(alive & ~keep)[coordinates].to(mask.device)] = 0
-        return LocalMasks([mask], [before - count_live(flat, shard.counted)])
+        rows[(live & ~keep)[coordinates].to(mask.device)] = 0
+        return LocalMasks([mask], [num_live - count_live(flat, shard.counted)])
 
     return Decision(finish)
 
 
-def _alive_channels(call: PruningCall, axis: int) -> Tensor:
+def _live_channels(call: PruningCall, channel_dim: int) -> Tensor:
     """bool [channels]: which still have an unpruned element, on any rank."""
     shard = call.shards[0]
     mask = shard.mask
     if mask is None:
-        return torch.ones(shard.shape[axis], dtype=torch.bool)
+        return torch.ones(shard.shape[channel_dim], dtype=torch.bool)
 
     def count() -> Tensor:
-        counts = torch.zeros(shard.shape[axis], dtype=torch.int64)
-        rows, coordinates = shard.channels(mask, axis)
+        counts = torch.zeros(shard.shape[channel_dim], dtype=torch.int64)
+        rows, coordinates = shard.channels(mask, channel_dim)
         return counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
 
-    return call.communicator.reduce(shard.shape[axis], count) > 0
+    return call.communicator.reduce(shard.shape[channel_dim], count) > 0
 
 
 def _terms(magnitudes: Tensor, n: float) -> Tensor:
