@@ -1,6 +1,8 @@
 """Make distprune importable from a checkout; write what test_matrix.py measured."""
 
+import gc
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -12,19 +14,37 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Each worker of pytest-xdist has a core of its own at best: threads of torch would only compete.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)  # the processes of the ranks copy this sys.path
 
 from distprune.testing import preload  # noqa: E402
 
-preload("pytest", "torch.nn.utils.prune")
+# Imported once, in the process that the ranks are forked from.
+preload(
+    "pytest",
+    "torch.nn.utils.prune",
+    "distprune._public",
+    "helpers.comparisons",
+    "helpers.reference",
+    "helpers.wrappings",
+)
 
 MATRIX = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--write-matrix", metavar="PATH", help="write what test_matrix.py measured")
+
+
+def pytest_collection_finish(session):
+    """Leave what was imported out of every later garbage collection; tests make many of those."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

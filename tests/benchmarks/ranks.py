@@ -420,10 +420,17 @@ def many_ranks(options: Options) -> Table:
     from helpers.thousand_ranks import Sizes, prune_on, weights, world_size
 
     torch.set_num_threads(1)
-    wrappings = ["fsdp2-8", "fsdp2_tp-8x8"]
+    wrappings = ["fsdp2-8", "fsdp2_tp-4x4"]
     if not options.quick:
-        wrappings += ["fsdp2-64", "hsdp-8x8", "fsdp2-1024", "hsdp-8x128", "hsdp-128x8"]
-        wrappings += ["fsdp2_tp-128x8", "fsdp2_some_tp-128x8", "fsdp2_tp-341x3"]
+        wrappings += [
+            "fsdp2_tp-8x8",
+            "fsdp2-64",
+            "hsdp-8x8",
+            "fsdp2-1024",
+            "hsdp-8x128",
+            "hsdp-128x8",
+        ]
+        wrappings += ["hsdp-128x8", "fsdp2_tp-128x8", "fsdp2_some_tp-128x8", "fsdp2_tp-341x3"]
     rows: list[list[Cell]] = []
     for wrapping in wrappings:
         for kind in ("normal", "256 values"):

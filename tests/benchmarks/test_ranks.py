@@ -19,7 +19,7 @@ from measuring import CheckFailed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part, words", [("ranks", "fsdp2_tp-8x8"), ("cost_model", "405B")])
+@pytest.mark.parametrize("part, words", [("ranks", "fsdp2_tp-4x4"), ("cost_model", "405B")])
 def test_parts_run_from_end_to_end(part, words):
     command = [sys.executable, bench.__file__, "--quick", "--parts", part]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

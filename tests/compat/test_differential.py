@@ -41,6 +41,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import distprune
+from helpers.sampling import num_examples
 
 STABLE = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -167,7 +168,7 @@ class Trained:
         return first_output(self.module(*self.inputs)).float().square().sum()
 
 
-@settings(STABLE, max_examples=400)
+@settings(STABLE, max_examples=num_examples(400))
 @given(modules(), st.lists(steps(), min_size=1, max_size=4), seeds)
 def test_the_same_calls_have_the_same_effects(which, sequence, seed):
     module, name, inputs = which
@@ -259,7 +260,7 @@ def _assert_equal_up_to_ties(step: Step, ours: nn.Module, theirs: nn.Module, nam
         assert torch.equal(pruned.sort().values, expected_pruned.sort().values)
 
 
-@settings(STABLE, max_examples=150)
+@settings(STABLE, max_examples=num_examples(150))
 @given(
     st.sampled_from(OFTEN),
     st.lists(st.integers(1, 5), min_size=1, max_size=5),

@@ -24,6 +24,7 @@ from test_differential import BAD_AMOUNTS, GOOD_AMOUNTS, STABLE
 from torch import nn
 
 import distprune
+from helpers.sampling import num_examples
 
 PLACES = [(0, "weight"), (0, "bias"), (1, "weight"), (2, "weight"), (2, "bias")]
 
@@ -47,7 +48,7 @@ def refresh(model: nn.Module, update: bool) -> None:
 methods = st.sampled_from(["L1Unstructured"] * 4 + ["RandomUnstructured"] * 2 + ["Identity"])
 
 
-@settings(STABLE, max_examples=150)
+@settings(STABLE, max_examples=num_examples(150))
 @given(
     st.sampled_from([torch.float32, torch.float32, torch.float64, *HALF]),
     st.lists(

@@ -91,7 +91,7 @@ def differences(wrapping: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(WRAPPINGS))
 def test_masks_are_those_of_the_definition(wrapping):
     assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
 

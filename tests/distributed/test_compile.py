@@ -12,6 +12,7 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
 from helpers.models import EVEN_HIDDEN, Net, fill, seeded, target
+from helpers.sampling import every
 from helpers.training_pair import Pair, train
 
 WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-1x2"]
@@ -105,7 +106,7 @@ def differences(wrapping: str, backends: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_compiled_training_equals_one_process(wrapping):
-    backends = ["eager", "aot_eager"]
+    backends = every(2, ["eager", "aot_eager"], WRAPPINGS.index(wrapping))
     assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, backends))
 
 

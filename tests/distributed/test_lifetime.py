@@ -13,6 +13,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.models import Net, seeded
+from helpers.sampling import every
 
 
 def freed(wrapping: str, removed: bool) -> list[bool]:
@@ -112,9 +113,16 @@ def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
     return {kind: (early[kind], late[kind]) for kind in early | late if early[kind] != late[kind]}
 
 
-@pytest.mark.parametrize("removed", [False, True], ids=["pruned again", "removed"])
+GROWTH_WRAPPINGS = ["plain-1", "ddp-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"]
+
+
 @pytest.mark.parametrize(
-    "wrapping", ["plain-1", "ddp-2", "fsdp2-2", "tp-2", "fsdp2_tp-2x2", "fsdp1-2"]
+    ("wrapping", "removed"),
+    [
+        (wrapping, removed)
+        for turn, wrapping in enumerate(GROWTH_WRAPPINGS)
+        for removed in every(2, [False, True], turn)
+    ],
 )
 def test_nothing_grows_over_many_prunings(wrapping, removed):
     for grown in run_ranks(growth, wrappings.world_size(wrapping), wrapping, removed):

@@ -10,6 +10,7 @@ from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, wrong_masks
 from helpers.models import DATA, DTYPES, EVEN, Net, ShapesNet, fill, fqns, target
+from helpers.sampling import THOROUGH, every
 
 # Amounts of successive calls on one model; "all" is the number of elements that are left.
 ROUNDS = [
@@ -48,10 +49,14 @@ def differences(wrapping: str, cases: list, net: type = ShapesNet, *sizes) -> li
 
 @pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_any_data_and_dtype(wrapping):
-    """All dtypes on 1 and 2 ranks; on more, which are dear, one for each wrapping and data."""
+    """On 1 and 2 ranks two dtypes for each data, or all in a thorough run; on more ranks one.
+
+    Each wrapping starts at another dtype, so that all pairs of data and dtype are tested.
+    """
     size, cases = wrappings.world_size(wrapping), []
     for turn, data in enumerate(DATA, start=wrappings.ALL.index(wrapping)):
-        dtypes = DTYPES if size <= 2 else [DTYPES[turn % len(DTYPES)]]
+        dtypes = [*DTYPES[turn % len(DTYPES) :], *DTYPES[: turn % len(DTYPES)]]
+        dtypes = dtypes[:1] if size > 2 else dtypes if THOROUGH else dtypes[:2]
         if wrappings.kind_of(wrapping) == "fsdp1_root":  # a flat parameter has one dtype
             dtypes = [dtype if dtype != "mixed" else "float32" for dtype in dtypes]
         cases += [(data, dtype, ROUNDS[(turn + i) % 3], turn + i) for i, dtype in enumerate(dtypes)]
@@ -60,7 +65,8 @@ def test_any_data_and_dtype(wrapping):
 
 @pytest.mark.parametrize("wrapping", wrappings.ALL)
 def test_any_amounts_one_after_the_other(wrapping):
-    cases = [("few", "float32", amounts, seed) for seed, amounts in enumerate(ROUNDS)]
+    rounds = every(3, enumerate(ROUNDS), wrappings.ALL.index(wrapping))
+    cases = [("few", "float32", amounts, seed) for seed, amounts in rounds]
     assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, cases))
 
 
@@ -98,7 +104,7 @@ def differences_after_training_step(wrapping: str) -> list[str]:
     return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices)
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_pruning_again_ranks_the_values_of_now(wrapping):
     assert_nothing_wrong(
         run_ranks(differences_after_training_step, wrappings.world_size(wrapping), wrapping)
@@ -135,7 +141,7 @@ def differences_with_scores_given(wrapping: str, as_shards: bool) -> list[str]:
     return wrong_masks(model, dict(zip(names, keeps, strict=True)), indices, when)
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_importance_scores(wrapping):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences_with_scores, size, wrapping))

@@ -37,7 +37,7 @@ def full_masks_of(wrapping: str, calls: tuple, seed: int = 0) -> list[torch.Tens
     return [assembled(parts, shape) for parts, shape in zip(per_call, shapes, strict=True)]
 
 
-@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.SHARDED))
 def test_one_seed_gives_one_mask_on_any_sharding(wrapping):
     names = ["l1.weight", "l2.weight", "l3.bias"]
     if wrappings.kind_of(wrapping) == "tp":
@@ -89,7 +89,7 @@ def masks_of_other_seeds(wrapping: str) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.SHARDED))
 def test_ranks_with_other_seeds_agree(wrapping):
     per_rank = run_ranks(masks_of_other_seeds, wrappings.world_size(wrapping), wrapping)
     first, second = zip(*per_rank, strict=True)
@@ -132,7 +132,7 @@ def full_masks(per_rank) -> list[torch.Tensor]:
     return [assembled([(m, i) for m, i, _ in parts], parts[0][2]) for parts in per_parameter]
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_global_random_agrees_although_the_ranks_have_other_seeds(wrapping):
     per_rank = run_ranks(global_masks, wrappings.world_size(wrapping), wrapping, True, False)
     masks = full_masks(per_rank)

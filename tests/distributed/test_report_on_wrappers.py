@@ -78,7 +78,7 @@ def expected_reports() -> list[dict]:
     return expected
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_numbers_are_those_of_the_whole_model(wrapping):
     per_rank = run_ranks(reports, wrappings.world_size(wrapping), wrapping)
     for found in per_rank:

@@ -14,7 +14,7 @@ from helpers import reference, wrappings
 from helpers.comparisons import assert_nothing_wrong, wrong_masks
 from helpers.models import Net, fill, target
 
-WRAPPINGS = [*wrappings.SHARDED, "ddp-2"]
+WRAPPINGS = wrappings.sampled([*wrappings.SHARDED, "ddp-3"])
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 AMOUNTS = [0, 1, 0.3, 0.5, 1.0]
 
@@ -41,7 +41,7 @@ def l1_differences(wrapping: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.SHARDED))
 def test_l1_unstructured(wrapping):
     assert_nothing_wrong(run_ranks(l1_differences, wrappings.world_size(wrapping), wrapping))
 
@@ -66,7 +66,7 @@ def ln_differences(wrapping: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", wrappings.SHARDED)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.SHARDED))
 def test_ln_structured(wrapping):
     assert_nothing_wrong(run_ranks(ln_differences, wrappings.world_size(wrapping), wrapping))
 

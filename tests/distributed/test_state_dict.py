@@ -16,7 +16,7 @@ from helpers import reference, wrappings
 from helpers.models import UNEVEN, Net, fill, target
 
 NAMES = ["l1.weight", "l2.weight", "l3.bias"]
-WRAPPINGS = [*wrappings.ALL]
+WRAPPINGS = wrappings.sampled(wrappings.ALL)
 FULL = StateDictOptions(full_state_dict=True)
 
 

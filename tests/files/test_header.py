@@ -10,6 +10,7 @@ from safetensors.torch import save as safetensors_save
 
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import MAX_HEADER_BYTES, read_header
+from helpers.sampling import num_examples
 from helpers.tiny_checkpoints import encode, file_bytes
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -139,7 +140,7 @@ def mutate(raw, kind, at, piece):
     return raw[:at] if kind == "cut" else raw[:at] + raw[at // 2 : at] + raw[at:]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 @given(st.lists(MUTATION, min_size=1, max_size=4), st.booleans())
 def test_mutated_bytes_raise_our_error_or_make_sense(tmp_path_factory, mutations, mend_length):
     raw = GOOD

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.models import EVEN, EVEN_HIDDEN, UNEVEN, fqns
+from helpers.sampling import THOROUGH
 
 REPLICATED = [f"{kind}-{size}" for kind in ("plain", "ddp") for size in (1, 2, 3, 4)]
 FSDP2 = [f"fsdp2-{size}" for size in (1, 2, 3, 4)]
@@ -38,6 +39,17 @@ SHARDED = ANY_FSDP1 + FSDP2 + FSDP2_ROOT + HSDP + TP + FSDP2_TP  # any sizes
 ALL = REPLICATED + SHARDED
 # The support matrix: see distributed/test_matrix.py.
 TRAINED = [*ALL, *(w for w in FSDP1 + FSDP1_ROOT + FSDP1_FLAT if w not in ALL)]
+# Every kind, with one rank and with even and uneven shards: see sampled.
+_SAMPLE = {
+    "plain-1", "plain-2", "ddp-3", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2",
+    "fsdp2-1", "fsdp2-3", "fsdp2_root-2", "fsdp2_dim1-3", "hsdp-1x3", "hsdp-2x2", "tp-2", "tp-3",
+    "fsdp2_tp-2x2", "fsdp2_tp-3x1",
+}  # fmt: skip
+
+
+def sampled(names: list[str]) -> list[str]:
+    """Those wrappings of a list that tests of one property run by default."""
+    return [name for name in names if THOROUGH or name in _SAMPLE]
 
 
 def kind_of(wrapping: str) -> str:

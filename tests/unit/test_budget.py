@@ -15,6 +15,7 @@ from distprune.selection.passes import write_keep
 from distprune.selection.within_bounds import limits_for, select_within
 from helpers import reference
 from helpers.models import Net, fill
+from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 from helpers.virtual_shards import KINDS, LAYOUTS, candidates
 from helpers.virtual_shards import fill as fill_tensor
@@ -79,7 +80,7 @@ def check(tensors, masks, k, floors, ceilings, layouts, size):
     return results[0]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(300), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_bounds_on_any_data_and_layout(data):
     size = data.draw(st.integers(1, 4), "ranks")

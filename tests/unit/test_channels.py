@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from distprune._common.collectives import Communicator
 from distprune.methods.structured import channel_norms, checked_dim, drop_lowest_channels
 from distprune.shards.geometry import Split, dim_coordinates
+from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 
 NORMS = (0, 0.5, 1, 2, 3, math.inf, -math.inf)
@@ -33,7 +34,7 @@ def norms_over(values, dim, n, split_dim, size):
     return run_virtual_ranks(on_rank, size)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(150), deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple),
     n=st.sampled_from(NORMS),

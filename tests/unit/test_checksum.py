@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from distprune._common import memory
 from distprune.shards.checksum import _WORDS, checksums
+from helpers.sampling import num_examples
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64,
@@ -69,7 +70,7 @@ def test_how_it_lies_in_memory_makes_no_difference():
         assert checksum(other) == checksum(tensor)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(200), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_one_bit_shows(data):
     dtype = data.draw(st.sampled_from([torch.int16, torch.int32, torch.int64]))

@@ -12,6 +12,7 @@ from distprune.masks import fingerprint
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
+from helpers.sampling import num_examples
 
 DTYPES = (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -105,7 +106,7 @@ def test_no_sharding_changes_it(shape, order, numpy):
         assert fingerprint_of(runs) == expected
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(300), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_change_shows(data):
     """One bit that is flipped, and two bits that are exchanged, wherever they are."""

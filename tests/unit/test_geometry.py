@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
+from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 
@@ -37,7 +38,7 @@ def cut_by_torch(whole, splits):
     return whole
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(400), deadline=None, derandomize=True)
 @given(cuts(), st.randoms(use_true_random=False))
 def test_every_rank_knows_where_its_elements_are(case, random):
     shape, cut = case
@@ -57,7 +58,7 @@ def test_every_rank_knows_where_its_elements_are(case, random):
     assert torch.equal(torch.cat(seen).sort().values, whole.reshape(-1))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(100), deadline=None, derandomize=True)
 @given(shapes, st.randoms(use_true_random=False))
 def test_dense_tensors_are_read_without_a_copy(shape, random):
     dims = list(range(len(shape)))

@@ -14,6 +14,7 @@ import distprune as prune
 from distprune import schedule
 from helpers import reference
 from helpers.models import Net, fill
+from helpers.sampling import num_examples
 
 STEPS = st.integers(0, 60)
 SPARSITY = st.floats(0, 1)
@@ -59,7 +60,7 @@ def test_due_steps(begin, end, frequency, due):
     assert due_steps(function) == due
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(300), deadline=None, derandomize=True)
 @given(STEPS, STEPS, st.integers(1, 70), SPARSITY, SPARSITY)
 def test_ramps_never_decrease_and_meet_both_ends(begin, length, frequency, one, other):
     low, high = sorted((one, other))

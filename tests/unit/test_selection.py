@@ -14,6 +14,7 @@ from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish_drafts, write_keep
 from helpers import reference
+from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
 
@@ -72,7 +73,7 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
     assert results[0][1] <= max_collectives
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_data_on_any_layout(data):
     size = data.draw(st.integers(1, 6), "ranks")
@@ -97,7 +98,7 @@ def test_any_data_on_any_layout(data):
     check(tensors, masks, amount, layouts, size)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=num_examples(200), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_data_with_the_operations_of_other_devices(data):
     """What a GPU runs, on the CPU."""
