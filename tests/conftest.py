@@ -1,5 +1,6 @@
 """Make distprune importable from a checkout; write what test_matrix.py measured."""
 
+import faulthandler
 import gc
 import json
 import os
@@ -39,6 +40,28 @@ MATRIX = pytest.StashKey[list]()
 
 def pytest_addoption(parser):
     parser.addoption("--write-matrix", metavar="PATH", help="write what test_matrix.py measured")
+
+
+class DeadlineExceededError(BaseException):
+    """A test ran for longer than its timeout.
+
+    pytest-timeout raises an exception that hypothesis takes for a failing example: it would run
+    the example again, and nothing would stop it then. This exception ends the test.
+    """
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item, settings):
+    """After pytest-timeout has set its timer: raise another exception when it expires."""
+    is_set = yield
+    if settings.method == "signal":
+
+        def stop(*_):
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            raise DeadlineExceededError(f"{item.name} took more than {settings.timeout:g} s")
+
+        signal.signal(signal.SIGALRM, stop)
+    return is_set
 
 
 def pytest_collection_finish(session):

@@ -98,7 +98,7 @@ def run_virtual_ranks(fn: Callable[[Communicator], Any], size: int) -> list[Any]
         finally:
             turns.leave(index)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(size)]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
