@@ -2,6 +2,7 @@
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make test    lint, then run all tests
+#   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
 #   make lint    check style, spelling and types
 #   make docs    build the documentation into build/docs; warnings are errors
@@ -19,7 +20,7 @@ NPROC ?= 2
 # Two workers: most tests run processes of their own.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help prune test quick lint docs dist bench clean
+.PHONY: help prune test test-thorough quick lint docs dist bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +46,11 @@ lint: $(READY)
 test: lint
 	@echo "== testing"
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# See tests/helpers/sampling.py.
+test-thorough: lint
+	@echo "== testing, with every case of every matrix"
+	DISTPRUNE_THOROUGH=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 quick: $(READY)
 	@echo "== testing what starts no processes"

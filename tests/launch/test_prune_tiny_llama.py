@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from helpers.sampling import every
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "num_ranks"), [("fsdp2", 2), ("tp", 2)])
+@pytest.mark.parametrize(("wrap", "num_ranks"), every(2, [("fsdp2", 2), ("tp", 2)]))
 def test_a_short_run(tmp_path, wrap, num_ranks):
     arguments = ["--steps", "2", "--finetune-steps", "1", "--sparsities", "0.5", "0.9"]
     arguments += ["--held-out-windows", "20"]

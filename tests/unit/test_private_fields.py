@@ -55,6 +55,7 @@ def refusals(wrapping: str, wrapper: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrapping", "wrapper"), [("fsdp2-2", "FSDP2"), ("fsdp1-2", "FSDP1")])
 def test_a_field_that_is_gone_is_refused_by_name(wrapping, wrapper):
     kinds = [kind for kind in FIELDS[wrapper] if kind != "FSDPState"]

@@ -111,6 +111,7 @@ def test_a_dtensor_is_recognised(tmp_path):
         clear_dtensor_caches()
 
 
+@pytest.mark.slow
 def test_the_module_does_not_import_torch():
     code = "import sys, distprune._common.pruned_form; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -290,6 +290,7 @@ def prune_at_random(seed: int | None) -> dict[str, torch.Tensor]:
     return masks_of(model)
 
 
+@pytest.mark.slow
 def test_a_seed_decides_on_any_number_of_ranks_and_leaves_the_generator_alone():
     alone, other = prune_at_random(5), prune_at_random(6)
     for masks in run_ranks(prune_at_random, 2, 5):
@@ -303,6 +304,7 @@ def test_a_seed_decides_on_any_number_of_ranks_and_leaves_the_generator_alone():
     assert torch.rand(()) == drawn
 
 
+@pytest.mark.slow
 def test_mappings_need_no_yaml_and_files_say_what_they_need(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("version: 1\nsparsity: 0.5\n")

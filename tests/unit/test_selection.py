@@ -1,6 +1,7 @@
 """Selection over virtual ranks equals a sort, for any data, layout and number of ranks."""
 
 import math
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish_drafts, write_keep
 from helpers import reference
-from helpers.sampling import num_examples
+from helpers.sampling import every, num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 from helpers.virtual_shards import KINDS, LAYOUTS, candidates, fill
 
@@ -106,9 +107,17 @@ def test_any_data_with_the_operations_of_other_devices(data):
         test_any_data_on_any_layout.hypothesis.inner_test(data)
 
 
-@pytest.mark.parametrize("numpy", [True, False])
-@pytest.mark.parametrize("kind", [*KINDS, "sorted", "half zero", "one huge value"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "numpy"),
+    every(
+        3,
+        product(
+            [torch.float32, torch.bfloat16],
+            [*KINDS, "sorted", "half zero", "one huge value"],
+            [True, False],
+        ),
+    ),
+)
 def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
     monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)

@@ -19,6 +19,8 @@ import distprune
 from distprune.testing import RankError, preload, run_ranks
 from helpers.fake_ranks import run_fake_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def sum_of_ranks(offset: int = 0) -> int:
     total = torch.tensor(dist.get_rank() + offset)

@@ -1,0 +1,19 @@
+"""Tests of single functions start no processes, but for those marked as slow: see `make quick`."""
+
+import subprocess
+
+import pytest
+
+from distprune.testing import pool
+
+
+@pytest.fixture(autouse=True)
+def _starts_no_process_unless_slow(request, monkeypatch):
+    if request.node.get_closest_marker("slow"):
+        return
+
+    def refuse(*_, **__):
+        raise AssertionError("this test starts processes; expected the mark pytest.mark.slow")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(pool._Pool, "run", refuse)
