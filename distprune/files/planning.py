@@ -201,10 +201,13 @@ def _groups(entry: TensorEntry, layout: Layout | None, recipe: FileRecipe) -> tu
 
 def digest_of(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
     """Of all that decides the output: recipe, names, sizes, headers and times of change."""
-    facts = {
-        "version": _VERSION,
-        "recipe": asdict(recipe),
+    facts = {"version": _VERSION, "recipe": asdict(recipe), **source_facts(checkpoint)}
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def source_facts(checkpoint: Checkpoint) -> dict[str, list[list[str | int]]]:
+    """Names, sizes, times of change and headers of all files, for a digest."""
+    return {
         "weights": [[f.name, f.size, f.mtime_ns, f.header_crc] for f in checkpoint.files],
         "others": [[f.name, f.size, f.mtime_ns] for f in checkpoint.others],
     }
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

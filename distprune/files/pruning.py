@@ -19,7 +19,7 @@ from distprune.files.disk.open_files import OpenFiles
 from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.ranking.deciding import Decision, bytes_to_count, decide
 from distprune.files.ranking.streaming import Source
-from distprune.files.ranking.units import copy_units, prune_units
+from distprune.files.ranking.units import prune_units
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import make_report
 from distprune.files.reports.model_card import card_of
@@ -110,7 +110,7 @@ def prune(
         checkpoint=plan.checkpoint,
         digest=plan.digest,
         tensors=[tensor.entry for tensor in plan.tensors],
-        make_units=lambda: [*prune_units(plan), *copy_units(plan)],
+        make_units=lambda: prune_units(plan),
         layout=layout,
         copied=plan.copied,
         written_last=[CARD_FILE] if plan.has_card else [],

@@ -33,11 +33,11 @@ from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.ranking.deciding import Decision
 from distprune.files.ranking.searching import Cut, TensorCut
 from distprune.files.ranking.streaming import Source
-from distprune.files.ranking.units import PruneUnit, Unit, copy_units, prune_units, share_out
+from distprune.files.ranking.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import derive_report
 from distprune.files.reports.model_card import card_problem
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report, identity_of
 from distprune.files.reports.stored import parse_report, read_text
 from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.results.placing import check_unchanged
@@ -137,16 +137,14 @@ class _Opened:
                 f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error.headline}",
                 error.problems,
             ) from error
-        files = self.plan.checkpoint.files
+        source_checkpoint = self.plan.checkpoint
         entries = [tensor.entry for tensor in self.plan.tensors]
-        self.layout: MaskLayout = mask_layout(entries, files)
+        self.layout: MaskLayout = mask_layout(entries, source_checkpoint.files)
         self.contents: Contents = look_through(folder, expected_sizes(self.plan, self.layout))
         self.has_expected_masks = self._has_expected_masks()
-        stored = self.report.source
-        if not self.has_expected_masks and any(
-            stored.get(file.name) != {"size": file.size, "header_crc32": file.header_crc}
-            for file in files
-        ):
+        expected = identity_of(source_checkpoint).items()
+        is_same = all(self.report.source.get(name) == identity for name, identity in expected)
+        if not self.has_expected_masks and not is_same:
             raise CheckpointError(
                 f"{folder} was not made from {source}: the sizes or headers of the weight files "
                 "were others."
@@ -184,7 +182,7 @@ class _Checking:
     def _compare(self) -> Findings:
         """The findings of all ranks in all files."""
         units = [(number, unit) for number, unit in self._units() if self._is_readable(unit)]
-        mine = set(share_out(units, self._team.size)[self._team.index])
+        mine = set(units_by_rank(units, self._team.size)[self._team.index])
         total = sum(unit.num_bytes for _, unit in units)
         comparison = SideBySide(
             self._plan, self._source, self._opened.folder, self._opened.layout, self._outputs
@@ -200,21 +198,23 @@ class _Checking:
         return findings
 
     def _units(self) -> list[tuple[int, Unit]]:
-        return list(enumerate([*prune_units(self._plan), *copy_units(self._plan)]))
+        rewritten = {tensor.entry.name for tensor in self._plan.tensors}
+        copies = copy_units(self._plan.checkpoint, rewritten, self._plan.copied)
+        return list(enumerate([*prune_units(self._plan), *copies]))
 
     def _is_readable(self, unit: Unit) -> bool:
         bad = self._opened.contents.bad
-        if isinstance(unit, PruneUnit):
+        if not isinstance(unit, CopyUnit):
             entries = [self._plan.tensors[span.position].entry for span in unit.spans]
             return self._opened.has_expected_masks and not any(e.file in bad for e in entries)
         return unit.name not in bad
 
     def _steps(self, units: list[Unit], comparison: SideBySide) -> Iterator[int]:
         for unit in units:
-            if isinstance(unit, PruneUnit):
-                yield from comparison.compare_pruned(unit)
-            else:
+            if isinstance(unit, CopyUnit):
                 yield from comparison.compare_copied(unit)
+            else:
+                yield from comparison.compare_pruned(unit)
 
     def _problems(self, findings: Findings) -> list[str]:
         """Everything that is wrong, in an order that does not depend on the ranks."""

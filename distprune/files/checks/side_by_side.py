@@ -16,7 +16,7 @@ from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.groups import Groups, groups_of
 from distprune.files.ranking.scores import Array
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
-from distprune.files.ranking.units import CopyUnit, PruneUnit, Span
+from distprune.files.ranking.units import CopyUnit, Span, SpanUnit
 
 _PIECE = 8 << 20  # bytes
 
@@ -61,7 +61,7 @@ class SideBySide:
             self.findings.num_bytes += size
             yield size
 
-    def compare_pruned(self, unit: PruneUnit) -> Iterator[int]:
+    def compare_pruned(self, unit: SpanUnit) -> Iterator[int]:
         """Read elements of selected tensors, and their masks; yields the bytes of the source."""
         for span in unit.spans:
             tensor = self._plan.tensors[span.position]

@@ -1,4 +1,4 @@
-"""Which elements of a unit go, in groups that are ranked together: the decision, applied."""
+"""Which elements of a unit are pruned, in groups that are ranked together: a decision, applied."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from distprune.files.planning import Plan
 from distprune.files.ranking.deciding import Decision
 from distprune.files.ranking.scores import Array, Threshold
 from distprune.files.ranking.searching import TensorCut
-from distprune.files.ranking.units import PruneUnit, Span
+from distprune.files.ranking.units import Span
 
 
 class Cutting:
     """The thresholds of the spans of one unit, which have to be cut in their order.
 
     Args:
-        plan: what is to be done.
+        plan: what to do.
         decision: of the plan.
-        number, unit: of a group that is ranked together.
+        group: number of a group that is ranked together.
+        unit: number of a unit of this group.
     """
 
-    def __init__(self, plan: Plan, decision: Decision, number: int, unit: PruneUnit) -> None:
+    def __init__(self, plan: Plan, decision: Decision, group: int, unit: int) -> None:
         self._plan = plan
-        group = plan.groups[unit.group]
-        self._has_limits = group.has_limits
-        self._first = group.first
-        # In the order of the plan, without the tensors of groups that have no limits.
-        before = sum(g.last - g.first for g in plan.groups[: unit.group] if g.has_limits)
-        self._tensors = decision.tensors[before : before + group.last - group.first]
-        cut = decision.cuts[unit.group]
-        # Without a cut nothing goes but what limits hold: no key is below 0.
+        planned = plan.groups[group]
+        self._has_limits = planned.has_limits
+        self._first = planned.first
+        # The decision has the tensors of groups with limits only, in the order of the plan.
+        num_earlier = sum(g.last - g.first for g in plan.groups[:group] if g.has_limits)
+        num_tensors = planned.last - planned.first
+        self._tensors = decision.tensors[num_earlier : num_earlier + num_tensors]
+        cut = decision.cuts[group]
+        # Without a cut only limits prune: no key is below 0.
         key = 0 if cut is None else cut.threshold
-        self._shared = Threshold(key, decision.quotas[number])
+        self._shared = Threshold(key, decision.quotas[unit])
 
     def threshold(self, span: Span) -> Threshold:
         """Where a span is cut."""
@@ -46,11 +48,17 @@ class Cutting:
 
 
 class _LimitedThreshold(Threshold):
-    """The threshold of a group in a whole tensor: some ties have to go, and only so many may.
+    """The threshold of a group in a whole tensor whose floor and ceiling bound its ties.
+
+        ties of the tensor    |<- num_ties ->|<- free ->|<- stay ->|
+                              0           floor      ceiling = num_most
+
+    The first ties have to be pruned for the floor; of the free ones as many are pruned as the
+    group's quota for this unit still allows.
 
     Args:
         cut: of the tensor.
-        shared: has the number of ties that may go in this and the next tensors.
+        shared: has the number of ties that may be pruned in this tensor and the next ones.
     """
 
     def __init__(self, cut: TensorCut, shared: Threshold) -> None:
@@ -60,7 +68,7 @@ class _LimitedThreshold(Threshold):
 
     def lowest(self, keys: Array) -> Array:
         key = keys.dtype.type(self.key)
-        lowest = keys < key
+        lowest: Array = keys < key
         ties = np.flatnonzero(keys == key)[: self._num_most]
         num_bound = min(len(ties), self.num_ties)
         num_free = min(len(ties) - num_bound, self._shared.num_ties)

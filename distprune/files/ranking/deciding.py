@@ -19,7 +19,7 @@ from distprune.files.ranking.limited_search import LimitedSearch
 from distprune.files.ranking.scores import Array
 from distprune.files.ranking.searching import Cut, Found, Search, TensorCut
 from distprune.files.ranking.streaming import Source, nan_error
-from distprune.files.ranking.units import PruneUnit, share_out
+from distprune.files.ranking.units import PruneUnit, units_by_rank
 from distprune.files.selecting.grouping import check_budget
 from distprune.files.team import Team
 
@@ -108,7 +108,7 @@ class _Deciding:
         num_done, is_first = 0, True
         while unfinished := {n: s for n, s in self._searches.items() if not s.is_done}:
             numbered = [(i, u) for i, u in enumerate(self._units) if u.group in unfinished]
-            mine = share_out(numbered, self._team.size)[self._team.index]
+            mine = units_by_rank(numbered, self._team.size)[self._team.index]
             self._team.work(self._steps(mine), "count", num_done, total)
             num_done += sum(unit.num_bytes for _, unit in numbered)
             if is_first:

@@ -1,16 +1,23 @@
-"""The work on a checkpoint in units: what is done, or not, when a run goes on after a stop.
+"""Work on a checkpoint, cut into units: what is either done or not when a stopped run continues.
 
-Units depend on the plan and on nothing else, neither on the number of ranks nor on what was done
-before, so that any ranks can do what is left. A unit of pruning is a run of elements of one group,
-in the order of ranking, so a unit's ties come before those of the next.
+Units depend on the task and on nothing else: not on the number of ranks, and not on what an earlier
+run did. So any number of ranks can do the units that are left. A unit of pruning is a run of
+elements of one group, in the order of ranking, so a unit's ties come before those of the next.
+
+    tensors of group 0              |0 a.weight |1 b.weight       |2 c.weight    |
+    units, cut when they are full   |0                |1               |2        |
+    units of a group with limits    |0                            |1             |  whole tensors
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.disk.listing import OtherFile
+from distprune.files.formats.header import TensorEntry
 from distprune.files.planning import Plan
 from distprune.files.ranking.groups import groups_of
 
@@ -24,7 +31,13 @@ _COPY_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements [first, last) of a selected tensor; ``first`` is a multiple of 8."""
+    """Elements [first, last) of a tensor that is rewritten.
+
+    Attributes:
+        position: of the tensor among those that are rewritten.
+        first: a multiple of 8, so masks of different spans share no byte.
+        last: the element after the last one.
+    """
 
     position: int
     first: int
@@ -32,17 +45,28 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class PruneUnit:
-    """Elements to prune; in the order of ranking.
+class SpanUnit:
+    """Elements to rewrite.
 
     Attributes:
-        spans: of one group. In a group with limits, either whole tensors, or a part of one.
-        num_bytes: of them in a file.
-        group: its number.
+        spans: in the order in which they are rewritten.
+        num_bytes: of the elements in the file.
     """
 
     spans: tuple[Span, ...]
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PruneUnit(SpanUnit):
+    """Elements of one group to prune, in the order of ranking.
+
+    In a group with limits, the spans are either whole tensors, or one part of a tensor.
+
+    Attributes:
+        group: number of the group.
+    """
+
     group: int
 
 
@@ -60,7 +84,7 @@ class CopyUnit:
         return self.stop - self.start
 
 
-Unit = PruneUnit | CopyUnit
+Unit = SpanUnit | CopyUnit
 
 
 def prune_units(plan: Plan) -> list[PruneUnit]:
@@ -70,113 +94,130 @@ def prune_units(plan: Plan) -> list[PruneUnit]:
     beyond the 64th.
     """
     num_units = max(_MAX_UNITS + 1 - len(plan.groups), _MIN_UNITS)
-    wanted = max(_MIN_ELEMENTS, math.ceil(plan.num_elements / num_units))
+    size = max(_MIN_ELEMENTS, math.ceil(plan.num_elements / num_units))
+    entries = [tensor.entry for tensor in plan.tensors]
     units: list[PruneUnit] = []
     for number, group in enumerate(plan.groups):
         positions = range(group.first, group.last)
         if group.has_limits:
-            # Not cut wherever a unit is full: twice the size, for as many units at most.
-            runs = _whole_tensors(plan, positions, 2 * wanted)
+            # A unit may end before it is full; twice the size bounds their number all the same.
+            runs = _whole_tensors(entries, positions, 2 * size)
         else:
-            runs = _full_units(plan, positions, wanted)
-        units += [_unit(plan, spans, number) for spans in runs]
+            runs = full_runs(((p, entries[p].numel, _grain(plan, p)) for p in positions), size)
+        units += [PruneUnit(tuple(spans), span_bytes(spans, entries), number) for spans in runs]
     return units
 
 
-def _full_units(plan: Plan, positions: range, wanted: int) -> Iterator[list[Span]]:
+def full_runs(tensors: Iterable[tuple[int, int, int]], size: int) -> Iterator[list[Span]]:
+    """Cut tensors into runs of ``size`` elements, or a few more; the last run may have fewer.
+
+    Args:
+        tensors: position, number of elements and grain of each tensor. A tensor is cut at multiples
+            of its grain, which is itself a multiple of 8 or the whole tensor.
+        size: elements.
+    """
     spans: list[Span] = []
-    missing = wanted
-    for position in positions:
-        numel, grain = plan.tensors[position].entry.numel, _grain(plan, position)
+    num_missing = size
+    for position, numel, grain in tensors:
         first = 0
         while first < numel:
-            size = min(numel - first, math.ceil(missing / grain) * grain)
-            spans.append(Span(position, first, first + size))
-            first += size
-            missing -= size
-            if missing <= 0:
+            last = min(first + math.ceil(num_missing / grain) * grain, numel)
+            spans.append(Span(position, first, last))
+            num_missing -= last - first
+            first = last
+            if num_missing <= 0:
                 yield spans
-                spans, missing = [], wanted
+                spans, num_missing = [], size
     if spans:
         yield spans
 
 
-def _whole_tensors(plan: Plan, positions: range, wanted: int) -> Iterator[list[Span]]:
-    """Runs of whole tensors, and of large ones parts: what a limit holds is counted at one place.
+def _whole_tensors(
+    entries: Sequence[TensorEntry], positions: range, size: int
+) -> Iterator[list[Span]]:
+    """Runs of whole tensors, and of large ones parts: a limit is counted within one unit.
 
-    At most 2 n / wanted + 1 of them for n elements: a tensor that is cut has at least 1.5
-    ``wanted``, becomes at most 4/3 as many parts, and ends one run before it is full.
+    At most 2 n / size + 1 of them for n elements: a tensor that is cut has at least 1.5 ``size``,
+    becomes at most 4/3 as many parts, and ends one run before it is full.
     """
     spans: list[Span] = []
     num_elements = 0
     for position in positions:
-        numel = plan.tensors[position].entry.numel
-        num_parts = (2 * numel + wanted) // (2 * wanted)  # rounded, halves up
+        numel = entries[position].numel
+        num_parts = (2 * numel + size) // (2 * size)  # rounded, halves up
         if num_parts > 1:
             if spans:
                 yield spans
-            size = math.ceil(numel / num_parts / 8) * 8
-            for first in range(0, numel, size):
-                yield [Span(position, first, min(first + size, numel))]
+            step = math.ceil(numel / num_parts / 8) * 8
+            for first in range(0, numel, step):
+                yield [Span(position, first, min(first + step, numel))]
             spans, num_elements = [], 0
             continue
         spans.append(Span(position, 0, numel))
         num_elements += numel
-        if num_elements >= wanted:
+        if num_elements >= size:
             yield spans
             spans, num_elements = [], 0
     if spans:
         yield spans
 
 
-def copy_units(plan: Plan) -> list[CopyUnit]:
-    """All bytes that stay: headers, tensors that are not selected, other files."""
-    pruned = {tensor.entry.name for tensor in plan.tensors}
+def span_bytes(spans: Iterable[Span], entries: Sequence[TensorEntry]) -> int:
+    """Bytes of spans in the files of their tensors."""
+    num_bytes = 0
+    for span in spans:
+        entry = entries[span.position]
+        num_bytes += (span.last - span.first) * (entry.nbytes // entry.numel)
+    return num_bytes
+
+
+def copy_units(
+    checkpoint: Checkpoint, rewritten: Collection[str], copied: Iterable[OtherFile]
+) -> list[CopyUnit]:
+    """All bytes that stay: headers, tensors that are not rewritten, other files.
+
+    Args:
+        checkpoint: the source.
+        rewritten: names of the other tensors.
+        copied: files without weights.
+    """
     units = []
-    for file in plan.checkpoint.files:
+    for file in checkpoint.files:
         start = 0
         for entry in file.tensors:
-            if entry.name in pruned:
+            if entry.name in rewritten:
                 units += _copies(file.name, file.path, start, entry.start)
                 start = entry.stop
         units += _copies(file.name, file.path, start, file.size)
-    for other in plan.copied:
+    for other in copied:
         units += _copies(other.name, other.path, 0, other.size)
     return units
 
 
-def share_out(units: Sequence[tuple[int, Unit]], num_ranks: int) -> list[list[int]]:
+def units_by_rank(units: Sequence[tuple[int, Unit]], num_ranks: int) -> list[list[int]]:
     """Split numbered units evenly by bytes: a run of them for each rank, so that reads go forward.
 
     Returns:
         Per rank, the numbers of its units.
     """
     total = sum(unit.num_bytes for _, unit in units)
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    done = 0
+    numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+    num_done = 0
     for number, unit in units:
-        middle = done + unit.num_bytes / 2
+        middle = num_done + unit.num_bytes / 2
         rank = min(int(middle * num_ranks / total), num_ranks - 1) if total else 0
-        shares[rank].append(number)
-        done += unit.num_bytes
-    return shares
+        numbers[rank].append(number)
+        num_done += unit.num_bytes
+    return numbers
 
 
 def _grain(plan: Plan, position: int) -> int:
-    """Where a tensor may be cut: whole groups, and whole bytes of its mask."""
+    """Where a tensor may be cut: between whole groups, and whole bytes of its mask."""
     tensor = plan.tensors[position]
     if tensor.num_groups == 0:
         return 8
     block = groups_of(tensor, plan.recipe_of(position)).block
     return min(math.lcm(block, 8), tensor.entry.numel)
-
-
-def _unit(plan: Plan, spans: list[Span], group: int) -> PruneUnit:
-    num_bytes = 0
-    for span in spans:
-        entry = plan.tensors[span.position].entry
-        num_bytes += (span.last - span.first) * (entry.nbytes // entry.numel)
-    return PruneUnit(tuple(spans), num_bytes, group)
 
 
 def _copies(name: str, path: str, start: int, stop: int) -> list[CopyUnit]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
 from distprune.files.ranking.deciding import Decision
 from distprune.files.ranking.scores import KeyFormat
 from distprune.files.ranking.streaming import Source
-from distprune.files.reports.report import GroupReport, Report, RunFacts, TensorReport
+from distprune.files.reports.records import Record, summed
+from distprune.files.reports.report import (
+    GroupReport,
+    Report,
+    RunFacts,
+    TensorReport,
+    identity_of,
+)
 from distprune.files.reports.warning import warnings_about
-
-# What a unit of work records, as the journals hold it: counts by position of a tensor.
-Record = Mapping[str, Any]
 
 
 def make_report(
@@ -71,10 +74,7 @@ def derive_report(
         num_ties_pruned=only.num_ties_pruned if only else None,
         tensors=tuple(tensors),
         kept=tuple((c.entry.name, c.reason) for c in plan.choices if not c.is_pruned),
-        source={
-            file.name: {"size": file.size, "header_crc32": file.header_crc}
-            for file in plan.checkpoint.files
-        },
+        source=identity_of(plan.checkpoint),
         mtimes_ns=mtimes_of(plan),
         copied=tuple(other.name for other in plan.copied),
         skipped=plan.checkpoint.skipped,
@@ -92,7 +92,7 @@ def mtimes_of(plan: Plan) -> dict[str, int]:
 def _tensor_reports(
     plan: Plan, source: Source, decision: Decision | None, records: Sequence[Record]
 ) -> list[TensorReport]:
-    num_pruned, num_nan, num_zero = (_summed(records, what) for what in ("pruned", "nan", "zero"))
+    num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
     thresholds = _thresholds(source, decision, records)
     tensors = []
     for position, tensor in enumerate(plan.tensors):
@@ -107,10 +107,10 @@ def _tensor_reports(
                 shape=entry.shape,
                 file=entry.file,
                 num_elements=entry.numel,
-                num_pruned=num_pruned.get(position, 0),
-                num_nan=num_nan.get(position, 0),
+                num_pruned=num_pruned[position],
+                num_nan=num_nan[position],
                 threshold=threshold,
-                num_zero=num_zero.get(position, 0),
+                num_zero=num_zero[position],
                 group=tensor.group,
                 limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
                 held_at=held_at,
@@ -160,12 +160,3 @@ def _magnitude(key_format: KeyFormat, key: int) -> float | None:
     """The magnitude of a key; None if it has none, or JSON cannot hold it (inf)."""
     magnitude = key_format.magnitude_of(key)
     return None if magnitude is None or math.isinf(magnitude) else magnitude
-
-
-def _summed(records: Sequence[Record], what: str) -> dict[int, int]:
-    """Sums by position; JSON made the positions into strings."""
-    sums: dict[int, int] = {}
-    for record in records:
-        for position, count in record.get(what, {}).items():
-            sums[int(position)] = sums.get(int(position), 0) + count
-    return sums

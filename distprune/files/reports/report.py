@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distprune.files.checkpoints.checkpoint import SIDECAR
+from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint
 
 REPORT_FILE = f"{SIDECAR}/report.json"  # the same for every number of ranks
 RUN_FILE = f"{SIDECAR}/run.json"
@@ -151,6 +151,13 @@ class Report:
     def run_json(self) -> bytes:
         """The content of run.json."""
         return self.run.to_json()
+
+
+def identity_of(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """What tells one source from another: size and crc32 of the header of each weight file."""
+    return {
+        file.name: {"size": file.size, "header_crc32": file.header_crc} for file in checkpoint.files
+    }
 
 
 def as_json(values: dict[str, Any]) -> bytes:

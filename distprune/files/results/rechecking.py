@@ -1,8 +1,8 @@
-"""Whether what an earlier run noted as done is on the disk as it was written.
+"""Whether units that an earlier run recorded as done are on the disk as they were written.
 
-[Note: recheck] A loss of power, a repair of the file system or a clean-up can take away or zero
-what was written and noted. All of it is therefore read again before a run goes on: that is far
-less work than it was to make, and nothing wrong can be published. Rewritten units are compared by
+[Note: recheck] A loss of power, a repair of the file system or a clean-up can remove or zero bytes
+that were written and recorded. So all of them are read again before a run continues: that is far
+less work than to make them, and nothing wrong can be published. Rewritten units are compared by
 the crc32 of what was written; copies, whose bytes never pass through the process, with the source.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
-from distprune.files.ranking.units import CopyUnit, Unit
+from distprune.files.ranking.units import CopyUnit, SpanUnit, Unit
 from distprune.files.results.task import Task
 
 _PIECE = 4 << 20
@@ -27,15 +27,15 @@ Noted = tuple[int, dict[str, int]]
 
 
 class Rechecker:
-    """Reads units that are done.
+    """Checks units that are recorded as done.
 
     Args:
-        task: what they belong to.
+        task: that they belong to.
         folder: where they were written.
         sources: files of the source, opened for reading.
 
     Attributes:
-        damaged: numbers of units that are not as they were written.
+        damaged: numbers of the units that are not as they were written.
     """
 
     def __init__(self, task: Task, folder: Path, sources: OpenFiles) -> None:
@@ -47,7 +47,7 @@ class Rechecker:
         self._buffers = [np.empty(_PIECE, np.uint8) for _ in range(2)]
 
     def steps(self, noted: Sequence[Noted]) -> Iterator[int]:
-        """Check units; yields the bytes that were dealt with.
+        """Check units; yields the bytes that were processed.
 
         Raises:
             CheckpointError: the source cannot be read.
@@ -67,10 +67,27 @@ class Rechecker:
         self._outputs.close()
 
     def _check(self, unit: Unit, checksums: dict[str, int]) -> Iterator[tuple[bool, int]]:
-        """For every piece: whether it is good, as far as that is known yet; and its bytes."""
+        """For every piece: whether it is good, as far as is known yet; and its bytes."""
+        if isinstance(unit, CopyUnit):
+            yield from self._check_copy(unit)
+        else:
+            yield from self._check_rewritten(unit, checksums)
+
+    def _check_copy(self, unit: CopyUnit) -> Iterator[tuple[bool, int]]:
+        for first in range(unit.start, unit.stop, _PIECE):
+            written = self._read(unit.name, first, min(first + _PIECE, unit.stop))
+            if written is None:
+                yield False, 0
+                return
+            expected = self._buffers[1][: len(written)]
+            read_into(self._sources, unit.path, first, expected.data)
+            yield np.array_equal(written, expected), len(written)
+
+    def _check_rewritten(
+        self, unit: SpanUnit, checksums: dict[str, int]
+    ) -> Iterator[tuple[bool, int]]:
         ranges = self._task.ranges(unit)
-        is_copy = isinstance(unit, CopyUnit)
-        if not is_copy and set(ranges) != set(checksums):
+        if set(ranges) != set(checksums):
             yield False, 0
             return
         for name, pieces in ranges.items():
@@ -81,22 +98,15 @@ class Rechecker:
                     if written is None:
                         yield False, 0
                         return
-                    is_good = True
-                    if is_copy:
-                        expected = self._buffers[1][: len(written)]
-                        read_into(self._sources, unit.path, first, memoryview(expected))
-                        is_good = np.array_equal(written, expected)
-                    else:
-                        checksum = zlib.crc32(written, checksum)
-                    yield is_good, len(written) if name != MASK_FILE else 0
-            if not is_copy:
-                yield checksum == checksums[name], 0
+                    checksum = zlib.crc32(written.data, checksum)
+                    yield True, len(written) if name != MASK_FILE else 0
+            yield checksum == checksums[name], 0
 
     def _read(self, name: str, start: int, stop: int) -> np.ndarray | None:
         """Bytes of an output; None if it cannot be read."""
         buffer = self._buffers[0][: stop - start]
         try:
-            read_into(self._outputs, str(self._folder / name), start, memoryview(buffer))
+            read_into(self._outputs, str(self._folder / name), start, buffer.data)
         except CheckpointError:
             return None
         return buffer

@@ -22,9 +22,9 @@ import torch
 
 from distprune._common.collectives import attempt
 from distprune.files.disk.journal import Journal
-from distprune.files.disk.open_files import OpenFiles
+from distprune.files.disk.open_files import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, format_size
-from distprune.files.ranking.units import CopyUnit, Unit, share_out
+from distprune.files.ranking.units import CopyUnit, SpanUnit, units_by_rank
 from distprune.files.reports.report import RunFacts
 from distprune.files.results.partial import Partial
 from distprune.files.results.rechecking import Rechecker
@@ -33,16 +33,16 @@ from distprune.files.team import Team
 
 
 class Worker(Protocol):
-    """Does units, one after the other."""
+    """Rewrites units of tensors, one after the other."""
 
     outputs: OpenFiles
 
-    def do(self, number: int, unit: Unit) -> Iterator[int]:
+    def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
         """Do a unit; yields bytes."""
         ...
 
     def record(self) -> dict[str, Any]:
-        """What the last unit has to tell the report; JSON."""
+        """The counts of the last unit for the report, as JSON."""
         ...
 
 
@@ -168,7 +168,7 @@ class _CarryingOut:
         """Units that are on the disk as they were written; the same on every rank."""
         checksums = dict(noted)
         numbered = [(number, self._task.units[number]) for number in checksums]
-        mine = share_out(numbered, self._team.size)[self._team.index]
+        mine = units_by_rank(numbered, self._team.size)[self._team.index]
         checker = Rechecker(self._task, self._partial.folder, self._work.sources)
         try:
             steps = checker.steps([(number, checksums[number]) for number in mine])
@@ -195,7 +195,7 @@ class _CarryingOut:
 
     def _write(self, done: set[int], run: int) -> None:
         left = [(i, unit) for i, unit in enumerate(self._task.units) if i not in done]
-        mine = share_out(left, self._team.size)[self._team.index]
+        mine = units_by_rank(left, self._team.size)[self._team.index]
         worker = self._work.worker(self._partial.folder)
         journal = Journal(
             self._partial.work, self._task.digest, run, self._team.index, worker.outputs
@@ -218,9 +218,15 @@ class _CarryingOut:
             self._partial.lock.check()
             unit = self._task.units[number]
             worker.outputs.take_checksums()
-            yield from worker.do(number, unit)
-            record = {"unit": number, **worker.record()}
-            if not isinstance(unit, CopyUnit):
+            record: dict[str, Any] = {"unit": number}
+            if isinstance(unit, CopyUnit):
+                output = str(folder / unit.name)
+                yield from copy_range(
+                    self._work.sources, unit.path, worker.outputs, output, unit.start, unit.stop
+                )
+            else:
+                yield from worker.rewrite(number, unit)
+                record |= worker.record()
                 record["crc32"] = {
                     str(Path(path).relative_to(folder)): checksum
                     for path, checksum in worker.outputs.take_checksums().items()

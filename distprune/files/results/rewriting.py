@@ -1,4 +1,4 @@
-"""What is written: selected tensors with zeros in them, their masks, and copies of the rest."""
+"""Selected tensors, written again with zeros in the pruned elements, and their masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.disk.access import WRITE
-from distprune.files.disk.open_files import OpenFiles, copy_range, write_from
+from distprune.files.disk.open_files import OpenFiles, write_from
 from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
@@ -19,19 +19,19 @@ from distprune.files.ranking.deciding import Decision
 from distprune.files.ranking.groups import Groups, groups_of
 from distprune.files.ranking.scores import Array, Threshold, descent_to, key_histogram, narrowed
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
-from distprune.files.ranking.units import CopyUnit, PruneUnit, Span, Unit
+from distprune.files.ranking.units import Span, SpanUnit
 
-# First element, stored bits, and which of them go.
+# Index of the first element, stored bits, and which elements are pruned.
 Piece = tuple[int, Array, Array]
 
 
 class Rewriter:
-    """Does units of work, one after the other.
+    """Prunes units, one after the other; see ``resuming.Worker``.
 
     Args:
         plan: what to do.
         source: of the plan.
-        folder: where to write; its files are there and have their sizes.
+        folder: where to write; its files exist and have their sizes.
         layout: of the mask file; None: no masks.
         decision: of the groups that are ranked together; None if there are none.
     """
@@ -52,57 +52,53 @@ class Rewriter:
         self._decision = decision
         self._record: dict[str, dict[int, int]] = {}
 
-    def do(self, number: int, unit: Unit) -> Iterator[int]:
-        """Do a unit; yields bytes. When it is finished, :meth:`record` tells about it."""
+    def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
+        """Do a unit; yields bytes. Then :meth:`record` returns its counts."""
         self._record = {"pruned": {}, "nan": {}, "zero": {}, "threshold": {}}
-        if isinstance(unit, CopyUnit):
-            output = str(self._folder / unit.name)
-            yield from copy_range(
-                self._source.files, unit.path, self.outputs, output, unit.start, unit.stop
-            )
-        else:
-            yield from self._prune(number, unit)
-
-    def record(self) -> dict[str, Any]:
-        """Of the last unit, by position of a tensor.
-
-        How many elements were pruned, how many of those that are ranked on their own are NaN, how
-        many were zero in the source; and the largest key that went, where one of the tensor or of
-        a limit decided.
-        """
-        return {what: counts for what, counts in self._record.items() if counts}
-
-    def _prune(self, number: int, unit: PruneUnit) -> Iterator[int]:
+        group = self._plan.tensors[unit.spans[0].position].group
         cutting = None
-        if self._plan.groups[unit.group].recipe.is_together:
+        if self._plan.groups[group].recipe.is_together:
             assert self._decision is not None
-            cutting = Cutting(self._plan, self._decision, number, unit)
+            cutting = Cutting(self._plan, self._decision, group, number)
         for span in unit.spans:
-            entry = self._plan.tensors[span.position].entry
-            output = str(self._folder / entry.file)
             masks = self._mask_writer(span)
-            size = self._source.itemsize(span.position)
             for piece in self._pieces(span, cutting):
                 if piece is None:
                     yield 0
                     continue
                 first, bits, lowest = piece
-                keep = ~lowest
-                # Without the sign bit.
-                num_zero = len(bits) - int(np.count_nonzero(bits << 1))
-                if num_zero:
-                    self._count("zero", span.position, num_zero)
-                np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
-                write_from(self.outputs, output, entry.start + first * size, memoryview(bits))
-                if masks is not None:
-                    masks.add(keep)
-                self._count("pruned", span.position, int(np.count_nonzero(lowest)))
+                self._write(span, first, bits, lowest, masks)
                 yield bits.nbytes
             if masks is not None:
                 masks.finish()
 
+    def record(self) -> dict[str, Any]:
+        """Counts of the last unit, by position of a tensor.
+
+        How many elements were pruned; how many are NaN, of tensors that are ranked on their own;
+        how many were zero in the source; and the largest key that was pruned, of tensors with a
+        threshold of their own.
+        """
+        return {what: counts for what, counts in self._record.items() if counts}
+
+    def _write(
+        self, span: Span, first: int, bits: Array, lowest: Array, masks: MaskWriter | None
+    ) -> None:
+        """Write a piece without its lowest elements; overwrites ``bits``."""
+        entry = self._plan.tensors[span.position].entry
+        keep = ~lowest
+        num_zero = len(bits) - int(np.count_nonzero(bits << 1))  # without the sign bit
+        if num_zero:
+            self._count("zero", span.position, num_zero)
+        np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
+        start = entry.start + first * self._source.itemsize(span.position)
+        write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
+        if masks is not None:
+            masks.add(keep)
+        self._count("pruned", span.position, int(np.count_nonzero(lowest)))
+
     def _pieces(self, span: Span, cutting: Cutting | None) -> Iterator[Piece | None]:
-        """The elements of a span in order; None where something was read only to be counted."""
+        """The elements of a span in order; None where a chunk was read only to be counted."""
         if cutting is not None:
             yield from self._cut_at(span, cutting.threshold(span))
             return
@@ -110,24 +106,29 @@ class Rewriter:
         groups = groups_of(self._plan.tensors[span.position], recipe)
         if is_too_large(groups):
             yield from self._cut_columns(span, groups)
-            return
-        if groups.size <= MAX_IN_MEMORY:
-            yield from self._ranked_in_memory(span, groups)
-            return
+        elif groups.size <= MAX_IN_MEMORY:
+            yield from self._rank_in_memory(span, groups)
+        else:
+            yield from self._cut_large_groups(span, groups)
+
+    def _cut_large_groups(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
+        """Groups that are runs too large to hold: each is counted, and then read again."""
         for first in range(span.first, span.last, groups.size):
-            part = Span(span.position, first, first + groups.size)
+            group = Span(span.position, first, first + groups.size)
             descent = descent_to(self._source.format_of(span.position).width, groups.num_pruned)
             num_ties = 0
             while groups.num_pruned and not descent.is_done:
                 histogram = np.zeros(descent.num_bins, dtype=np.int64)
-                for keys in self._keys_of(part):
+                chunks = self._source.chunks_of_keys(group.position, group.first, group.last)
+                for keys, _ in chunks:
                     histogram += key_histogram(keys, descent)
                     yield None
                 descent, _ = narrowed(descent, histogram)
                 num_ties = descent.rank + 1
-            yield from self._cut_at(part, Threshold(descent.low, num_ties))
+            yield from self._cut_at(group, Threshold(descent.low, num_ties))
 
     def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
+        """Groups that are interleaved in blocks too large to hold."""
         for start in range(span.first, span.last, groups.block):
             cuts = ColumnCuts(self._source, span.position, start, groups)
             yield from cuts.find()
@@ -138,10 +139,6 @@ class Rewriter:
                 lowest = cuts.lowest(keys)
                 self._check(span, keys, lowest)
                 yield first, bits, lowest
-
-    def _keys_of(self, span: Span) -> Iterator[Array]:
-        for keys, _ in self._source.chunks_of_keys(span.position, span.first, span.last):
-            yield keys
 
     def _cut_at(self, span: Span, threshold: Threshold) -> Iterator[Piece]:
         is_ranked_alone = self._plan.tensors[span.position].num_groups > 0
@@ -154,7 +151,7 @@ class Rewriter:
                 self._check(span, keys, lowest)
             yield first, bits, lowest
 
-    def _ranked_in_memory(self, span: Span, groups: Groups) -> Iterator[Piece]:
+    def _rank_in_memory(self, span: Span, groups: Groups) -> Iterator[Piece]:
         step = max(CHUNK // groups.block, 1) * groups.block
         for first in range(span.first, span.last, step):
             last = min(first + step, span.last)
@@ -165,7 +162,7 @@ class Rewriter:
             yield first, bits, lowest
 
     def _check(self, span: Span, keys: Array, lowest: Array) -> None:
-        """Of tensors that are ranked on their own: NaN, and what the threshold was."""
+        """Refuse or count NaN in a tensor that is ranked on its own, and note its threshold."""
         key_format = self._source.format_of(span.position)
         tensor = self._plan.tensors[span.position]
         num_nan = key_format.count_nan(keys)

@@ -1,4 +1,4 @@
-"""What a result consists of, whatever makes it: files, and the units that fill them."""
+"""What a result consists of, whichever command makes it: files, and the units that fill them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile
+from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
+from distprune.files.disk.listing import OtherFile
 from distprune.files.formats.header import TensorEntry
-from distprune.files.ranking.units import CopyUnit, Unit
+from distprune.files.ranking.units import CopyUnit, SpanUnit, Unit, copy_units
 from distprune.files.results.permissions import mask_mode
 
 # By name of a file, the bytes [start, stop) of it, in the order in which they are written.
@@ -18,14 +19,14 @@ Ranges = dict[str, list[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Task:
-    """A result in the making.
+    """A result to make.
 
     Attributes:
         checkpoint: the source.
-        digest: of all that decides the result.
-        tensors: that are rewritten; a span's position counts these.
-        make_units: cuts all the work into units; they depend on the digest alone, and together
-            they fill every byte of the files, but for the header of the masks.
+        digest: of everything that decides the result.
+        tensors: those that are rewritten; the positions of spans count these.
+        make_units: cuts these tensors into units, which may depend on nothing but what the digest
+            covers.
         layout: of the mask file; None: there is none.
         copied: files without weights that are copied.
         written_last: names of small files that are written when all units are done.
@@ -34,20 +35,21 @@ class Task:
     checkpoint: Checkpoint
     digest: str
     tensors: Sequence[TensorEntry]
-    make_units: Callable[[], Sequence[Unit]]
+    make_units: Callable[[], Sequence[SpanUnit]]
     layout: MaskLayout | None
     copied: Sequence[OtherFile]
     written_last: Sequence[str] = ()
 
     @cached_property
     def units(self) -> Sequence[Unit]:
-        """All the work."""
-        return self.make_units()
+        """All the work: every byte of the files, except the header of the masks."""
+        rewritten = {entry.name for entry in self.tensors}
+        return [*self.make_units(), *copy_units(self.checkpoint, rewritten, self.copied)]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By name of a file, its size."""
-        files = (*self.checkpoint.files, *self.copied)
+        """Size of each file, by name."""
+        files: list[SourceFile] = [*self.checkpoint.files, *self.copied]
         sizes = {file.name: file.size for file in files}
         if self.layout is not None:
             sizes[MASK_FILE] = self.layout.size
@@ -55,8 +57,8 @@ class Task:
 
     @property
     def modes(self) -> dict[str, int]:
-        """By name of a file, its permissions, before the umask."""
-        files = (*self.checkpoint.files, *self.copied)
+        """Permissions of each file, by name, before the umask."""
+        files: list[SourceFile] = [*self.checkpoint.files, *self.copied]
         modes = {file.name: file.mode for file in files}
         if self.layout is not None:
             modes[MASK_FILE] = mask_mode(self.checkpoint.files)
@@ -64,11 +66,11 @@ class Task:
 
     @property
     def num_bytes(self) -> int:
-        """Of all units, masks aside."""
+        """Bytes of all units, without the masks."""
         return sum(unit.num_bytes for unit in self.units)
 
     def ranges(self, unit: Unit) -> Ranges:
-        """What a unit writes."""
+        """The bytes that a unit writes."""
         if isinstance(unit, CopyUnit):
             return {unit.name: [(unit.start, unit.stop)]}
         ranges: Ranges = {}
