@@ -1,4 +1,4 @@
-"""Memory on the CPU: scratch that is used again, and moves that need no threads."""
+"""Memory: scratch arrays that are used again, and copies on a CPU that need no threads."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The integer of each size, as which bits are moved.
+# The integer of each size in bytes: bits of any dtype are moved as one of these.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# So few elements no torch operation spreads over threads: for work that has its own.
+# torch does not spread operations on so few elements over threads: for work that has its own.
 SERIAL = 1 << 15
 
 Array = np.ndarray
-# A count, on the host or still on its way there from a device.
+# A number of elements: on the host, or a 0-d tensor on a device that has not been waited for.
 Count = int | Tensor
 
 
@@ -24,32 +24,32 @@ class Scratch:
     """Arrays that one thread uses again for every chunk."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, np.dtype], Array] = {}
+        self._arrays: dict[tuple[str, np.dtype], Array] = {}
 
     def array(self, use: str, size: int, dtype: np.dtype | type) -> Array:
         """An uninitialised array, 1-d; the next call for the same use returns the same memory."""
         key = (use, np.dtype(dtype))
-        held = self._held.get(key)
-        if held is None or held.size < size:
-            held = self._held[key] = np.empty(size, dtype)
-        return held[:size]
+        array = self._arrays.get(key)
+        if array is None or array.size < size:
+            array = self._arrays[key] = np.empty(size, dtype)
+        return array[:size]
 
 
 def takes_numpy(device: torch.device) -> bool:
-    """Whether elements are worked on by numpy: on a CPU; by torch operations on other devices."""
+    """Whether numpy works on the elements, as on a CPU; on other devices torch operations do."""
     return device.type == "cpu"
 
 
-def select(flat: Tensor, which: Tensor) -> Tensor:
-    """``flat[which]`` for int64 positions or bool flags, 1-d.
+def select(flat: Tensor, index: Tensor) -> Tensor:
+    """``flat[index]`` for int64 positions or bool flags, 1-d.
 
     On a CPU by numpy: torch spreads even this over threads, which wait for each other longer than
     it takes where cores are shared.
     """
     if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
-        return flat[which]
+        return flat[index]
     bits = flat.view(INTEGERS[flat.itemsize]).numpy()
-    return torch.from_numpy(bits[which.numpy()]).view(flat.dtype)
+    return torch.from_numpy(bits[index.numpy()]).view(flat.dtype)
 
 
 def copy(source: Tensor, out: Tensor) -> None:
@@ -62,44 +62,52 @@ def copy(source: Tensor, out: Tensor) -> None:
 
 def on_host(counts: Sequence[Count]) -> list[int]:
     """Counts as numbers. Waits for a device once, for all of them."""
-    waiting = [count for count in counts if isinstance(count, Tensor)]
-    if not waiting:
-        return list(counts)  # type: ignore[arg-type]
-    arrived = iter(torch.stack(waiting).tolist())
-    return [next(arrived) if isinstance(count, Tensor) else count for count in counts]
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    copied = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [next(copied) if isinstance(count, Tensor) else count for count in counts]
 
 
 @dataclass(frozen=True)
-class Places:
+class Runs:
     """Some runs of equal length in a flat tensor.
 
+         start                               stop
+          |  0  |  1  |  2  |  3  |  4  |  5  | rest      runs of ``length`` elements
+
     Attributes:
-        start, stop: the positions that are cut into runs; what is left over belongs to none.
+        start, stop: the positions that are cut into runs; a rest shorter than a run is left out.
         length: of a run.
-        runs: int64 [m]: which ones.
+        numbers: int64 [m], of the runs that are meant.
     """
 
     start: int
     stop: int
     length: int
-    runs: Tensor
+    numbers: Tensor
 
     def of(self, flat: Tensor) -> Tensor:
         """Their elements, [m * length]."""
-        whole = self.start + (self.stop - self.start) // self.length * self.length
-        runs = flat[self.start : whole].view(-1, self.length)
+        end = self.start + (self.stop - self.start) // self.length * self.length
+        runs = flat[self.start : end].view(-1, self.length)
         if not takes_numpy(flat.device) or flat.itemsize not in INTEGERS:
-            return runs[self.runs.to(flat.device)].view(-1)
+            return runs[self.numbers.to(flat.device)].view(-1)
         bits = runs.view(INTEGERS[flat.itemsize]).numpy()
-        return torch.from_numpy(bits[self.runs.numpy()]).view(flat.dtype).view(-1)
+        return torch.from_numpy(bits[self.numbers.numpy()]).view(flat.dtype).view(-1)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Where they are, int64 [m * length]."""
-        runs = self.runs.to(device).unsqueeze(1) * self.length
-        return (runs + torch.arange(self.length, device=device)).view(-1) + self.start
+        """Their positions in the tensor, int64 [m * length]."""
+        starts = self.numbers.to(device).unsqueeze(1) * self.length
+        return (starts + torch.arange(self.length, device=device)).view(-1) + self.start
 
 
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """Of one dtype, which empty tensors do not decide; on the CPU."""
-    filled = [tensor.numpy() for tensor in tensors if tensor.numel()]
-    return torch.from_numpy(np.concatenate(filled)) if filled else torch.empty(0, dtype=torch.int64)
+    """Tensors, 1-d and of one dtype, joined to one on the CPU; int64 if all are empty.
+
+    Waits for a device once, for all of them.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.empty(0, dtype=torch.int64)
+    if all(takes_numpy(tensor.device) for tensor in filled):
+        return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in filled]))
+    return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()

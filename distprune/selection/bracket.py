@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distprune._common.radix import Descent
 from distprune.selection.candidates import Candidates, Interval
-from distprune.selection.passes import sample
 from distprune.selection.radix import Search, binning, descent_over, narrowed, within
+from distprune.selection.sampling import sample
 
 # A bracket this many standard deviations wide misses about once in a million.
 _SIGMAS = 5.0
@@ -28,19 +28,19 @@ _HEAVY = 0.01
 
 @dataclass
 class _Sample:
-    """Keys that a local step drew, or narrowed down, for later ones: 1-d, on the CPU."""
+    """Keys that a local step drew and later steps count: 1-d, on the CPU."""
 
     keys: Tensor
 
 
 @dataclass(frozen=True)
 class Around:
-    """What to read around the k-th key.
+    """What to count and collect around the k-th key.
 
     Attributes:
         pivots: keys to count up to.
         interval: of keys to collect, if any.
-        sample: what the interval was chosen by; None: it holds everything.
+        sample: the sample that suggested the interval; None: the interval holds all keys.
     """
 
     pivots: set[int]
@@ -48,7 +48,7 @@ class Around:
     sample: _Sample | None = None
 
     def expected_share(self) -> float:
-        """About how much of this rank's elements there is to collect."""
+        """About which fraction of this rank's elements lies in the interval."""
         if self.interval is None:
             return 0.0
         if self.sample is None:
@@ -74,11 +74,11 @@ def bracket(
           |--------------[------x-----]----------------|
                counted      collected       counted
 
-    Both are the same on every rank: they are decided by summed histograms.
+    Both are the same on every rank, because they depend on summed histograms only.
 
     Args:
         highest: the largest key of all; one more stands for elements that do not compete.
-        num_rounds: that missed before; each doubles the sample.
+        num_rounds: how many brackets have missed so far; each doubles the sample.
         generator: of the positions to sample.
     """
     total = sum(part.numel for part in parts)
@@ -102,21 +102,21 @@ def bracket(
         rank = math.floor(rank) if is_lower else math.ceil(rank)
         if not 0 <= rank < size:
             continue
-        key, num_equal = yield from _order_statistic(drawn, histogram, descent.at(rank), margin / 5)
+        edge, count = yield from _order_statistic(drawn, histogram, descent.at(rank), margin / 5)
         # A key that holds much of the sample is counted, not collected.
-        heavy = key[0] == key[1] and num_equal > max(_HEAVY * size, margin / 5)
+        is_heavy = edge[0] == edge[1] and count > max(_HEAVY * size, margin / 5)
         if is_lower:
-            pivots.add(key[0] - 1)
-            first = key[0]
-            if heavy:
-                pivots.add(key[1])
-                first = key[1] + 1
+            pivots.add(edge[0] - 1)
+            first = edge[0]
+            if is_heavy:
+                pivots.add(edge[1])
+                first = edge[1] + 1
         else:
-            pivots.add(key[1])
-            last = key[1]
-            if heavy:
-                pivots.add(key[0] - 1)
-                last = key[0] - 1
+            pivots.add(edge[1])
+            last = edge[1]
+            if is_heavy:
+                pivots.add(edge[0] - 1)
+                last = edge[0] - 1
     pivots = {pivot for pivot in pivots if low <= pivot < high}
     if not pivots and num_inside > max(COLLECT_ALL, total // 50):
         return Around(_eight_pivots(low, high), None)
@@ -128,7 +128,7 @@ def bracket(
 def _order_statistic(
     drawn: _Sample, histogram: Tensor, descent: Descent, tolerance: float
 ) -> Search[tuple[Interval, int]]:
-    """An interval of keys that holds the sample's key of a rank and little else, and its count."""
+    """A small interval around the sample's key of a rank, and how many keys it holds."""
     while True:
         descent, count = narrowed(descent, histogram)
         if descent.is_done or count <= tolerance:
@@ -137,17 +137,18 @@ def _order_statistic(
 
 
 def sample_size(num_elements: int) -> float:
-    """Keys that are sampled of so many, over all ranks."""
-    # 4 n^(2/3) balances the cost of the sample and of the keys that it leaves.
-    return min(num_elements, max(4096.0, 4 * num_elements ** (2 / 3)))
+    """How many keys to sample, over all ranks."""
+    # 4 n^(2/3) balances the cost of the sample and of the keys that are collected.
+    size: float = 4 * num_elements ** (2 / 3)
+    return min(num_elements, max(4096.0, size))
 
 
 def margin_of(centre: float, size: float) -> float:
-    """How far, in ranks of a sample, its bracket reaches to either side of ``centre``."""
+    """How many ranks of the sample the bracket reaches to either side of ``centre``."""
     return _SIGMAS * math.sqrt(max(centre * (1 - centre / size), 0.0)) + 4
 
 
 def _eight_pivots(low: int, high: int) -> set[int]:
-    """Without information: split the keys themselves."""
+    """Without a sample: cut the interval of keys into eight."""
     step = max(1, (high - low + 1) // 8)
     return {low + step * i - 1 for i in range(1, 8) if low <= low + step * i - 1 < high}

@@ -1,4 +1,4 @@
-"""The values that selection works on: candidates, cuts, and what a look at a chunk tells."""
+"""The values that selection works on: candidates, cuts, and what the scan of a chunk returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Count, Places, Scratch
+from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection.keys import Keys
 from distprune.shards.geometry import IndexMap
 
@@ -24,7 +24,7 @@ class KeySource(Protocol):
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
 
-    def gather(self, places: Places) -> Tensor: ...
+    def gather(self, runs: Runs) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Candidates:
 
     Attributes:
         keys: of the flat local elements.
-        live: flat mask in force; 1 = competes. None: all do.
+        live: flat mask in force; elements that are 1 compete. None: all do.
         index: from flat positions to global indices.
-        counted: the flat positions that this rank counts (replicas share).
+        counted: the flat positions that this rank counts; each rank of a replica counts some.
         num_local: elements of this part ...
         numel: ... and of the whole parameter.
         device: of the keys.
@@ -82,16 +82,16 @@ class PartCut:
 
 
 @dataclass(frozen=True)
-class Found:
+class Collected:
     """The live elements of one chunk whose keys lie in an interval.
 
     Attributes:
         span: flat positions of the chunk.
-        positions: integers [m] from where the chunk begins.
+        positions: integers [m], from the beginning of the chunk.
         keys: [m].
         is_counted: whether this rank counts them.
-        number: how many there are. A device may have had room for fewer, or more than enough
-            (then the rest of ``positions`` and ``keys`` means nothing).
+        number: how many there are. On a device, ``positions`` and ``keys`` have a fixed length:
+            they may hold fewer, or have meaningless values at the end.
     """
 
     span: range
@@ -100,8 +100,8 @@ class Found:
     is_counted: bool
     number: Count
 
-    def first(self, number: int) -> Found:
-        """The same with what means something, once it is known how much does."""
+    def first(self, number: int) -> Collected:
+        """Without the meaningless values at the end, once the number has come from a device."""
         return replace(
             self, positions=self.positions[:number], keys=self.keys[:number], number=number
         )
@@ -114,12 +114,12 @@ class ChunkScan:
     Attributes:
         counts: live keys <= each pivot.
         num_below: live keys below the interval; 0 without one.
-        found: what lies in the interval; None without one.
+        collected: the elements in the interval; None without one.
     """
 
     counts: list[Count]
     num_below: Count
-    found: Found | None
+    collected: Collected | None
 
 
 def are_bool(out: Tensor, previous: Tensor | None) -> bool:

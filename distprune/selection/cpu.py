@@ -1,8 +1,7 @@
-"""What is done to one chunk of one parameter on a CPU, by numpy.
+"""``kernels.Kernels`` on a CPU, by numpy; device.py is the reference of this module.
 
-numpy compares straight into bytes and holds no lock meanwhile, so that chunks can go to threads;
-torch's own threads meet at a barrier after each of these short operations. device.py has the same
-functions for other devices; it is the reference of this module.
+numpy compares into bytes without a copy and without the interpreter's lock, so several threads can
+visit chunks. torch's own threads would meet at a barrier after each of these short operations.
 """
 
 from __future__ import annotations
@@ -14,12 +13,16 @@ import torch
 from torch import Tensor
 
 from distprune._common.mask_values import bits_of_one, is_one
-from distprune._common.memory import INTEGERS, SERIAL, Array, Places, Scratch
-from distprune.selection.candidates import Candidates, ChunkScan, Cut, Found, Interval, are_bool
+from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
+from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
+
+# Keys and flags of a chunk stay in the cache. With smaller chunks, threads would wait more for the
+# interpreter's lock.
+CHUNK_BYTES = 3 << 19
+USES_THREADS = True
 
 
 def count_live(live: Tensor, scratch: Scratch) -> int:
-    """Elements of a chunk of a mask that are exactly 1."""
     return int(np.count_nonzero(_live(live, scratch)))
 
 
@@ -32,18 +35,6 @@ def scan(
     scratch: Scratch,
     capacity: int | None = None,
 ) -> ChunkScan:
-    """Count the keys around pivots, and collect those in an interval.
-
-    Args:
-        part: where the chunk belongs.
-        span: its flat positions, all of which this rank counts or none.
-        pivots, interval: keys.
-        out: flat mask of the whole part, uninitialised: the span of it becomes the mask in force
-            with everything below the interval pruned. Needs an interval.
-        scratch: memory to use again.
-        capacity: how many elements a device may collect without waiting for their number; None:
-            it waits, and collects all.
-    """
     loaded = part.keys.load(span.start, span.stop, scratch)
     keys = loaded.values.numpy()
     size, integer = keys.size, keys.dtype.type
@@ -52,14 +43,16 @@ def scan(
         live = _live(part.live[span.start : span.stop], scratch)
         num_live = int(np.count_nonzero(live))
     counts: dict[int, int] = {}
-    num_below, found = 0, None
+    num_below, collected = 0, None
     if interval is not None:
         low, high = interval
         target = None if out is None else out[span.start : span.stop]
         previous = None if part.live is None else part.live[span.start : span.stop]
-        # A bool mask is what is compared into.
+        # The comparison writes a bool mask itself.
         in_place = target is not None and are_bool(target, previous)
-        keep = target.numpy() if in_place else scratch.array("keep", size, bool)
+        keep = scratch.array("keep", size, bool)
+        if target is not None and in_place:
+            keep = target.numpy()
         np.greater_equal(keys, integer(low), out=keep)
         if live is not None:
             keep &= live
@@ -67,12 +60,11 @@ def scan(
         inside = np.less_equal(keys, integer(high), out=scratch.array("inside", size, bool))
         inside &= keep
         positions = np.flatnonzero(inside)
-        is_counted = span.start in part.counted
-        found = Found(
+        collected = Collected(
             span,
             torch.from_numpy(positions.astype(np.int32)),
             torch.from_numpy(keys[positions]),
-            is_counted,
+            span.start in part.counted,
             positions.size,
         )
         num_below = num_live - num_keep
@@ -90,7 +82,7 @@ def scan(
         if live is not None:
             upto &= live
         counts[pivot] = int(np.count_nonzero(upto))
-    return ChunkScan([counts[pivot] for pivot in pivots], num_below, found)
+    return ChunkScan([counts[pivot] for pivot in pivots], num_below, collected)
 
 
 def write(
@@ -102,21 +94,10 @@ def write(
     previous: Tensor | None,
     scratch: Scratch,
 ) -> int:
-    """Write the mask of a chunk: what lies before the cut is pruned.
-
-    Args:
-        part, span, scratch: as for :func:`scan`.
-        position: of the parameter in the list that was cut.
-        out: flat mask of the whole part.
-        previous: survivors keep its values; None: they become 1. It may be ``out``.
-
-    Returns:
-        How many live elements were pruned.
-    """
     keys = part.keys.load(span.start, span.stop, scratch).values.numpy()
     threshold = keys.dtype.type(cut.threshold)
     target = out[span.start : span.stop]
-    before = None if previous is None else previous[span.start : span.stop]
+    earlier = None if previous is None else previous[span.start : span.stop]
     stay = scratch.array("keep", keys.size, bool)
     if position < cut.parameter:
         np.greater(keys, threshold, out=stay)
@@ -130,37 +111,30 @@ def write(
         # What does not compete stays as it is.
         live = _live(part.live[span.start : span.stop], scratch)
         np.greater_equal(stay, live, out=stay)
-    _store(target, before, stay)
+    _store(target, earlier, stay)
     return keys.size - int(np.count_nonzero(stay))
 
 
-def prune_found(part: Candidates, position: int, cut: Cut, found: Found, out: Tensor) -> int:
-    """Prune, in a mask where they are 1, those of the found elements that come before the cut.
-
-    Args:
-        part, position, cut, out: as for :func:`write`.
-
-    Returns:
-        How many.
-    """
-    keys, positions = found.keys.numpy(), found.positions.numpy()
+def prune_collected(
+    part: Candidates, position: int, cut: Cut, collected: Collected, out: Tensor
+) -> int:
+    keys, positions = collected.keys.numpy(), collected.positions.numpy()
     threshold = keys.dtype.type(cut.threshold)
-    before = keys <= threshold if position < cut.parameter else keys < threshold
+    is_before = keys <= threshold if position < cut.parameter else keys < threshold
     if position == cut.parameter and cut.index > 0:
         ties = np.flatnonzero(keys == threshold)
-        local = positions[ties].astype(np.int64) + found.span.start
-        before[ties] = part.index(torch.from_numpy(local)).numpy() < cut.index
-    pruned = positions[before]
-    target = out[found.span.start : found.span.stop]
+        local = positions[ties].astype(np.int64) + collected.span.start
+        is_before[ties] = part.index(torch.from_numpy(local)).numpy() < cut.index
+    pruned = positions[is_before]
+    target = out[collected.span.start : collected.span.stop]
     if out.itemsize in INTEGERS:
         target.view(INTEGERS[out.itemsize]).numpy()[pruned] = 0
     else:
         target[torch.from_numpy(pruned).long()] = 0
-    return pruned.size
+    return int(pruned.size)
 
 
 def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:
-    """Flat positions, int64 [m], of the live elements of a chunk that have a key."""
     keys = part.keys.load(span.start, span.stop, scratch).values.numpy()
     equal = np.equal(keys, keys.dtype.type(key), out=scratch.array("keep", keys.size, bool))
     if part.live is not None:
@@ -168,11 +142,10 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
     return torch.from_numpy(np.flatnonzero(equal)) + span.start
 
 
-def gather(part: Candidates, places: Places, dead: int) -> Tensor:
-    """Keys at some places, 1-d; ``dead`` where an element does not compete."""
-    keys = part.keys.gather(places)
+def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:
+    keys = part.keys.gather(runs)
     if part.live is not None:
-        live = places.of(part.live) == 1
+        live = runs.of(part.live) == 1
         keys.numpy()[~live.numpy()] = dead
     return keys
 

@@ -5,8 +5,8 @@ row-major index in the whole parameter). Ranks exchange counts and histograms,
 never scores:
 
 1. a sample brackets the k-th key (bracket.py);
-2. one read counts the keys around the bracket and collects those inside it, and can draft
-   the masks (passes.py);
+2. one scan counts the keys around the bracket, collects those inside it, and can draft the
+   masks (passes.py);
 3. the k-th key is radix-selected among the collected ones (kth_key.py, radix.py);
 4. the ties at that key are cut by parameter, then by index, the same way (ties.py).
 """
@@ -40,8 +40,8 @@ class Selection:
         num_ties: elements whose key equals the threshold; ...
         num_ties_pruned: ... and how many of them come before the cut.
         num_before: per whole parameter, its elements before the cut.
-        drafted: the scan that drafted masks, if masks were wanted and one did; it may have
-            drafted them for another cut.
+        drafted: the scan that drafted masks; None without drafts. It may have drafted them for
+            another cut.
     """
 
     cut: Cut
@@ -73,15 +73,15 @@ def select_lowest(
         keys: the range of all keys.
         communicator: the ranks that hold the parts.
         refuse_nan: raise on a live NaN, on every rank; otherwise NaN rank last.
-        drafts: flat masks, uninitialised, one per part, to draft during the read;
+        drafts: flat masks, uninitialised, one per part, to draft during the scan;
             see passes.[Note: draft].
-        count_each: whether ``Selection.num_before`` is wanted.
+        count_each: whether to count ``Selection.num_before``, which is empty otherwise.
 
     Raises:
         ValueError: a live score is NaN; names its parameters.
-        RuntimeError: the scores changed while they were read.
+        RuntimeError: the scores changed between two scans.
 
-    Cost: one read of the scores (more when a bracket misses) and about ten
+    Cost: one scan of the scores (more when a bracket misses) and about ten
     all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 % of
     them at 10**8 elements and less above.
     """
@@ -100,34 +100,39 @@ def select_lowest(
         try:
             size, step = search.send(shared)  # type: ignore[arg-type]
         except StopIteration as finished:
-            return finished.value
+            selection: Selection = finished.value
+            return selection
         shared = communicator.reduce(size, step)
 
 
 def search_together(searches: Sequence[Search[T]], communicator: Communicator) -> list[T]:
-    """Run searches side by side, on every rank the same ones; their results.
+    """Run the same searches on every rank, side by side; their results.
 
-    What all of them want summed goes into one all-reduce.
+    The steps that all of them wait for share one all-reduce.
     """
     results: dict[int, T] = {}
+    # By number of a search, the sums to send it; a generator is started by sending None.
     sums: dict[int, Tensor | None] = dict.fromkeys(range(len(searches)))
     while sums:
         steps: dict[int, Step] = {}
-        for which, shared in sums.items():
+        for number, shared in sums.items():
             try:
-                # A generator is started by sending None.
-                steps[which] = searches[which].send(shared)  # type: ignore[arg-type]
+                steps[number] = searches[number].send(shared)  # type: ignore[arg-type]
             except StopIteration as finished:
-                results[which] = finished.value
-        if not steps:
-            break
-        sizes = [size for size, _ in steps.values()]
-        flat = communicator.reduce(
-            sum(sizes),
-            lambda steps=steps: torch.cat([step() for _, step in steps.values()]),
-        )
-        sums = dict(zip(steps, flat.split(sizes), strict=True))
-    return [results[which] for which in range(len(searches))]
+                results[number] = finished.value
+        sums = _sum_together(steps, communicator) if steps else {}
+    return [results[number] for number in range(len(searches))]
+
+
+def _sum_together(steps: dict[int, Step], communicator: Communicator) -> dict[int, Tensor | None]:
+    """The sums of all steps, by one all-reduce."""
+
+    def take() -> Tensor:
+        return torch.cat([step() for _, step in steps.values()])
+
+    sizes = [size for size, _ in steps.values()]
+    sums = torch.split(communicator.reduce(sum(sizes), take), sizes)
+    return dict(zip(steps, sums, strict=True))
 
 
 def search_lowest(
@@ -146,30 +151,30 @@ def search_lowest(
     if k == 0 and not (refuse_nan and keys.is_float):
         return nothing
     search = KthKeySearch(parts, names, num_live, keys, refuse_nan, drafts)
-    found = yield from search.find(min(max(k, 1), sum(num_live)))
+    kth = yield from search.find(min(max(k, 1), sum(num_live)))
     if k == 0:
         return nothing
 
     def count() -> Tensor:
-        below, ties = found.count()
+        below, ties = kth.count()
         return torch.tensor([*ties, *below] if count_each else ties, dtype=torch.int64)
 
     size = len(parts) * (2 if count_each else 1)
-    ties, *below = (yield size, count).split(len(parts))
-    num_ties, wanted = int(ties.sum()), k - found.num_below
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
-    if wanted == num_ties:
-        cut = Cut(found.threshold, len(parts), 0)
+    ties, *below = torch.split((yield size, count), len(parts))
+    num_ties, num_ties_pruned = int(ties.sum()), k - kth.num_below
+    ties_before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
+    if num_ties_pruned == num_ties:
+        cut = Cut(kth.threshold, len(parts), 0)
     else:
-        position = int(torch.searchsorted(before[1:], wanted))
+        position = int(torch.searchsorted(ties_before[1:], num_ties_pruned))
         index = yield from cut_ties(
             parts[position],
-            found.threshold,
-            wanted - int(before[position]),
-            lambda: found.indices_of_ties(parts[position], position),
+            kth.threshold,
+            num_ties_pruned - int(ties_before[position]),
+            lambda: kth.indices_of_ties(parts[position], position),
         )
-        cut = Cut(found.threshold, position, index)
-    # The ties of a parameter that are pruned: what the parameters before it leave of all.
-    of_ties = torch.minimum((wanted - before[:-1]).clamp(min=0), ties)
-    num_before = (below[0] + of_ties).tolist() if below else []
-    return Selection(cut, num_ties, wanted, num_before, search.drafted)
+        cut = Cut(kth.threshold, position, index)
+    # Ties go parameter by parameter, until enough of them are pruned.
+    pruned_of_ties = torch.minimum((num_ties_pruned - ties_before[:-1]).clamp(min=0), ties)
+    num_before = (below[0] + pruned_of_ties).tolist() if below else []
+    return Selection(cut, num_ties, num_ties_pruned, num_before, search.drafted)

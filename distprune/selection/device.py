@@ -1,7 +1,7 @@
-"""What is done to one chunk of one parameter on any device, by torch operations.
+"""``kernels.Kernels`` on any device, by torch operations.
 
-The same functions as in cpu.py, with the same results. Nothing here waits for the device: counts
-come to the host together, when a pass is over (see memory.on_host).
+Nothing here waits for the device, unless a scan without a capacity does: counts are copied to the
+host together, at the end of a pass (see memory.on_host).
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Count, Places, Scratch
-from distprune.selection.candidates import Candidates, ChunkScan, Cut, Found, Interval, are_bool
+from distprune._common.memory import Count, Runs, Scratch
+from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
+
+# Few launches, and less than a gigabyte of scratch memory.
+CHUNK_BYTES = 1 << 26
+USES_THREADS = False
 
 
 def count_live(live: Tensor, scratch: Scratch) -> Count:
-    """Elements of a chunk of a mask that are exactly 1."""
     return torch.count_nonzero(live == 1)
 
 
@@ -29,25 +32,13 @@ def scan(
     scratch: Scratch,
     capacity: int | None = None,
 ) -> ChunkScan:
-    """Count the keys around pivots, and collect those in an interval.
-
-    Args:
-        part: where the chunk belongs.
-        span: its flat positions, all of which this rank counts or none.
-        pivots, interval: keys.
-        out: flat mask of the whole part, uninitialised: the span of it becomes the mask in force
-            with everything below the interval pruned. Needs an interval.
-        scratch: memory to use again.
-        capacity: how many elements a device may collect without waiting for their number; None:
-            it waits, and collects all.
-    """
     keys = part.keys.load(span.start, span.stop).values
     previous = None if part.live is None else part.live[span.start : span.stop]
     live = None if previous is None else previous == 1
     num_live = keys.numel() if live is None else torch.count_nonzero(live)
     counts: dict[int, Count] = {}
     num_below: Count = 0
-    found = None
+    collected = None
     if interval is not None:
         low, high = interval
         target = None if out is None else out[span.start : span.stop]
@@ -64,14 +55,14 @@ def scan(
         else:
             positions = torch.nonzero_static(inside, size=capacity, fill_value=0).squeeze(1)
         is_counted = span.start in part.counted
-        found = Found(span, positions.int(), keys[positions], is_counted, number)
+        collected = Collected(span, positions.int(), keys[positions], is_counted, number)
         if target is not None and not in_place:
             _store(target, previous, keep if live is None else keep == live)
     for pivot in pivots:
         if pivot not in counts:
             upto = keys <= pivot
             counts[pivot] = torch.count_nonzero(upto if live is None else upto.logical_and_(live))
-    return ChunkScan([counts[pivot] for pivot in pivots], num_below, found)
+    return ChunkScan([counts[pivot] for pivot in pivots], num_below, collected)
 
 
 def write(
@@ -83,17 +74,6 @@ def write(
     previous: Tensor | None,
     scratch: Scratch,
 ) -> Count:
-    """Write the mask of a chunk: what lies before the cut is pruned.
-
-    Args:
-        part, span, scratch: as for :func:`scan`.
-        position: of the parameter in the list that was cut.
-        out: flat mask of the whole part.
-        previous: survivors keep its values; None: they become 1. It may be ``out``.
-
-    Returns:
-        How many live elements were pruned.
-    """
     keys = part.keys.load(span.start, span.stop).values
     pruned = keys <= cut.threshold if position < cut.parameter else keys < cut.threshold
     if position == cut.parameter and cut.index > 0:
@@ -102,40 +82,33 @@ def write(
     if part.live is not None:
         pruned &= part.live[span.start : span.stop] == 1
     num_pruned = torch.count_nonzero(pruned)
-    before = None if previous is None else previous[span.start : span.stop]
-    _store(out[span.start : span.stop], before, pruned.logical_not_())
+    earlier = None if previous is None else previous[span.start : span.stop]
+    _store(out[span.start : span.stop], earlier, pruned.logical_not_())
     return num_pruned
 
 
-def prune_found(part: Candidates, position: int, cut: Cut, found: Found, out: Tensor) -> Count:
-    """Prune, in a mask where they are 1, those of the found elements that come before the cut.
-
-    Args:
-        part, position, cut, out: as for :func:`write`.
-
-    Returns:
-        How many.
-    """
-    before = found.keys <= cut.threshold if position < cut.parameter else found.keys < cut.threshold
+def prune_collected(
+    part: Candidates, position: int, cut: Cut, collected: Collected, out: Tensor
+) -> Count:
+    keys, positions = collected.keys, collected.positions.long() + collected.span.start
+    is_before = keys <= cut.threshold if position < cut.parameter else keys < cut.threshold
     if position == cut.parameter and cut.index > 0:
-        ties = (found.keys == cut.threshold).nonzero().squeeze(1)
-        before[ties] = part.index(found.positions[ties].long() + found.span.start) < cut.index
-    out[found.positions.long() + found.span.start] = (~before).to(out.dtype)
-    return torch.count_nonzero(before)
+        ties = (keys == cut.threshold).nonzero().squeeze(1)
+        is_before[ties] = part.index(positions[ties]) < cut.index
+    out[positions] = (~is_before).to(out.dtype)
+    return torch.count_nonzero(is_before)
 
 
 def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:
-    """Flat positions, int64 [m], of the live elements of a chunk that have a key."""
     flags = part.keys.load(span.start, span.stop, scratch).values == key
     if part.live is not None:
         flags &= part.live[span.start : span.stop] == 1
     return flags.nonzero().squeeze(1) + span.start
 
 
-def gather(part: Candidates, places: Places, dead: int) -> Tensor:
-    """Keys at some places, 1-d; ``dead`` where an element does not compete."""
-    keys = part.keys.gather(places)
-    return keys if part.live is None else torch.where(places.of(part.live) == 1, keys, dead)
+def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:
+    keys = part.keys.gather(runs)
+    return keys if part.live is None else torch.where(runs.of(part.live) == 1, keys, dead)
 
 
 def _store(out: Tensor, previous: Tensor | None, stay: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
-from distprune._common.memory import INTEGERS, SERIAL, Array, Places, Scratch
+from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
 from distprune.shards.geometry import IndexMap
 
 
@@ -96,7 +96,7 @@ def key_range(dtype: torch.dtype, order: Order) -> KeyRange:
         # int64 has no wider type: |min| stays negative there, as in torch.abs.
         bound = torch.iinfo(key_dtype).max - 1
         return KeyRange(key_dtype, -bound, bound, bound, dtype, order)
-    supported = ", ".join(str(known) for known in (*_FLOATS, *_INTEGERS))
+    supported = ", ".join(str(rankable) for rankable in (*_FLOATS, *_INTEGERS))
     raise NotImplementedError(
         f"scores of dtype {dtype} cannot be ranked; expected one of {supported}. "
         "Pass importance_scores of one of these."
@@ -107,8 +107,8 @@ class Keys(NamedTuple):
     """Keys of some elements.
 
     Attributes:
-        values: 1-d, of the dtype of their range; good until the same scratch is used again.
-        highest: a key that none of them exceeds.
+        values: 1-d, of the dtype of their range; valid until the same scratch is used again.
+        highest: no key exceeds it.
     """
 
     values: Tensor
@@ -135,9 +135,9 @@ class TensorKeys:
         """Keys of positions [start, stop)."""
         return _keys(self._scores[start:stop], self._common, scratch)
 
-    def gather(self, places: Places) -> Tensor:
-        """Keys at some places: a new tensor."""
-        return to_keys(places.of(self._scores), self._common)
+    def gather(self, runs: Runs) -> Tensor:
+        """Keys of some runs of elements: a new tensor."""
+        return to_keys(runs.of(self._scores), self._common)
 
 
 class ComputedKeys:
@@ -155,8 +155,8 @@ class ComputedKeys:
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
 
-    def gather(self, places: Places) -> Tensor:
-        return to_keys(self._score(places.of(self._values)).detach(), self._common)
+    def gather(self, runs: Runs) -> Tensor:
+        return to_keys(self._score(runs.of(self._values)).detach(), self._common)
 
 
 class RandomKeys:
@@ -166,7 +166,7 @@ class RandomKeys:
         seed: agreed by all ranks.
         offset: global index, over the list of parameters, of this parameter's first element.
         index: from local positions to indices in the parameter.
-        device: where the keys are wanted.
+        device: of the keys.
     """
 
     is_thread_safe = True
@@ -191,8 +191,8 @@ class RandomKeys:
         hash_in_place(keys, self._seed, scratch)
         return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
 
-    def gather(self, places: Places) -> Tensor:
-        return self._at(places.positions(self._device))
+    def gather(self, runs: Runs) -> Tensor:
+        return self._at(runs.positions(self._device))
 
     def _at(self, positions: Tensor) -> Tensor:
         return hash_keys(self._index(positions) + self._offset, self._seed)
@@ -230,7 +230,7 @@ def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
     keys = scratch.array("keys", bits.size, bits.dtype)
     np.bitwise_and(bits, integer(np.iinfo(integer).max), out=keys)
     highest = int(keys.max(initial=0))
-    if highest > common.largest_number:  # seldom: one look is cheaper than clamping all
+    if highest > common.largest_number:  # seldom: finding out is cheaper than clamping all
         np.minimum(keys, integer(common.high), out=keys)
         highest = common.high
     if common.order is not Order.MAGNITUDE:

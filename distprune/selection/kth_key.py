@@ -1,7 +1,8 @@
 """The search for the k-th key of all elements, over all ranks.
 
-The sample decides how fast this is, not what comes out: when its bracket misses, the next round
-brackets inside the interval that two exact counts leave.
+A sample suggests a bracket around the key (bracket.py); one scan counts the keys around it and
+collects those inside it. The sample affects the speed only, not the result: when a bracket misses,
+the next round brackets inside the interval that two exact counts leave.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from distprune.selection.radix import (
 
 @dataclass(frozen=True)
 class KthKey:
-    """The k-th key, and where this rank's elements are around it.
+    """The k-th key, and how this rank's elements lie around it.
 
     Attributes:
         threshold: the key.
-        num_below: elements of all ranks with a smaller one.
-        count: a local step: per parameter, this rank's elements with a smaller key, and with
-            this one.
-        scanned: the scan that collected it; None if it was found by counting.
+        num_below: elements of all ranks with a smaller key.
+        count: a local step: per parameter, this rank's elements with a smaller key, and those with
+            this key.
+        scanned: the scan that collected the key; None if counts alone determined it.
     """
 
     threshold: int
@@ -47,16 +48,16 @@ class KthKey:
     scanned: Scan | None
 
     def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
-        """Global indices, 1-d, of this rank's ties in a parameter; None if they are not at hand."""
+        """Global indices, 1-d, of this rank's ties in a parameter; None if none were collected."""
         if self.scanned is None:
             return None
         return concatenate(
             [
                 part.index(
-                    select(found.positions, found.keys == self.threshold).long() + found.span.start
+                    select(chunk.positions, chunk.keys == self.threshold).long() + chunk.span.start
                 ).cpu()
-                for found in self.scanned.found[position]
-                if found.is_counted
+                for chunk in self.scanned.collected[position]
+                if chunk.is_counted
             ]
         )
 
@@ -71,10 +72,10 @@ class KthKeySearch:
     keys: KeyRange
     refuse_nan: bool
     drafts: Sequence[Tensor] | None
-    # The last scan that wrote drafts, and the last scan of all.
+    # The last scan that wrote drafts, and the last scan that collected keys.
     drafted: Scan | None = None
     collected: Scan | None = None
-    # Local live keys <= a pivot, per part, for every pivot counted so far.
+    # By pivot, this rank's live keys <= the pivot in each part.
     local_counts: dict[int, list[int]] = field(default_factory=dict)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -109,15 +110,16 @@ class KthKeySearch:
             counts, histogram = yield from self._scan_and_count(around)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
+            # Cumulative counts at the pivots: the k-th key lies between two neighbours.
             edges = sorted({low - 1: below, **counts, high: upto}.items())
-            holding = [
+            around_k = [
                 (start, less, end, count)
                 for (start, less), (end, count) in itertools.pairwise(edges)
                 if less < k <= count
             ]
-            if len(holding) != 1:
+            if len(around_k) != 1:
                 raise changed()
-            start, less, end, count = holding[0]
+            start, less, end, count = around_k[0]
             interval = around.interval
             if interval is not None and interval[0] - 1 <= start and end <= interval[1]:
                 return (yield from self._descend(k - less, start + 1, end, less, histogram))
@@ -183,18 +185,18 @@ class KthKeySearch:
         threshold = descent.low
 
         def count() -> tuple[list[int], list[int]]:
-            found = [each.numpy() for each in scanned.keys.split(scanned.sizes)]
-            ties = [int(np.count_nonzero(each == threshold)) for each in found]
+            keys_of_parts = [keys.numpy() for keys in torch.split(scanned.keys, scanned.sizes)]
+            ties = [int(np.count_nonzero(keys == threshold)) for keys in keys_of_parts]
             under = [
-                less + int(np.count_nonzero(each < threshold))
-                for less, each in zip(scanned.num_below, found, strict=True)
+                less + int(np.count_nonzero(keys < threshold))
+                for less, keys in zip(scanned.num_below, keys_of_parts, strict=True)
             ]
             return under, ties
 
         return KthKey(threshold, below + k - 1 - descent.rank, count, scanned)
 
     def _raise_nan(self) -> Search[None]:
-        """Name the parameters; every rank knows that there are NaN."""
+        """Raise an error that names the parameters; all ranks call this."""
         numbers = self.local_counts[self.keys.largest_number]
         count = torch.tensor(numbers, dtype=torch.int64)
         not_nan = (yield len(numbers), lambda: count).tolist()

@@ -12,41 +12,43 @@ from distprune.selection.candidates import Candidates
 from distprune.selection.passes import indices_at
 from distprune.selection.radix import Search, descent_over, histogram_of, narrowed, within
 
-# So many indices of ties are kept; of more, those in range are found by another read.
+# At most so many indices of ties are kept; for more, the next round scans the parameter again.
 _KEPT = 1 << 16
 
 
 def cut_ties(
-    part: Candidates, key: int, wanted: int, collected: Callable[[], Tensor | None]
+    part: Candidates, key: int, num_pruned: int, collected: Callable[[], Tensor | None]
 ) -> Search[int]:
-    """The global index below which exactly ``wanted`` elements of a parameter have a key.
+    """The global index below which exactly ``num_pruned`` elements of a parameter have a key.
 
-    Radix selection over the index, of the ties alone: of those ``collected``, if they are at hand;
-    otherwise one read of this parameter, or two when there are more ties than are kept.
+    Radix selection over the indices of the ties: of those that a scan has collected, if one has;
+    otherwise one scan of this parameter, or two when there are more ties than are kept.
+
+    Args:
+        collected: global indices of this rank's ties, or None.
     """
-    descent = descent_over(0, part.numel - 1, wanted - 1)
-    held: Tensor | None = None
+    descent = descent_over(0, part.numel - 1, num_pruned - 1)
+    ties: Tensor | None = None
     is_first = True
 
-    def bin_ties() -> Tensor:
-        nonlocal held, is_first
+    def count_bins() -> Tensor:
+        nonlocal ties, is_first
         if is_first:
-            held, is_first = collected(), False
-        if held is not None:
-            held = within(held, descent.low, descent.high)
-            return histogram_of(held, descent)
+            ties, is_first = collected(), False
+        if ties is not None:
+            ties = within(ties, descent.low, descent.high)
+            return histogram_of(ties, descent)
         histogram = torch.zeros(descent.num_bins, dtype=torch.int64)
-        kept, num_found = [], 0
-        for found in indices_at(part, key, descent.low, descent.high + 1):
-            histogram += histogram_of(found, descent)
-            num_found += found.numel()
-            # Many ties are found again in the next round, when most are out of range.
-            if num_found <= _KEPT:
-                kept.append(found)
-        if num_found <= _KEPT:
-            held = concatenate(kept)
+        kept, num_ties = [], 0
+        for indices in indices_at(part, key, descent.low, descent.high + 1):
+            histogram += histogram_of(indices, descent)
+            num_ties += indices.numel()
+            if num_ties <= _KEPT:
+                kept.append(indices)
+        if num_ties <= _KEPT:
+            ties = concatenate(kept)
         return histogram
 
     while not descent.is_done:
-        descent, _ = narrowed(descent, (yield descent.num_bins, bin_ties))
+        descent, _ = narrowed(descent, (yield descent.num_bins, count_bins))
     return descent.low + 1

@@ -22,7 +22,7 @@ import torch
 from measuring import Options, Table, interleaved, measured, median_seconds, release_memory
 
 import distprune
-from distprune.selection import passes
+from distprune.selection import chunks, passes
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange, Order, TensorKeys, key_range, to_keys
 from distprune.shards.geometry import IndexMap
@@ -128,11 +128,10 @@ def one_read(num_elements: int, dtype: torch.dtype, rounds: int) -> Table:
     nan = [keys.largest_number]
 
     def load_keys() -> list[int]:
-        pieces = list(passes._pieces(parts, only_counted=True))
-        calls = [partial(parts[i].keys.load, span.start, span.stop) for i, span in pieces]
-        return [
-            keys.highest for keys in passes._for_each(calls, passes._threads_for(parts, pieces))
-        ]
+        spans = chunks.chunks_of(parts, only_counted=True)
+        calls = [partial(parts[i].keys.load, span.start, span.stop) for i, span in spans]
+        num_threads = chunks.num_threads_for(parts, spans)
+        return [keys.highest for keys in chunks.call_all(calls, num_threads)]
 
     def new() -> list[torch.Tensor]:
         return [torch.empty_like(mask) for mask in warm]

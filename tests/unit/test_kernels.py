@@ -78,8 +78,9 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
                 chunk = kernels.scan(part, range(n), pivots, (low, high), drafted, Scratch())
                 cut = Cut(high, 0, 150)
                 count = kernels.write(part, range(n), 0, cut, written, previous, Scratch())
-            numbers = on_host([chunk.num_below, *chunk.counts, chunk.found.number, count])
-            results.append((numbers, chunk.found.positions, chunk.found.keys, drafted, written))
+            numbers = on_host([chunk.num_below, *chunk.counts, chunk.collected.number, count])
+            positions, keys = chunk.collected.positions, chunk.collected.keys
+            results.append((numbers, positions, keys, drafted, written))
         assert previous is None or torch.equal(previous, untouched)
         assert results[0][0] == results[1][0]
         for one, other in zip(results[0][1:], results[1][1:], strict=True):
@@ -165,7 +166,8 @@ def test_a_device_scans_a_chunk_again_that_holds_more_than_expected():
 
 
 def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
-    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
+    for kernels in ("cpu", "device"):
+        monkeypatch.setattr(f"distprune.selection.{kernels}.CHUNK_BYTES", 256)
     scores = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     totals = [
         passes.scan(
@@ -179,7 +181,8 @@ def test_chunks_are_counted_once_where_replicas_share(monkeypatch):
 
 
 def test_an_error_on_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 256)
+    for kernels in ("cpu", "device"):
+        monkeypatch.setattr(f"distprune.selection.{kernels}.CHUNK_BYTES", 256)
     part = part_of(torch.randn(1000))
 
     def fail(*_, **__):

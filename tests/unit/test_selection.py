@@ -121,7 +121,8 @@ def test_any_data_with_the_operations_of_other_devices(data):
 def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
     monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
-    monkeypatch.setattr("distprune.selection.passes._CPU_CHUNK", 1 << 15)
+    for kernels in ("cpu", "device"):
+        monkeypatch.setattr(f"distprune.selection.{kernels}.CHUNK_BYTES", 1 << 15)
     generator = torch.Generator().manual_seed(5)
     shapes = [(211, 307), (5000,), (97, 101)]
     assert sum(map(math.prod, shapes)) > COLLECT_ALL
