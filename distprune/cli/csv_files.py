@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distprune.files.errors import OutputError
 from distprune.files.inspecting import TensorFacts
-from distprune.files.selecting.kinds import place_of
+from distprune.files.selecting.kinds import role_of
 
 COLUMNS = (
     "name", "file", "dtype", "shape", "elements", "zeros", "sparsity", "nan", "inf", "pruned",
@@ -78,7 +78,7 @@ def safe(text: str) -> str:
 
 
 def _row(facts: TensorFacts, num_pruned: Mapping[str, int] | None) -> tuple[object, ...]:
-    entry, place = facts.entry, place_of(facts.entry.name)
+    entry, place = facts.entry, role_of(facts.entry.name)
     share = ""
     if facts.num_zero is not None and entry.numel:
         share = repr(facts.num_zero / entry.numel)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distprune._common.natural_order import natural_key
-from distprune.files.selecting.kinds import Place, place_of, short_names
+from distprune.files.selecting.kinds import Role, role_of, short_names
 
 OTHERS = "others"
 
@@ -77,7 +77,7 @@ def make_grid(
         max_kinds: columns at most.
         max_outside: rows at most of tensors that are in no layer.
     """
-    placed = [(place_of(name), name, elements, zeros) for name, elements, zeros in tensors]
+    placed = [(role_of(name), name, elements, zeros) for name, elements, zeros in tensors]
     inside = [each for each in placed if each[0].layer]
     sizes: dict[str, int] = {}
     for place, _, elements, _ in inside:
@@ -115,5 +115,5 @@ def _names(sizes: dict[str, int], most: int, *, shorten: bool = True) -> dict[st
     return {name: names.get(name, OTHERS) for name in sizes}
 
 
-def _order(place: Place) -> tuple[object, ...]:
+def _order(place: Role) -> tuple[object, ...]:
     return natural_key(place.stack), place.stack, place.layer

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in which tensors, in zeros and in values."""
+"""Compare two checkpoints: tensors, zeros, values and metadata."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class TensorDifference:
 
     Attributes:
         name: of both.
-        numel: elements of each; 0 where ``problem`` says why they do not compare.
+        numel: elements of each; 0 if there is a ``problem``.
         num_differing: elements whose bits differ.
-        num_zero_in_both: +0 or -0 in both ...
-        num_zero_in_first, num_zero_in_second: ... and in one of them only.
-        problem: why they do not compare: another shape or dtype, or it is in one of them only.
+        num_zero_in_both: elements that are +0 or -0 in both.
+        num_zero_in_first, num_zero_in_second: elements that are zero in that one only.
+        problem: why they cannot be compared: another shape or dtype, or one is missing.
     """
 
     name: str
@@ -37,7 +37,7 @@ class TensorDifference:
 
     @property
     def is_equal(self) -> bool:
-        """Bit for bit."""
+        """Whether the tensors are equal bit for bit."""
         return not self.problem and not self.num_differing
 
 
@@ -48,16 +48,16 @@ def compare(
 ) -> Iterator[TensorDifference]:
     """Compare all tensors by name, in the order of the first checkpoint.
 
-    The tensors may lie in other files, and in another order. Zeros are told of floats only.
+    Tensors may be in other files and in another order. Zeros are counted in plain floats only.
 
     Args:
         first, second: from ``open_checkpoint``.
-        on_bytes: is told how many bytes of both have been read.
+        on_bytes: called with numbers of bytes that were read, of both together.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
 
-    Cost: one read of each; some 50 MB of memory.
+    Cost: one read of each; about 50 MB of memory.
     """
     ours = {entry.name: entry for entry in first.tensors}
     theirs = {entry.name: entry for entry in second.tensors}
@@ -103,11 +103,10 @@ def _compare(
 def compare_metadata(
     first: Checkpoint, second: Checkpoint
 ) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """What the ``__metadata__`` of the headers says, where it differs.
+    """The ``__metadata__`` of the headers, where it differs.
 
     Returns:
-        By key, the values that it has in the files of the first and of the second; a checkpoint of
-        many files usually says the same in each of them, which counts once.
+        By key, its distinct values in the files of the first and of the second checkpoint.
     """
     ours, theirs = _metadata(first), _metadata(second)
     return {
@@ -122,7 +121,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
     for file in checkpoint.files:
         for key, value in file.metadata.items():
             values.setdefault(key, set()).add(value)
-    return {key: tuple(sorted(found)) for key, found in values.items()}
+    return {key: tuple(sorted(texts)) for key, texts in values.items()}
 
 
 def _described(entry: TensorEntry) -> str:

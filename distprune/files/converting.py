@@ -3,9 +3,9 @@
  file of torch.save --unpickle--> tensors in the file --copied to--> safetensors file
  other files --copied--> the same names
 
-[Note: tied weights] Names that are one tensor in a pickle are written each, with the same bytes.
-Which of them a model makes of which other is known to its class alone; a model that joins them
-finds equal values and joins them, and one that does not misses none.
+[Note: tied weights] If names share one tensor in a pickle, each of them is written, with the same
+bytes. Only the model's class knows which of them it ties. A model that ties them finds equal
+values; any other model finds all of its weights.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _PIECE = 16 << 20  # bytes
 
 @dataclass(frozen=True)
 class Converted:
-    """What :meth:`Conversion.write` did.
+    """The result of :meth:`Conversion.write`.
 
     Attributes:
         files: by name of a pickled file, the name of its safetensors file.
         num_tensors, num_bytes: of all tensors.
-        tied: groups of names that were one tensor, and were written each.
-        notes: sentences on what else the pickled files hold.
-        copied: other files.
-        not_copied: (name, reason).
+        tied: groups of names that shared one tensor.
+        notes: sentences on other content of the pickled files.
+        copied: names of other files.
+        not_copied: by name of a file, the reason.
     """
 
     files: dict[str, str]
@@ -75,7 +75,7 @@ class Converted:
 
 @dataclass
 class _Written:
-    """What has been written so far."""
+    """The tensors written so far."""
 
     weight_map: dict[str, str] = field(default_factory=dict)
     num_bytes: int = 0
@@ -84,28 +84,29 @@ class _Written:
 
 
 class Conversion:
-    """A pickled checkpoint, known by its files; none of them is loaded yet.
+    """A pickled checkpoint to be converted; its files are listed and not yet loaded.
 
     Args:
-        source: a folder, a pickled file, or a model of the local hub cache.
-        follow_links: copy what lies behind links that leave the source, too.
+        source: a folder, a pickled file, or a model in the local hub cache.
+        follow_links: also copy the targets of links that leave the source.
 
     Attributes:
-        folder: where it was found.
+        folder: of the checkpoint.
         skipped: (name, reason) of files that are not copied.
-        total_bytes: to write, about.
+        note: a sentence for the user on how the checkpoint was found; may be empty.
+        total_bytes: to write, approximately.
 
     Raises:
-        CheckpointError: there are no pickled weights, or safetensors already; a file is missing
-            or cannot be read; with all problems.
+        CheckpointError: there are no pickled weights, or safetensors files already; a file is
+            missing or cannot be read; with all problems.
     """
 
     def __init__(self, source: str | Path, *, follow_links: bool = False) -> None:
-        place = locate_pickles(source)
-        self.folder = place.folder
-        self._place = os.path.join(self.folder, place.file or "") if place.is_alone else self.folder
-        if place.is_alone and place.file is not None:
-            listing = list_one(self.folder, place.file, follow_links=follow_links)
+        location = locate_pickles(source)
+        self.folder = self._root = location.folder
+        if location.is_alone and location.file is not None:
+            self._root = os.path.join(self.folder, location.file)
+            listing = list_one(self.folder, location.file, follow_links=follow_links)
         else:
             listing = list_files(
                 self.folder, why_left_out, suffixes=SUFFIXES, follow_links=follow_links
@@ -119,22 +120,20 @@ class Conversion:
         self._map: dict[str, str] = {}
         self._shards: list[str] = []
         if not problems:
-            self._index, self._map, self._shards = find_pickles(
-                self.folder, place, self._files, problems
-            )
+            self._index, self._map, self._shards = find_pickles(location, self._files, problems)
         self._outputs = {name: output_name(name) for name in self._shards}
-        self._index_output = index_output(self._index, self._outputs)
+        self._index_output = index_output(self._index)
         converted = {*self._shards, self._index}
         self._others = [file for name, file in self._files.items() if name not in converted]
         taken = {other.name for other in self._others} & {
             *self._outputs.values(), self._index_output
         }  # fmt: skip
-        problems += [f"{name} is there already, beside its pickled form." for name in sorted(taken)]
+        problems += [f"{name} exists already, beside its pickled form." for name in sorted(taken)]
         problems += unreadable([*map(self._files.__getitem__, self._shards), *self._others])
         if problems:
             raise CheckpointError(headline(ascii_name(self.folder), problems), problems)
         self.skipped = tuple(sorted(listing.skipped))
-        self.note = place.note
+        self.note = location.note
         self.total_bytes = sum(file.size for file in self._files.values())
 
     def write(
@@ -143,27 +142,27 @@ class Conversion:
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Converted:
-        """Write the checkpoint as safetensors. It appears by one rename at the end, or not at all.
+        """Write the checkpoint as safetensors; one rename at the end makes it visible.
 
-        Names, dtypes, shapes and bits of all tensors are those of the pickles; sharding stays as
-        it is, with a new index; all other files are copied.
+        Names, dtypes, shapes and bits of all tensors, and their distribution over files, are those
+        of the pickles. The index is new; all other files are copied.
 
         Args:
-            destination: a name that is free.
-            on_bytes: is told how many bytes have been written.
-            stop: asked after every few megabytes.
+            destination: must not exist.
+            on_bytes: called with numbers of bytes that were written.
+            stop: called after every few megabytes; if it returns True, the conversion stops.
 
         Raises:
-            CheckpointError: a file asks for code to be run, or holds no plain tensors; the index
-                does not fit; the source has changed.
-            OutputError: the destination is taken, or the disk full.
-            Interrupted: ``stop`` said so. What was written is removed.
+            CheckpointError: loading a file would run code, a file holds values that are not plain
+                tensors, the index does not fit, or the source has changed.
+            OutputError: the destination exists, or the disk is full.
+            Interrupted: ``stop`` returned True. The written files are removed.
 
-        Cost: one read, one write. The pages of one pickled file are mapped at a time; a file of
-        torch before 1.6 is held in memory.
+        Cost: one read, one write. One pickled file is mapped at a time; a file of torch before 1.6
+        is loaded into memory.
         """
         target = resolve_destination(destination)
-        check_place(self._place, target)
+        check_place(self._root, target)
         lock = Lock(target)
         try:
             lock.acquire()
@@ -193,8 +192,8 @@ class Conversion:
             written = self._fill(folder, on_bytes, stop)
             check_unchanged(self.folder, self._files.values())
             with writing(target):
-                for each, _, _ in os.walk(folder):
-                    sync_folder(each)
+                for path, _, _ in os.walk(folder):
+                    sync_folder(path)
                 check_free(target)
                 folder.rename(target)
                 sync_folder(target.parent)
@@ -211,7 +210,7 @@ class Conversion:
             for steps in self._steps(folder, sources, outputs, written):
                 on_bytes(steps)
                 if stop():
-                    raise Interrupted("stopped as asked; nothing is left of it.")
+                    raise Interrupted("stopped as asked; nothing was kept.")
             outputs.sync()
         finally:
             sources.close()
@@ -225,29 +224,31 @@ class Conversion:
     ) -> Iterator[int]:
         for name in self._shards:
             file, output = self._files[name], self._outputs[name]
-            found = unpickle(file.path, name)
-            self._check_shard(name, found, written)
-            written.weight_map |= dict.fromkeys(found.tensors, output)
-            written.notes += found.notes
-            written.tied += found.tied
-            written.num_bytes += sum(tensor.nbytes for tensor in found.tensors.values())
-            yield from write_tensors(str(folder / output), found.tensors, file.mode, outputs)
+            unpickled = unpickle(file.path, name)
+            self._check_shard(name, unpickled, written)
+            written.weight_map |= dict.fromkeys(unpickled.tensors, output)
+            written.notes += unpickled.notes
+            written.tied += unpickled.tied
+            written.num_bytes += sum(tensor.nbytes for tensor in unpickled.tensors.values())
+            yield from write_tensors(str(folder / output), unpickled.tensors, file.mode, outputs)
             names = {entry.name for entry in read_header(folder / output).tensors}
-            if names != set(found.tensors):
+            if names != set(unpickled.tensors):
                 raise OutputError(f"{folder / output} was changed while it was written.")
         for other in self._others:
             path = str(folder / other.name)
             allocate(path, other.size, other.mode)
             yield from copy_range(sources, other.path, outputs, path, 0, other.size)
 
-    def _check_shard(self, name: str, found: Unpickled, written: _Written) -> None:
-        """That a file holds what the index says, and nothing twice."""
-        lost = [key for key, file in self._map.items() if file == name and key not in found.tensors]
+    def _check_shard(self, name: str, unpickled: Unpickled, written: _Written) -> None:
+        """Raise CheckpointError for a file without tensors, or with other ones than expected."""
+        lost = [
+            key for key, file in self._map.items() if file == name and key not in unpickled.tensors
+        ]
         problems = [f"{name} lacks {key}, which {self._index} lists." for key in lost[:8]]
-        twice = [key for key in found.tensors if key in written.weight_map]
-        problems += [f"{key} is in {name} and in a file before it." for key in twice[:8]]
-        if not found.tensors:
-            problems.append(f"{name} holds no tensor.")
+        twice = [key for key in unpickled.tensors if key in written.weight_map]
+        problems += [f"{key} is in {name} and in an earlier file." for key in twice[:8]]
+        if not unpickled.tensors:
+            problems.append(f"{name} holds no tensors.")
         if problems:
             raise CheckpointError(headline(ascii_name(self.folder), problems), problems)
 
@@ -264,9 +265,9 @@ class Conversion:
 def write_tensors(
     path: str, tensors: Mapping[str, Tensor], mode: int, outputs: OpenFiles
 ) -> Iterator[int]:
-    """Write a safetensors file, in the order of the tensors; yields bytes.
+    """Write a safetensors file, in the order of the tensors; yields numbers of bytes.
 
-    The bytes are those that the safetensors library writes, with {"format": "pt"}.
+    The bytes are those of the safetensors library with the metadata {"format": "pt"}.
 
     Args:
         path: of a new file.

@@ -1,4 +1,4 @@
-"""How sparse the tensors of a checkpoint are, and in which form."""
+"""The zeros, N:M patterns and magnitudes of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
 
 @dataclass
 class TensorFacts:
-    """What the numbers of one tensor are.
+    """Counts of the numbers of one tensor.
 
     Attributes:
         entry: the tensor.
-        num_zero: +0 and -0; None of a dtype whose numbers are not known here (6 bits, or an
-            unknown one).
-        num_nan, num_inf: as they say.
-        num_groups: of every pattern (n, m), how many groups of m neighbours along the input
-            dimension there are; without an entry where m does not divide the inputs, or where
-            they lie along a dimension that is not known.
-        num_kept: ... and how many of these have at most n numbers that are not zero.
-        exponents: how many numbers lie in [2**e, 2**(e+1)), by e; subnormals are one
-            below the smallest. Of plain floats of 16 bits and more only, as are the groups.
+        num_zero: +0 and -0; None for dtypes that cannot be counted (6 bits, or unknown).
+        num_nan, num_inf: NaN and infinities.
+        num_groups: by pattern (n, m), the groups of m neighbours along the input dimension. A
+            pattern is missing if m does not divide the inputs or their dimension is not known.
+        num_kept: by pattern, the groups with at most n nonzero numbers.
+        exponents: by e, the numbers in [2**e, 2**(e+1)); subnormals are at one below the smallest
+            e. Exponents and groups are counted in plain floats of 16 bits and more only.
     """
 
     entry: TensorEntry
@@ -50,21 +48,21 @@ def inspect(
     only: Container[str] | None = None,
     input_dims: Iterable[tuple[str, Sequence[int]]] = (),
 ) -> Iterator[TensorFacts]:
-    """Look at every tensor, one after the other.
+    """Count the numbers of every tensor, in the checkpoint's order.
 
     Args:
         checkpoint: from ``open_checkpoint``.
-        patterns: N:M patterns to look for.
-        on_bytes: is told how many bytes have been read.
-        only: names of tensors to look at; by default all.
-        input_dims: as in a recipe, for tensors whose inputs nothing else tells.
+        patterns: N:M patterns to count.
+        on_bytes: called with numbers of bytes that were read.
+        only: names of tensors; by default all.
+        input_dims: as in a recipe, for tensors whose input dimension is not known.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
         SelectionError: ``input_dims`` do not fit.
 
-    Cost: one read of these tensors; some 50 MB of memory, or a few rows of groups that lie across
-    the rows of a matrix.
+    Cost: one read of these tensors; about 50 MB of memory, or a few rows of a matrix whose groups
+    span several rows.
     """
     layouts = Layouts(checkpoint, input_dims)
     with closing(Scanner(checkpoint)) as scanner:
@@ -92,17 +90,17 @@ def sample_exponents(
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> tuple[Counter[int], float]:
-    """How large the numbers of some tensors are, from an even sample where there are many.
+    """The exponents of tensors' numbers, from an even sample if the tensors are large.
 
     Args:
         checkpoint: from ``open_checkpoint``.
-        names: of tensors; those that are no plain floats are passed over.
-        max_bytes: roughly how much is read at most.
-        on_bytes: is told how many bytes have been read.
+        names: of tensors; those that are not plain floats are skipped.
+        max_bytes: roughly the most bytes to read.
+        on_bytes: called with numbers of bytes that were read.
 
     Returns:
-        Counts as in :attr:`TensorFacts.exponents`, and the share of the bytes that was read: 1.0
-        if the counts are those of all elements.
+        Counts as in :attr:`TensorFacts.exponents`, and the fraction of the bytes that was read:
+        1.0 if all elements were counted.
 
     Raises:
         CheckpointError: a file cannot be read, or has become shorter.
@@ -135,14 +133,14 @@ def _inspect(
         stride = layout.stride
     for n, m in fitting:
         facts.num_groups[n, m], facts.num_kept[n, m] = entry.numel // m, 0
-    # A chunk is whole groups: the lengths of groups divide the inputs, and so does their multiple.
-    whole = stride * int(np.lcm.reduce([1, *(m for _, m in fitting)])) if fitting else 1
-    for chunk in scanner.chunks(entry, form.num_bytes * max(whole, 1)):
+    # Chunks hold complete groups: the lengths of groups divide the inputs, as does their lcm.
+    group = stride * int(np.lcm.reduce([1, *(m for _, m in fitting)])) if fitting else 1
+    for chunk in scanner.chunks(entry, form.num_bytes * max(group, 1)):
         magnitudes = form.magnitudes(chunk)
         _count(facts, form, magnitudes)
         for n, m in fitting:
-            lives = (magnitudes != 0).reshape(-1, m, stride)
-            facts.num_kept[n, m] += int(np.count_nonzero(lives.sum(1, dtype=np.int32) <= n))
+            num_nonzero = (magnitudes != 0).reshape(-1, m, stride).sum(1, dtype=np.int32)
+            facts.num_kept[n, m] += int(np.count_nonzero(num_nonzero <= n))
         on_bytes(chunk.nbytes)
     return facts
 
@@ -150,19 +148,19 @@ def _inspect(
 def _inspect_others(
     scanner: Scanner, entry: TensorEntry, on_bytes: Callable[[int], None]
 ) -> TensorFacts:
-    """Zeros of what is no plain float."""
+    """Zeros, NaN and infinities of a tensor that is not of plain floats."""
     if not is_countable(entry.dtype):
         on_bytes(entry.nbytes)
         return TensorFacts(entry, num_zero=None)
-    found = []
+    counts = []
     for chunk in scanner.chunks(entry):
-        found.append(count_special(entry.dtype, chunk))
+        counts.append(count_special(entry.dtype, chunk))
         on_bytes(chunk.nbytes)
     return TensorFacts(
         entry,
-        num_zero=sum(each.num_zero for each in found),
-        num_nan=sum(each.num_nan for each in found),
-        num_inf=sum(each.num_inf for each in found),
+        num_zero=sum(count.num_zero for count in counts),
+        num_nan=sum(count.num_nan for count in counts),
+        num_inf=sum(count.num_inf for count in counts),
     )
 
 
@@ -177,5 +175,5 @@ def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> Non
     facts.num_nan += int(counts[last]) - num_inf
     counts[0] -= num_zero
     for exponent in np.flatnonzero(counts[:last]).tolist():
-        # A biased exponent of 0 is that of subnormals: below the power of two of 1.
+        # Subnormals have the biased exponent 0; they go one below the numbers with 1.
         facts.exponents[max(exponent, 1) - form.bias - (exponent == 0)] += int(counts[exponent])

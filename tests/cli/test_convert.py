@@ -75,5 +75,5 @@ def test_a_signal_leaves_nothing(source, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    assert b"nothing is left of it" in err
+    assert b"nothing was kept" in err
     assert [name for name in os.listdir(tmp_path) if name.startswith("new")] == []

@@ -69,8 +69,8 @@ def test_all_problems_at_once(sharded):
     (sharded / "generation_config.json").symlink_to(sharded / "nowhere")
     text = "\n".join(problems(sharded))
     for expected in (
-        "'../outside.safetensors' is no plain name", "'/etc/passwd' is no plain name",
-        "7 is no plain name", "model-00003-of-00002.safetensors is missing",
+        "'../outside.safetensors' is not a plain name", "'/etc/passwd' is not a plain name",
+        "7 is not a plain name", "model-00003-of-00002.safetensors is missing",
         "not in their file: d.weight", "does not list: b.weight",
         f"{SECOND}: tensor 'c.weight' claims the bytes", "quant_method 'gptq'",
         "generation_config.json is a link to",

@@ -227,7 +227,7 @@ def test_indices_that_do_not_fit(tmp_path):
     first, second = (f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2))
     for weight_map, text in [
         ({"a": first, "b": second, "c": second}, f"{second} lacks c"),
-        ({"a": first, "b": "../x.bin"}, "is no plain name"),
+        ({"a": first, "b": "../x.bin"}, "is not a plain name"),
         ({"a": first, "b": "gone.bin"}, "gone.bin is missing"),
         ({}, "no weight_map"),
     ]:
@@ -235,7 +235,7 @@ def test_indices_that_do_not_fit(tmp_path):
         assert text in refused(source, tmp_path / "target")
     path.write_text(json.dumps({"weight_map": {"a": first, "b": second}}))
     torch.save({"a": torch.ones(1), "b": torch.ones(1)}, source / second)
-    assert "a is in pytorch_model-00002-of-00002.bin and in a file" in refused(
+    assert "a is in pytorch_model-00002-of-00002.bin and in an earlier file" in refused(
         source, tmp_path / "target"
     )
 

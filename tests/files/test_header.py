@@ -89,7 +89,10 @@ BROKEN = {
     "negative": (encode({"x": ONE | {"data_offsets": [-8, 0]}}, bytes(8)), "not two sizes"),
     "float": (encode({"x": ONE | {"shape": [2.0]}}, bytes(8)), "not a list of sizes"),
     "bool": (encode({"x": ONE | {"shape": [True]}}, bytes(8)), "not a list of sizes"),
-    "overflow": (encode({"x": ONE | {"shape": [2**62, 2**62, 0]}}, bytes(8)), "has more than 2**63 - 1 elements"),
+    "overflow": (
+        encode({"x": ONE | {"shape": [2**62, 2**62, 0]}}, bytes(8)),
+        "has more than 2**63 - 1 elements",
+    ),
     "no shape": (encode({"x": {"dtype": "F32"}}, bytes(8)), "lacks one of"),
     "dtype": (encode({"x": ONE | {"dtype": 3}}, bytes(8)), "dtype that is not a string"),
     "metadata": (encode({"__metadata__": {"a": 1}, "x": ONE}, bytes(8)), "__metadata__"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distprune.files.selecting.kinds import Place, place_of, short_names
+from distprune.files.selecting.kinds import Role, role_of, short_names
 
 PLACES = {
     "model.layers.12.mlp.up_proj.weight": ("model.layers", (12,), "mlp.up_proj"),
@@ -37,7 +37,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", PLACES, ids=lambda name: name[:40])
 def test_a_name_says_where_a_tensor_is(name):
-    assert place_of(name) == Place(*PLACES[name])
+    assert role_of(name) == Role(*PLACES[name])
 
 
 def test_kinds_are_as_short_as_tells_them_apart():

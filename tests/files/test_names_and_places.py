@@ -84,7 +84,7 @@ def test_a_destination_whose_name_is_no_utf_8(write, tmp_path):
 
 def test_a_source_that_is_a_link_in_a_circle(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    assert "leads around in a circle" in refuse(tmp_path / "loop")
+    assert "it is a circular link" in refuse(tmp_path / "loop")
     (tmp_path / "gone").symlink_to("nowhere")
     assert "is a link to nowhere, which does not exist" in refuse(tmp_path / "gone")
 

@@ -55,7 +55,7 @@ def test_a_file_without_a_config_is_the_whole_checkpoint(tmp_path):
     (downloads / "other.safetensors").write_bytes(file_bytes(WEIGHTS))
     (downloads / "lora.safetensors").write_bytes(file_bytes(WEIGHTS))
     made = plan(downloads / "lora.safetensors", FileRecipe(0.5, masks=False))
-    assert "taken for the whole checkpoint" in made.checkpoint.note
+    assert "so it is the whole checkpoint" in made.checkpoint.note
     prune(made, downloads / "target")  # beside it, but not inside of what it is
     assert names_of(downloads / "target") == {
         "lora.safetensors", "README.md", "distprune/recipe.yaml", "distprune/report.json",
@@ -67,7 +67,7 @@ def test_a_file_says_which_of_several_is_meant(source):
     half = {name: tensor.half() for name, tensor in WEIGHTS.items()}
     (source / "model.fp16.safetensors").write_bytes(file_bytes(half))
     (source / "model.safetensors").rename(source / "weights.safetensors")
-    assert "Give the one that is meant" in refused(source)
+    assert "Give the right one" in refused(source)
     found = open_checkpoint(source / "model.fp16.safetensors")
     assert [entry.dtype for entry in found.tensors] == ["F16"]
     assert [name for name, _ in found.skipped] == ["weights.safetensors"]

@@ -15,7 +15,7 @@ from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
 from distprune.cli.progress import Meter, Reading
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.selecting.kinds import place_of
+from distprune.files.selecting.kinds import role_of
 
 if TYPE_CHECKING:
     from distprune.cli.plotting import Picture
@@ -205,7 +205,7 @@ def _tensor_values(facts: Any) -> dict[str, Any]:
     return {
         "name": entry.name,
         "file": entry.file,
-        "kind": place_of(entry.name).kind,
+        "kind": role_of(entry.name).kind,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "num_elements": entry.numel,

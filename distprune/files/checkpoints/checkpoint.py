@@ -1,6 +1,6 @@
-"""A checkpoint folder as it lies on disk: known by its headers and its index, never loaded.
+"""A checkpoint on disk, described by its headers and its index; weights are not loaded.
 
-Every problem of a folder is collected before anything is raised, so that one look tells all.
+All problems of a folder are collected, and raised as one error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from distprune.files.checkpoints.duplicates import is_weights, why_duplicate
 from distprune.files.checkpoints.foreign import what_to_do
-from distprune.files.checkpoints.locating import Place, locate
+from distprune.files.checkpoints.locating import Location, locate
 from distprune.files.disk.listing import (
     Listing,
     OtherFile,
@@ -31,7 +31,7 @@ _INDEX = ".safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
 SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
-# Formats whose stored numbers are no weights; fp8 is told by the dtype of the tensors.
+# Quantisation methods that are accepted: fp8 tensors are recognised by their dtype.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
 _MAX_INDEX_BYTES = 200_000_000
 
@@ -40,19 +40,19 @@ SourceFile: TypeAlias = WeightFile | OtherFile
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a folder holds.
+    """A checkpoint's files, tensors and config.
 
     Attributes:
-        folder: as it was given, or where it was found.
+        folder: from the caller, or of the snapshot that was found.
         files: the safetensors files, by name.
         index: name of the index file; None for a single file.
         config: of config.json; empty if there is none.
         others: files to copy, the index and the config among them.
         skipped: (name, reason) of what is not part of the checkpoint, and not copied.
-        folders: (name, permissions) of the folder ("") and of those in it that hold a file of the
+        folders: (name, permissions) of the folder ("") and of its subfolders with files of the
             checkpoint.
-        note: what a user should know of how it was found; may be empty.
-        is_alone: it is one file, and nothing else in the folder belongs to it.
+        note: a sentence for the user on how the checkpoint was found; may be empty.
+        is_alone: whether it is one file, to which nothing else in the folder belongs.
     """
 
     folder: str
@@ -66,8 +66,8 @@ class Checkpoint:
     is_alone: bool = False
 
     @property
-    def place(self) -> str:
-        """What it takes on the disk: the folder, or the one file; no result may lie inside."""
+    def root(self) -> str:
+        """The path of the folder, or of the one file; no result may be inside it."""
         return os.path.join(self.folder, self.files[0].name) if self.is_alone else self.folder
 
     @property
@@ -77,46 +77,46 @@ class Checkpoint:
 
     @property
     def unpruned_weights(self) -> tuple[str, ...]:
-        """Names of the other files that hold weights: they are copied as they are."""
+        """Names of other files that hold weights, which are copied unchanged."""
         return tuple(other.name for other in self.others if is_weights(other.name))
 
     @property
     def tensors(self) -> tuple[TensorEntry, ...]:
-        """Of all files, in the order of files and data."""
+        """The tensors of all files, in the order of files and data."""
         return tuple(tensor for file in self.files for tensor in file.tensors)
 
     @property
     def num_bytes(self) -> int:
-        """Of all safetensors files."""
+        """The size of all safetensors files."""
         return sum(file.size for file in self.files)
 
 
 def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkpoint:
     """Read the headers and the index of a checkpoint folder.
 
-    Understands one safetensors file or many with an index, links into a Hugging Face
-    cache, and folders that cannot be written to. Nothing is opened for writing.
+    Reads one safetensors file, or many with an index, also through links into a Hugging Face
+    cache and in read-only folders. Nothing is opened for writing.
 
     Args:
-        source: a folder, a safetensors file in it, or a model of the local hub cache: see
+        source: a folder, a safetensors file, or a model in the local hub cache: see
             :func:`distprune.files.checkpoints.locating.locate`.
-        follow_links: take links that lead out of the folder and its cache, too.
+        follow_links: also follow links that lead out of the folder and its cache.
 
     Raises:
-        CheckpointError: with every problem that was found.
+        CheckpointError: with all problems.
 
     Cost: a fraction of a millisecond per file; the weights are not read.
     """
-    place = locate(source)
-    folder = place.folder
-    if place.is_alone and place.file is not None:
-        listing = list_one(folder, place.file, follow_links=follow_links)
+    location = locate(source)
+    folder = location.folder
+    if location.is_alone and location.file is not None:
+        listing = list_one(folder, location.file, follow_links=follow_links)
     else:
         listing = list_files(
             folder, why_left_out, suffixes=(".safetensors", _INDEX), follow_links=follow_links
         )
     problems = listing.problems
-    index, shards, weight_map = _find_weights(place, listing, problems)
+    index, shards, weight_map = _find_weights(location, listing, problems)
     files = []
     outside = dict(listing.outside)
     if outside:
@@ -140,7 +140,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
             others.append(listing.files[name])
     if shards or index:  # else there is nothing to copy
         problems += unreadable(others if shards else listing.files.values())
-    problems = list(dict.fromkeys(problems))  # some are found twice
+    problems = list(dict.fromkeys(problems))  # without duplicates
     if problems:
         raise CheckpointError(headline(ascii_name(folder), problems), problems)
     return Checkpoint(
@@ -151,13 +151,13 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         others=tuple(others),
         skipped=tuple(sorted(listing.skipped)),
         folders=_folders_of((*files, *others), listing.folders),
-        note=place.note,
-        is_alone=place.is_alone,
+        note=location.note,
+        is_alone=location.is_alone,
     )
 
 
 def why_left_out(name: str) -> str | None:
-    """Of a folder that is no part of a checkpoint."""
+    """Why a subfolder is not part of a checkpoint; None if it is."""
     if name == SIDECAR:
         return "the report of an earlier pruning"
     return _NOT_COPIED_FOLDERS.get(os.path.basename(name))
@@ -166,20 +166,20 @@ def why_left_out(name: str) -> str | None:
 def _folders_of(
     files: Iterable[WeightFile | OtherFile], modes: dict[str, int]
 ) -> tuple[tuple[str, int], ...]:
-    """Those that hold one of the files, with their permissions; the folder itself is ""."""
+    """(name, permissions) of the folders that hold one of the files; the folder itself is ""."""
     names = {os.path.dirname(file.name) for file in files}
     above = {str(up) for name in names if name for up in PurePath(name).parents if str(up) != "."}
     return tuple((name, modes[name]) for name in sorted({"", *names, *above}))
 
 
 def _find_weights(
-    place: Place, listing: Listing, problems: list[str]
+    location: Location, listing: Listing, problems: list[str]
 ) -> tuple[str | None, list[str], dict[str, str]]:
     """The index, if there is one; the safetensors files of the checkpoint; the index's map."""
-    folder, top = place.folder, listing.top()
+    folder, top = location.folder, listing.top()
     indices = [name for name in top if name.endswith(_INDEX)]
-    if place.file is not None:
-        return _find_given(place, indices, problems)
+    if location.file is not None:
+        return _find_given(location, indices, problems)
     weights = [
         name
         for name in top
@@ -206,7 +206,7 @@ def _find_weights(
     elif weights:
         problems.append(
             f"has {len(weights)} safetensors files ({', '.join(weights[:3])}, ...) and no index; "
-            f"expected model{_INDEX} to say which belong together. Give the one that is meant, as "
+            f"expected model{_INDEX} to say which belong together. Give the right one, as "
             f"in {os.path.join(folder, weights[0])}."
         )
     elif not problems and not listing.outside:
@@ -215,25 +215,25 @@ def _find_weights(
 
 
 def _find_given(
-    place: Place, indices: list[str], problems: list[str]
+    location: Location, indices: list[str], problems: list[str]
 ) -> tuple[str | None, list[str], dict[str, str]]:
-    """As :func:`_find_weights`, for a weight file that was asked for by its name."""
+    """The same as :func:`_find_weights`, for a weight file that the user named."""
     for index in indices:
-        weight_map = _read_index(place.folder, index, [])  # of no use if it is broken
+        weight_map = _read_index(location.folder, index, [])  # problems of the index do not matter
         names = sorted(set(weight_map.values()))
-        if names == [place.file]:
+        if names == [location.file]:
             return index, names, weight_map
-        if place.file in names:
+        if location.file in names:
             problems.append(
-                f"{place.file} is one of the {len(names)} files that {index} lists, and no whole "
-                f"checkpoint. Give the folder: {place.folder}."
+                f"{location.file} is one of the {len(names)} files that {index} lists, and not a "
+                f"whole checkpoint. Give the folder: {location.folder}."
             )
             return None, [], {}
-    return None, [place.file or ""], {}
+    return None, [location.file or ""], {}
 
 
 def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
-    """The weight map of an index, without the files that it cannot mean."""
+    """The weight map of an index, without invalid names and missing files."""
     path = os.path.join(folder, name)
     try:
         if os.path.getsize(path) > _MAX_INDEX_BYTES:
@@ -257,7 +257,7 @@ def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
         else:
             bad.add(ascii(file)[:100])
     problems += [
-        f"{name}: {file} is no plain name of a safetensors file in this folder."
+        f"{name}: {file} is not a plain name of a safetensors file in this folder."
         for file in sorted(bad)
     ]
     missing = sorted({f for f in good.values() if not os.path.exists(os.path.join(folder, f))})
@@ -278,19 +278,19 @@ def _is_plain_name(file: object) -> bool:
 def _check_keys(
     files: list[WeightFile], weight_map: dict[str, str], index: str | None, is_whole: bool
 ) -> list[str]:
-    """Each tensor once, and where the index says."""
+    """Problems of tensors that occur twice, or in another file than the index says."""
     problems = []
     where: dict[str, list[str]] = {}
     for file in files:
         for tensor in file.tensors:
             where.setdefault(tensor.name, []).append(file.name)
     problems += [
-        f"tensor {name} is in {' and in '.join(found)}."
-        for name, found in where.items()
-        if len(found) > 1
+        f"tensor {name} is in {' and in '.join(names)}."
+        for name, names in where.items()
+        if len(names) > 1
     ]
     if not any(file.tensors for file in files) and is_whole and not problems and files:
-        problems.append("its safetensors files hold no tensor.")
+        problems.append("its safetensors files hold no tensors.")
     if index is None:
         return problems
     read = {file.name for file in files}
@@ -305,17 +305,17 @@ def _listed(names: Iterable[str], what: str, where: dict[str, Any]) -> list[str]
     names = list(names)
     if not names:
         return []
-    shown = ", ".join(f"{name} ({_place(where[name])})" for name in names[:4])
+    shown = ", ".join(f"{name} ({_first(where[name])})" for name in names[:4])
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return [f"{what}: {shown}{more}."]
 
 
-def _place(where: str | list[str]) -> str:
+def _first(where: str | list[str]) -> str:
     return where if isinstance(where, str) else where[0]
 
 
 def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str, Any]:
-    """config.json, which says whether weights are quantised or tied."""
+    """config.json; a quantised checkpoint is a problem."""
     if "config.json" not in listing.files:
         return {}
     try:

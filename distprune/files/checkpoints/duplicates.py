@@ -1,7 +1,7 @@
-"""Which files beside a checkpoint's weights hold the same weights once more.
+"""Files of a checkpoint that hold the same weights in another form.
 
-Beside pruned weights they would be stale: a program that prefers their form would load the dense
-ones. Only what is known to be a duplicate is left out. All else belongs to the checkpoint.
+They are not copied: beside pruned weights they would be stale, and a program that prefers their
+form would load dense weights. Only known duplicates are left out; all other files are copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import read_header
 
 _OTHER_FORM = "the same weights in another form; dense, so stale beside pruned ones"
-# Of files in the folder itself.
+# Patterns for files in the folder itself.
 _TOP = (
     "pytorch_model*.bin", "pytorch_model*.bin.index.json", "consolidated*.pth",
     "consolidated*.safetensors", "tf_model*.h5.index.json", "flax_model*.msgpack.index.json",
@@ -23,14 +23,14 @@ _TOP = (
     "openvino_model*.bin", "openvino_model*.xml", "*.tflite", "*.mlmodel", "model.ckpt.*",
     "*.ckpt.data-*", "*.ckpt.index", "*.ckpt.meta", "saved_model.pb",
 )  # fmt: skip
-# Of files wherever they lie.
+# Patterns for files in the folder or any subfolder.
 _ANYWHERE = (
     "*.onnx", "*.onnx_data*", "*.onnx.data", "*.gguf", "*.ggml", "*.h5", "*.msgpack",
     "ggml-model*.bin",
 )  # fmt: skip
-# Folders in the folder that hold nothing but another form, whatever their files are called.
+# Subfolders that hold nothing but another form.
 _FOLDERS = ("onnx", "openvino", "coreml", "metal")
-# Meta and OpenAI put the form that they train in beside that of transformers.
+# Meta and OpenAI put their own form into the subfolder "original".
 _ORIGINAL = ("*.pth", "*.pt", "*.bin", "*.safetensors", "*.safetensors.index.json")
 _MODEL = re.compile(r"model\.safetensors|model(\.[\w-]+)?-\d+-of-\d+\.safetensors")
 _INDEX = ".safetensors.index.json"
@@ -38,7 +38,7 @@ _INDEX = ".safetensors.index.json"
 _WEIGHTS = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.pkl",
 )  # fmt: skip
-# Pickles of a training run, which hold no weights of the model.
+# Files of training and of tokenizers, which hold no weights of the model.
 _NO_WEIGHTS = (
     "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "scaler*", "*vocab*",
     "*tokenizer*", "*sentencepiece*", "*.spm.bin",
@@ -46,13 +46,13 @@ _NO_WEIGHTS = (
 
 
 def why_duplicate(folder: str, name: str, tensors: Collection[str]) -> str | None:
-    """Why a file is known to hold the checkpoint's weights once more; None: it is not.
+    """Why a file is a duplicate of the checkpoint's weights; None if it is not known to be one.
 
     Args:
         folder: of the checkpoint.
         name: of the file, relative to it.
-        tensors: names of the checkpoint's tensors; a safetensors file in the folder that holds
-            no other ones is a duplicate.
+        tensors: names of the checkpoint's tensors; a safetensors file in the folder without other
+            names is a duplicate.
     """
     inner, base = os.path.split(name)
     first = name.split(os.sep)[0]
@@ -65,9 +65,9 @@ def why_duplicate(folder: str, name: str, tensors: Collection[str]) -> str | Non
     if inner:
         return None
     if base.endswith(_INDEX) or _MODEL.fullmatch(base):
-        return "weights of the model that are in no index of it, or another index"
+        return "weights that are not in the model's index, or another index"
     if base.endswith(".safetensors") and _holds_only(os.path.join(folder, name), tensors):
-        return "tensors of the same names once more"
+        return "a duplicate: tensors of the same names"
     return None
 
 
@@ -85,5 +85,5 @@ def _holds_only(path: str, tensors: Collection[str]) -> bool:
     try:
         names = [entry.name for entry in read_header(path).tensors]
     except CheckpointError:
-        return False  # unknown, so no duplicate
+        return False  # unreadable, so not known to be a duplicate
     return bool(names) and set(tensors).issuperset(names)

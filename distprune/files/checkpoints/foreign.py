@@ -1,4 +1,4 @@
-"""Folders that hold weights in a form that cannot be pruned as it is: what to do with them."""
+"""What to do with folders whose weights are in a form that distprune cannot read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_INSIDE = 8  # folders to look into for a checkpoint, and to name
+_NUM_SHOWN = 8  # subfolders in a message
 
 
 def what_to_do(folder: str, names: Collection[str]) -> str:
-    """A sentence on a folder that has no safetensors file of a model in it.
+    """What a folder without safetensors weights holds, and how to convert it.
 
     Args:
-        folder: to look at.
+        folder: its path.
         names: of all its files, relative to it.
+
+    Returns:
+        A sentence without its subject, the folder.
     """
     top = sorted(name for name in names if os.sep not in name)
 
@@ -23,19 +26,19 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
         return any(fnmatchcase(name, pattern) for name in top for pattern in patterns)
 
     inner = sorted({os.path.dirname(n) for n in names if n.endswith(".safetensors")} - {""})
-    listed = ", ".join(os.path.join(folder, each) for each in inner[:_INSIDE])
+    listed = ", ".join(os.path.join(folder, name) for name in inner[:_NUM_SHOWN])
     if has("model_index.json"):
         return (
-            "is a pipeline of diffusers (model_index.json), which is several models. Prune one of "
-            f"them ({listed or 'their folders hold no safetensors files'}), and put the result in "
-            "its place in a copy of the pipeline."
+            "is a pipeline of diffusers (model_index.json), which has several models. Prune one of "
+            f"them ({listed or 'their folders hold no safetensors files'}), and put the "
+            "result into a copy of the pipeline."
         )
     if has("consolidated*.safetensors"):
         name = next(name for name in top if fnmatchcase(name, "consolidated*.safetensors"))
         return (
             "holds Mistral's consolidated form (consolidated.safetensors, params.json). Take the "
             "model's form for transformers (model.safetensors), or give the file itself: "
-            f"{os.path.join(folder, name)}; look at what is selected with `distprune plan`."
+            f"{os.path.join(folder, name)}; check what is selected with `distprune plan`."
         )
     if has(".metadata", "*.distcp"):
         return (
@@ -72,4 +75,5 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
 
 
 def _is_of_training(name: str) -> bool:
+    """Whether a pickle belongs to a training run and not to the model."""
     return name.startswith(("training_args", "optimizer", "scheduler", "rng_state", "scaler"))

@@ -1,6 +1,6 @@
-"""Where a checkpoint lies: a folder, one safetensors file, or a model of the local hub cache.
+"""The location of a checkpoint: a folder, a safetensors file, or a model in the local hub cache.
 
-Nothing is downloaded, and the cache is read as files: no other package is needed.
+Nothing is downloaded. The cache is read as plain files, without the ``huggingface_hub`` package.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _INDEX = ".safetensors.index.json"
-_SHOWN = 8  # models of a cache in a message
+_NUM_SHOWN = 8  # models of a cache in a message
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint lies.
+class Location:
+    """The location of a checkpoint.
 
     Attributes:
         folder: an existing one.
-        file: the weight file in it that was asked for; None: whatever the folder's weights are.
-        is_alone: no other file of the folder belongs to ``file``.
-        note: what a user should know of it; "" if there is nothing to say.
+        file: the weight file in it that the user named; None: all weights of the folder.
+        is_alone: whether ``file`` is the whole checkpoint, without other files of the folder.
+        note: a sentence for the user on how the checkpoint was found; may be empty.
     """
 
     folder: str
@@ -40,15 +40,15 @@ class Place:
     note: str = ""
 
 
-def locate(source: str | Path) -> Place:
-    """Find the folder that a user means.
+def locate(source: str | Path) -> Location:
+    """Find the checkpoint that a path or name denotes.
 
-    A path that exists is what it says: a folder, a folder of the hub cache
-    (``models--org--name``: its main snapshot), a safetensors file or its index. Else a name is
-    looked for in the local hub cache ("org/name": what ``refs/main`` says).
+    A path that exists is a folder, a model's folder in the hub cache (``models--org--name``: its
+    main snapshot is used), a safetensors file or its index. Any other name is looked up in the
+    local hub cache ("org/name": the snapshot that ``refs/main`` names).
 
     Raises:
-        CheckpointError: there is nothing of that name, or nothing that can be read.
+        CheckpointError: the source does not exist or cannot be read.
 
     Cost: a few system calls; nothing is downloaded.
     """
@@ -56,20 +56,20 @@ def locate(source: str | Path) -> Place:
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
-        return _not_a_path(path)
-    except (OSError, ValueError) as error:  # ValueError: of a NUL byte
+        return _locate_name(path)
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         raise CheckpointError(f"{ascii_name(path)} cannot be read: {_reason(error)}.") from error
     if not is_folder:
-        return _file(path)
+        return _locate_file(path)
     name = os.path.basename(os.path.abspath(path))
     if name.startswith("models--") and os.path.isdir(os.path.join(path, "snapshots")):
         return _snapshot(path, path)
     _refuse_cache(path)
-    return Place(path)
+    return Location(path)
 
 
 def hub_cache() -> str:
-    """The folder in which the hub's downloads lie, by the variables that Hugging Face reads."""
+    """The folder of the hub's downloads, from the same variables that Hugging Face reads."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return os.path.expanduser(os.environ[variable])
@@ -81,25 +81,25 @@ def hub_cache() -> str:
 
 
 def _refuse_cache(path: str) -> None:
-    """A whole cache is no checkpoint, and has more files than one wants to look at."""
+    """Raise CheckpointError for a whole cache, which has too many files to list."""
     try:
-        models = sorted(each for each in os.listdir(path) if each.startswith("models--"))
+        models = sorted(name for name in os.listdir(path) if name.startswith("models--"))
     except OSError:
-        return  # whoever lists the folder says so
+        return  # an error when the folder is listed
     if models:
-        names = [each.removeprefix("models--").replace("--", "/") for each in models[:_SHOWN]]
-        more = f" and {len(models) - _SHOWN} more" if len(models) > _SHOWN else ""
+        names = [name.removeprefix("models--").replace("--", "/") for name in models[:_NUM_SHOWN]]
+        more = f" and {len(models) - _NUM_SHOWN} more" if len(models) > _NUM_SHOWN else ""
         raise CheckpointError(
             f"{ascii_name(path)} is a Hugging Face cache; expected one of its models, by its name: "
             f"{', '.join(map(ascii_name, names))}{more}."
         )
 
 
-def _file(path: str) -> Place:
+def _locate_file(path: str) -> Location:
     folder, name = os.path.split(path)
     folder = folder or os.curdir
     if name.endswith(_INDEX):
-        return Place(folder)
+        return Location(folder)
     if not name.endswith(".safetensors"):
         if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
             way = f"Convert it first: distprune convert {ascii_name(path)} NEW."
@@ -107,44 +107,49 @@ def _file(path: str) -> Place:
             way = "GGUF cannot be pruned: prune the safetensors checkpoint that it was made from."
         else:
             way = "Give a folder with safetensors files, or such a file."
-        raise CheckpointError(f"{ascii_name(path)} is a file, and no safetensors file. {way}")
+        raise CheckpointError(f"{ascii_name(path)} is a file, but not a safetensors file. {way}")
     if any(os.path.exists(os.path.join(folder, config)) for config in _CONFIGS):
-        return Place(folder, name)
+        return Location(folder, name)
     note = (
-        f"{ascii_name(path)} has no config.json beside it: it is taken for the whole checkpoint, "
-        "without the other files of its folder."
+        f"{ascii_name(path)} has no config.json beside it, so it is the whole checkpoint: "
+        "other files of its folder are ignored."
     )
-    return Place(folder, name, True, note)
+    return Location(folder, name, True, note)
 
 
-def _not_a_path(path: str) -> Place:
+def _locate_name(path: str) -> Location:
     url = _URL.match(path)
     if url is not None:
         raise CheckpointError(_about_url(*url.groups()))
     if os.path.islink(path):
-        goal = ascii_name(os.readlink(path))
-        raise CheckpointError(f"{ascii_name(path)} is a link to {goal}, which does not exist.")
+        target = ascii_name(os.readlink(path))
+        raise CheckpointError(f"{ascii_name(path)} is a link to {target}, which does not exist.")
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(
             f"{ascii_name(path)} does not exist; expected a folder with safetensors files, such a "
             "file, or the name of a model in the local Hugging Face cache (org/name)."
         )
     cache = hub_cache()
-    found = os.path.join(cache, "models--" + path.replace("/", "--"))
-    if not os.path.isdir(found):
+    model = os.path.join(cache, "models--" + path.replace("/", "--"))
+    if not os.path.isdir(model):
         way = f"To download it: hf download {path}." if "/" in path else "Check the name."
         raise CheckpointError(
             f"{path} does not exist, neither as a folder nor as a model in the Hugging Face cache "
             f"({ascii_name(cache)}). {way}"
         )
-    return _snapshot(found, path)
+    return _snapshot(model, path)
 
 
-def _snapshot(model: str, asked_for: str) -> Place:
-    """The snapshot of a model's folder in the cache that its main branch is."""
+def _snapshot(model: str, source: str) -> Location:
+    """The snapshot of a model's main branch.
+
+    Args:
+        model: its folder in the cache.
+        source: the user's name of it, for messages.
+    """
     snapshots = os.path.join(model, "snapshots")
     try:
-        there = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
+        commits = sorted(os.listdir(snapshots)) if os.path.isdir(snapshots) else []
         main = os.path.join(model, "refs", "main")
         commit = None
         if os.path.isfile(main):
@@ -154,15 +159,15 @@ def _snapshot(model: str, asked_for: str) -> Place:
         raise CheckpointError(
             f"{ascii_name(error.filename or model)} cannot be read: {error.strerror}."
         ) from error
-    if commit is None and len(there) == 1:
-        commit = there[0]
-    if commit in there:
+    if commit is None and len(commits) == 1:
+        commit = commits[0]
+    if commit is not None and commit in commits:
         folder = os.path.join(snapshots, commit)
-        return Place(folder, note=f"{asked_for} is {ascii_name(folder)}.")
-    found = f"is at {ascii_name(commit)}, which was not downloaded" if commit else "is unknown"
-    listed = ", ".join(ascii_name(os.path.join(snapshots, each)) for each in there)
-    way = f"Give one of its snapshots: {listed}" if there else "It has no snapshot: download it"
-    raise CheckpointError(f"{asked_for}: the main branch {found}. {way}.")
+        return Location(folder, note=f"{source} is {ascii_name(folder)}.")
+    state = f"is at {ascii_name(commit)}, which was not downloaded" if commit else "is unknown"
+    listed = ", ".join(ascii_name(os.path.join(snapshots, name)) for name in commits)
+    way = f"Give one of its snapshots: {listed}" if commits else "It has no snapshot: download it"
+    raise CheckpointError(f"{source}: the main branch {state}. {way}.")
 
 
 def _about_url(scheme: str, rest: str) -> str:
@@ -177,15 +182,14 @@ def _about_url(scheme: str, rest: str) -> str:
             f"`hf download {name}`, and give its name: {name}."
         )
     tools = {"s3": "aws s3 cp --recursive", "gs": "gcloud storage cp -r"}
-    way = (
-        f"Copy it to a local disk first ({tools[scheme]} {shown} DIR)"
-        if scheme in tools
-        else ("Copy it to a local disk first")
+    command = f" ({tools[scheme]} {shown} DIR)" if scheme in tools else ""
+    return (
+        f"{shown} is a URL; distprune reads local files. Copy it to a local disk first{command}, "
+        "and give that folder."
     )
-    return f"{shown} is a URL; distprune reads local files. {way}, and give that folder."
 
 
 def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return "it is a link that leads around in a circle"
+        return "it is a circular link"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

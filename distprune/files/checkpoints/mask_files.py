@@ -1,8 +1,8 @@
-"""Masks on disk: a bit per element, 1 = keep, in a safetensors file beside the weights.
+"""Masks on disk: one bit per element, 1 = keep, in a safetensors file beside the weights.
 
-A tensor of the file is U8, [ceil(numel / 8)], and holds the bits of the tensor of that name in
-row-major order, the first in the lowest bit. The metadata tell the shapes and, by the crc32 of
-the headers, the checkpoint.
+Each tensor of the file is U8, [ceil(numel / 8)], and holds the mask of the weight of the same name:
+row-major, the first element in the lowest bit. The metadata have the shapes of the weights and the
+crc32 of the headers of their files.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _FORMAT = "distprune-masks-1"
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """Where the masks of some tensors lie in a file.
+    """The layout of a mask file.
 
     Attributes:
-        header: the bytes that the file begins with.
-        starts: by name of the tensor, where its bits begin.
+        header: the first bytes of the file.
+        starts: by name of a tensor, the first byte of its mask.
         size: of the file.
     """
 
@@ -43,14 +43,14 @@ class MaskLayout:
 
 @dataclass(frozen=True)
 class MaskFile:
-    """Masks that were written; read a part with :func:`read_keep`.
+    """An existing mask file; :func:`read_keep` reads parts of it.
 
     Attributes:
         path: of the file.
-        shapes: by name, of the tensors that have a mask.
+        shapes: by name of a tensor, its shape.
         header_crcs: by name of a weight file, the crc32 of its header.
-        starts: by name, where the bits begin.
-        is_of_checkpoint: whether the names are those of a checkpoint, or of a model.
+        starts: by name of a tensor, the first byte of its mask.
+        is_of_checkpoint: whether names are those of a checkpoint; False: of a model's parameters.
     """
 
     path: str
@@ -66,12 +66,12 @@ def mask_layout(
     *,
     is_of_checkpoint: bool = False,
 ) -> MaskLayout:
-    """Lay out the masks of tensors, in this order.
+    """The layout of the masks of tensors, in this order.
 
     Args:
-        entries: tensors that get a mask.
-        files: of the checkpoint.
-        is_of_checkpoint: without files: whether the names are those of a checkpoint all the same.
+        entries: the tensors.
+        files: of the checkpoint; () if there is none.
+        is_of_checkpoint: whether names are those of a checkpoint although ``files`` is empty.
     """
     shapes = {entry.name: entry.shape for entry in entries}
     crcs = {file.name: file.header_crc for file in files}
@@ -98,7 +98,7 @@ def mask_layout(
 
 
 def open_masks(folder: str | Path) -> MaskFile:
-    """Find the masks of a pruned checkpoint.
+    """Read the header of a pruned checkpoint's mask file.
 
     Args:
         folder: of the checkpoint.
@@ -123,7 +123,7 @@ def open_masks(folder: str | Path) -> MaskFile:
     }:
         raise CheckpointError(f"{path}: the shapes in its metadata do not fit its tensors.")
     if not isinstance(crcs, dict) or not all(type(crc) is int for crc in crcs.values()):
-        raise CheckpointError(f"{path}: header_crc32 in its metadata is no map to numbers.")
+        raise CheckpointError(f"{path}: header_crc32 in its metadata is not a map to numbers.")
     return MaskFile(
         path=str(path),
         shapes={name: tuple(shape) for name, shape in shapes.items()},
@@ -134,7 +134,7 @@ def open_masks(folder: str | Path) -> MaskFile:
 
 
 def _encoded(text: str) -> bytes:
-    """A text of JSON, which may hold lone surrogates: no UTF-8, as the parser will say."""
+    """JSON as bytes. Lone surrogates become invalid UTF-8, which ``load_json`` reports."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -147,24 +147,27 @@ def _are_shapes(value: object) -> bool:
 
 
 def read_keep(masks: MaskFile, files: OpenFiles, name: str, first: int, last: int) -> np.ndarray:
-    """bool [last - first]: which of the elements [first, last) of a tensor are kept.
+    """The mask of the elements [first, last) of a tensor, from disk: bool [last - first].
 
     Args:
         files: opened for reading.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has become shorter.
     """
     start, stop = first // 8, -(-last // 8)
     packed = np.empty(stop - start, dtype=np.uint8)
-    read_into(files, masks.path, masks.starts[name] + start, memoryview(packed))
+    read_into(files, masks.path, masks.starts[name] + start, packed.data)
     return mask_bits.unpack(packed, first - 8 * start, last - 8 * start)
 
 
 class MaskWriter:
-    """Writes the bits of one run of elements, in pieces of any length.
+    """Writes the mask of consecutive elements, in pieces of any length.
 
     Args:
         files: opened for writing.
         path: of the mask file.
-        start: where in the file the run begins.
+        start: offset of the first byte.
     """
 
     def __init__(self, files: OpenFiles, path: str, start: int) -> None:
@@ -174,7 +177,7 @@ class MaskWriter:
         self._rest = np.empty(0, dtype=bool)
 
     def add(self, keep: np.ndarray) -> None:
-        """The next elements, bool, 1-d."""
+        """Write the next elements, bool, 1-d; up to seven of them wait for the next call."""
         if len(self._rest):
             keep = np.concatenate([self._rest, keep])
         whole = len(keep) // 8 * 8
@@ -182,12 +185,12 @@ class MaskWriter:
         self._rest = keep[whole:].copy()
 
     def finish(self) -> None:
-        """Write the last bits, if they fill no byte."""
+        """Write the last elements, padded to a byte."""
         self._write(self._rest)
         self._rest = self._rest[:0]
 
     def _write(self, keep: np.ndarray) -> None:
         if len(keep):
             packed = mask_bits.pack(keep)
-            write_from(self._files, self._path, self._offset, memoryview(packed))
+            write_from(self._files, self._path, self._offset, packed.data)
             self._offset += len(packed)

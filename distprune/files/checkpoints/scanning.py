@@ -21,7 +21,7 @@ class Scanner:
     """Reads tensors of one checkpoint.
 
     Args:
-        checkpoint: whose files are opened for reading, when they are needed.
+        checkpoint: its files are opened when they are needed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -34,8 +34,8 @@ class Scanner:
 
         Args:
             entry: a tensor of the checkpoint.
-            multiple: chunks, but for the last, have a multiple of so many bytes. One that is
-                larger than the buffer makes the buffer larger.
+            multiple: chunks, except the last, have a multiple of so many bytes; the buffer grows
+                if it is smaller than one multiple.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter.
@@ -45,11 +45,11 @@ class Scanner:
             yield self._read(entry, start, min(start + step, entry.stop))
 
     def sample(self, entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[Sample]:
-        """Chunks of tensors, in order: all of them, or a sample that favours no tensor.
+        """Chunks of tensors, in order: all of them, or a sample spread evenly over all tensors.
 
         Args:
             entries: tensors of the checkpoint.
-            max_bytes: roughly how much to read at most; all of it if that is enough.
+            max_bytes: roughly the most bytes to read.
 
         Raises:
             CheckpointError: the file cannot be read, or has become shorter.
@@ -60,18 +60,19 @@ class Scanner:
             for start in range(entry.start, entry.stop, _CHUNK)
         ]
         num_bytes = sum(stop - start for _, start, stop in pieces)
-        share = max_bytes / max(num_bytes, 1)
+        fraction = max_bytes / max(num_bytes, 1)
         for number, (entry, start, stop) in enumerate(pieces):
-            # Multiples of the golden ratio are spread evenly, and keep step with no layer's size.
-            if share >= 1 or number * _GOLDEN % 1 < share:
+            # Multiples of the golden ratio modulo 1 are even, and not periodic as layers are.
+            if fraction >= 1 or number * _GOLDEN % 1 < fraction:
                 yield entry, self._read(entry, start, stop)
 
     def _read(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
         if stop - start > len(self._buffer):
             self._buffer = np.empty(stop - start, np.uint8)
         chunk = self._buffer[: stop - start]
-        read_into(self._files, self._paths[entry.file], start, memoryview(chunk))
+        read_into(self._files, self._paths[entry.file], start, chunk.data)
         return chunk
 
     def close(self) -> None:
+        """Close the files."""
         self._files.close()

@@ -1,7 +1,7 @@
-"""How many numbers are zero, NaN and infinite, in tensors that are no plain floats.
+"""Counts of zero, NaN and infinite numbers in tensors that are not plain floats.
 
-Masks and comparisons know the formats of :mod:`distprune.files.checkpoints.scanning` only. This
-module serves ``inspect``: integers, booleans, complex numbers, and the formats of 8 and 4 bits.
+``inspect`` counts them in integers, booleans, complex numbers, and floats of 8 and 4 bits; other
+commands read plain floats only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INTEGERS = {
     "BOOL": np.uint8, "U8": np.uint8, "I8": np.uint8, "U16": np.uint16, "I16": np.uint16,
     "U32": np.uint32, "I32": np.uint32, "U64": np.uint64, "I64": np.uint64,
 }  # fmt: skip
-# By format of one byte: which bytes are zero, NaN and infinite.
+# By format of one byte, the bytes that are zero, NaN and infinite.
 _BYTES = {
     form.name: [
         [byte for byte in range(256) if test(byte)]
@@ -37,32 +37,35 @@ class SpecialValues:
 
 
 def is_countable(dtype: str) -> bool:
-    """Whether :func:`count_special` knows a dtype; it is spelt as in a header."""
+    """Whether :func:`count_special` accepts a dtype, spelt as in a header."""
     return dtype in _INTEGERS or dtype in _BYTES or dtype in ("C64", "F4")
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a dtype is one of real or complex floating-point numbers, of any width."""
+    """Whether a dtype is of real or complex floating-point numbers, of any width."""
     return dtype in FLOATS or dtype.startswith(("F", "C"))
 
 
 def count_special(dtype: str, raw: np.ndarray) -> SpecialValues:
-    """Count in a piece of a tensor.
+    """Count zeros, NaN and infinities in a piece of a tensor.
 
     A complex number is NaN, or infinite, if one of its parts is, as in torch.
 
     Args:
         dtype: one for which :func:`is_countable` is true.
-        raw: whole numbers, as uint8.
+        raw: uint8, 1-d; complete numbers.
     """
     if dtype in _INTEGERS:
         numbers = raw.view(_INTEGERS[dtype])
         return SpecialValues(numbers.size - int(np.count_nonzero(numbers)))
     if dtype == "C64":
         pairs = raw.view(np.complex64)
-        counts = (np.count_nonzero(test(pairs)) for test in (np.isnan, np.isinf))
-        return SpecialValues(pairs.size - int(np.count_nonzero(pairs)), *map(int, counts))
-    if dtype == "F4":  # two in a byte; the lower three bits of each are its magnitude
+        return SpecialValues(
+            num_zero=pairs.size - int(np.count_nonzero(pairs)),
+            num_nan=int(np.count_nonzero(np.isnan(pairs))),
+            num_inf=int(np.count_nonzero(np.isinf(pairs))),
+        )
+    if dtype == "F4":  # two numbers per byte; the lower three bits of each are its magnitude
         halves = (raw & 0x07, raw & 0x70)
         return SpecialValues(sum(half.size - int(np.count_nonzero(half)) for half in halves))
     counts = np.bincount(raw, minlength=256)

@@ -23,7 +23,7 @@ from distprune.files.errors import CheckpointError
 from distprune.files.formats import front_matter
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.reports.report import Report, TensorReport
-from distprune.files.selecting.kinds import place_of
+from distprune.files.selecting.kinds import role_of
 
 _TAGS = ("pruned", "sparse")
 # They tell of the source, and the hub would show them as facts about the result.
@@ -238,7 +238,7 @@ def _table(tensors: Sequence[TensorReport]) -> list[str]:
     """Sparsity by kind of weight: a line for each."""
     sums: dict[str, list[int]] = {}
     for tensor in tensors:
-        row = sums.setdefault(place_of(tensor.name).kind, [0, 0, 0])
+        row = sums.setdefault(role_of(tensor.name).kind, [0, 0, 0])
         for i, value in enumerate((1, tensor.num_elements, tensor.num_pruned)):
             row[i] += value
     lines = ["| kind of weight | tensors | elements | pruned | |", "|---|---:|---:|---:|---:|"]

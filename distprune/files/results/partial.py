@@ -95,7 +95,7 @@ class Partial:
             OutputError: the destination exists or is in use, another task is half done there,
                 something is in the way, or there is not enough room.
         """
-        check_place(self._task.checkpoint.place, self._destination)
+        check_place(self._task.checkpoint.root, self._destination)
         finished = self._find_finished()
         if finished is not None:
             self._remove_remains()

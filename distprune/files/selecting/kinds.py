@@ -1,8 +1,8 @@
-"""Which layer of a model a tensor belongs to, and which kind of weight it is, by its name.
+"""The layer and the kind of weight that a tensor's name indicates.
 
 Layers repeat: "model.layers.12.mlp.up_proj.weight" is the kind "mlp.up_proj" of layer 12 in the
-stack "model.layers". This is how a table or a picture of a hundred layers stays readable; nothing
-that is pruned depends on it.
+stack "model.layers". Tables and plots group tensors by kind, so that a hundred layers stay
+readable; what is pruned does not depend on it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _EXPERT = re.compile(r"experts?_[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor is.
+class Role:
+    """The position of a tensor in a model.
 
     Attributes:
-        stack: name of the list of layers; "" for a tensor outside of any.
-        layer: its number in the stack, or two numbers where stages have blocks; () for a tensor
-            outside of any.
+        stack: name of the list of layers; "" for a tensor outside of all layers.
+        layer: number in the stack, or two numbers where stages have blocks; () for a tensor outside
+            of all layers.
         kind: the rest of the name without ".weight"; all experts of a layer are one kind.
     """
 
@@ -30,18 +30,14 @@ class Place:
     kind: str
 
 
-def place_of(name: str) -> Place:
-    """Find the layer and the kind of a tensor.
-
-    Args:
-        name: of the tensor.
-    """
+def role_of(name: str) -> Role:
+    """The layer and the kind of a tensor, by its name."""
     parts = name.split(".")
     if len(parts) > 1 and parts[-1] == "weight":
         parts.pop()
     first = next((i for i, part in enumerate(parts) if _is_number(part)), None)
     if first is None:
-        return Place("", (), ".".join(parts))
+        return Role("", (), ".".join(parts))
     layer, inner = [int(parts[first])], parts[first + 1 :]
     if len(inner) > 2 and inner[0].endswith(("blocks", "layers")) and _is_number(inner[1]):
         layer.append(int(inner[1]))
@@ -50,11 +46,11 @@ def place_of(name: str) -> Place:
     for part in inner:
         if not (_is_number(part) and rest and rest[-1].endswith("experts")):
             rest.append("expert" if _EXPERT.fullmatch(part) else part)
-    return Place(".".join(parts[:first]), tuple(layer), ".".join(rest) or "weight")
+    return Role(".".join(parts[:first]), tuple(layer), ".".join(rest) or "weight")
 
 
 def short_names(kinds: Iterable[str]) -> dict[str, str]:
-    """As few last parts of each kind as tell it from all others: "mlp.up_proj" is "up_proj"."""
+    """By kind, the shortest ending that distinguishes it: "up_proj" for "mlp.up_proj"."""
     names: dict[str, str] = {}
     pending = list(dict.fromkeys(kinds))
     length = 1
