@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import attempt, world
-from distprune._common.naming import named_modules
+from distprune._common.collectives import world
+from distprune._common.naming import NamedParameter, named_modules
 from distprune._common.pruned_form import mask_key, orig_key
 from distprune.api.checkpoint_ties import check_masks_of_ties, to_be_masked
 from distprune.api.global_unstructured import global_unstructured
@@ -164,12 +164,19 @@ def load(
             )
         return keys, dense, has_records
 
-    plan, error = attempt(read_plan)
-    keys, dense, has_records = plan or ([], [], False)
-    if error is None and communicator.index == 0:
-        _, error = attempt(check_masks_of_ties, model, keys, reader)
-    facts = [("keys of the checkpoint", ", ".join(sorted(keys))), ("unmasked", unmasked)]
-    communicator.agree(facts, error)
+    def check_plan() -> tuple[list[str], list[str], bool]:
+        plan = read_plan()
+        if communicator.index == 0:
+            check_masks_of_ties(model, plan[0], reader)
+        return plan
+
+    keys, dense, has_records = communicator.run(
+        check_plan,
+        lambda plan: [
+            ("keys of the checkpoint", ", ".join(sorted(plan[0]))),
+            ("unmasked", unmasked),
+        ],
+    )
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
@@ -216,10 +223,13 @@ def prepare_for_load(
     Cost: memory for the masks; a few small all-reduces.
     """
     communicator = world(group)
-    pairs, error = attempt(to_be_masked, model, keys)
-    num_pairs = communicator.max(torch.tensor([0 if pairs is None else len(pairs)]))
-    communicator.agree(error=error)
-    if int(num_pairs[0]):
+    pairs: list[NamedParameter] = []
+
+    def count_pairs() -> Tensor:
+        pairs.extend(to_be_masked(model, keys))
+        return torch.tensor([len(pairs)])
+
+    if int(communicator.reduce(1, count_pairs, "max")[0]):
         global_unstructured(pairs, Identity, group=group)
 
 

@@ -20,6 +20,7 @@ import builtins
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -136,10 +137,13 @@ class Communicator:
             result = step()
             return result, () if facts_of is None else facts_of(result)
 
-        done, error = attempt_all(run_step)
-        self.agree(() if done is None else done[1], error)
-        assert done is not None
-        return done[0]
+        outcome = attempt_all(run_step)
+        if isinstance(outcome, Failed):
+            self.agree(error=outcome.error)
+            raise AssertionError("agree raises what it is given") from outcome.error
+        result, facts = outcome
+        self.agree(facts)
+        return result
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum an int64 tensor over all ranks (modulo 2**64).
@@ -341,15 +345,25 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def attempt(function: Callable[..., T], *args: Any) -> tuple[T | None, Exception | None]:
-    """Call and return (result, None) or (None, error): see [Note: all or none]."""
+@dataclass(frozen=True)
+class Failed:
+    """The outcome of a local step that raised."""
+
+    error: BaseException
+
+
+def attempt(function: Callable[..., T], *args: Any) -> T | Failed:
+    """Call, and return the result, or what was raised: see [Note: all or none].
+
+    Interrupts and exits are raised at once; see :func:`attempt_all`.
+    """
     try:
-        return function(*args), None
+        return function(*args)
     except Exception as error:  # whatever it is, every rank is to raise it
-        return None, error
+        return Failed(error)
 
 
-def attempt_all(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
+def attempt_all(function: Callable[..., T], *args: Any) -> T | Failed:
     """The same, and interrupts and exits are errors too: what ends this rank ends the call.
 
     So is an interrupt that waits; see :meth:`Communicator.exclusively`.
@@ -358,8 +372,13 @@ def attempt_all(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseE
         result = function(*args)
         raise_waiting_interrupt()
     except BaseException as error:
-        return None, error
-    return result, None
+        return Failed(error)
+    return result
+
+
+def error_of(outcome: object) -> BaseException | None:
+    """What an attempt raised; None if it returned."""
+    return outcome.error if isinstance(outcome, Failed) else None
 
 
 def _reduction_device(group: dist.ProcessGroup) -> torch.device:

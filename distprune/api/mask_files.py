@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common import mask_bits
-from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.collectives import Communicator, attempt, error_of, world
 from distprune._common.naming import NamedParameter
 from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.api.parameter_places import all_places, find_places
@@ -85,22 +85,23 @@ def save_masks(
         count_live_and_compare(targets, False, communicator)
         keeps_names = names == "model" or pipeline_parallel
         plan = communicator.run(lambda: _as_saved(model, targets, keeps_names))
-        writer, error = None, None
+        writer = None
         if communicator.index == 0:
-            writer, error = attempt(_Writer, Path(folder), plan, targets)
+            writer = attempt(_Writer, Path(folder), plan, targets)
+        error = error_of(writer)
         for target in targets:
             try:
                 words = _whole_bits(target.shard, communicator)
             except BaseException:  # of a step on any rank, or of the network
-                if writer is not None:
+                if isinstance(writer, _Writer):
                     writer.abandon()
                 raise
-            if error is None and writer is not None:
-                _, error = attempt(writer.add, target.label, words)
-        if error is None and writer is not None:
-            _, error = attempt(writer.finish)
-        if error is not None and writer is not None:
-            writer.abandon()
+            if isinstance(writer, _Writer) and error is None:
+                error = error_of(attempt(writer.add, target.label, words))
+        if isinstance(writer, _Writer):
+            error = error or error_of(attempt(writer.finish))
+            if error is not None:
+                writer.abandon()
         communicator.agree(error=error)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune._common.collectives import attempt, is_distributed, world
+from distprune._common.collectives import is_distributed, world
 from distprune._common.naming import unwrap
 from distprune._common.pruned_form import (
     mask_key,
@@ -72,13 +72,15 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
     Cost: every parameter is gathered, in turn, and rank 0 holds the whole model on the CPU.
     """
     communicator = world()
-    saved, error = attempt(_check_pretrained, model, kwargs)
-    communicator.agree(error=error)
+    saved = communicator.run(lambda: _check_pretrained(model, kwargs))
     check_writable(model)
-    state, error = attempt(_gather, model)
-    if error is None and communicator.index == 0:
-        _, error = attempt(_write_pretrained, model, saved, state, path, kwargs)
-    communicator.agree(error=error)
+
+    def gather_and_write() -> None:
+        state = _gather(model)
+        if communicator.index == 0:
+            _write_pretrained(model, saved, state, path, kwargs)
+
+    communicator.run(gather_and_write)
 
 
 def _check_pretrained(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, attempt_all, world
+from distprune._common.collectives import Communicator, attempt_all, error_of, world
 from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.masks.attach import Transaction, unregister
 from distprune.masks.checks import (
@@ -146,7 +146,7 @@ def _put_back_everywhere(
     """
     transaction = Transaction()
     with torch.inference_mode(False), torch.no_grad():
-        _, failure = attempt_all(_put_back, detached, transaction)
+        failure = error_of(attempt_all(_put_back, detached, transaction))
     ending = None if isinstance(raised, Exception) else raised
     failed = torch.tensor([int(failure is not None)])
     if bool(failed if ending is not None else communicator.max(failed)):

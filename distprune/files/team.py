@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator, attempt
+from distprune._common.collectives import Communicator, Failed, attempt, error_of
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -144,7 +144,7 @@ class Team:
             except ValueError as error:
                 raise RanksError(str(error)) from error
 
-    def check(self, error: Exception | None) -> None:
+    def check(self, error: BaseException | None) -> None:
         """Raise the error of the first rank that has one, on every rank."""
         if self.size == 1:
             if error is not None:
@@ -159,16 +159,17 @@ class Team:
 
     def attempt(self, function: Callable[..., T], *args: object) -> T:
         """Call on every rank; if it raises on one, raise that on all."""
-        result, error = attempt(function, *args)
-        self.check(error)
-        return result  # type: ignore[return-value]
+        outcome = attempt(function, *args)
+        self.check(error_of(outcome))
+        assert not isinstance(outcome, Failed)  # check has raised
+        return outcome
 
     def from_leader(self, function: Callable[..., T], *args: object) -> T:
         """Call on the leader, and give every rank its result, which has to be JSON."""
-        result, error = attempt(function, *args) if self.is_leader else (None, None)
-        self.check(error)
+        result = attempt(function, *args) if self.is_leader else None
+        self.check(error_of(result))
         if self.size == 1:
-            return result  # type: ignore[return-value]
+            return cast("T", result)  # the only rank is the leader
         with _noticing_lost_ranks():
             texts, _ = self._communicator.distinct_texts(
                 json.dumps(result) if self.is_leader else ""
@@ -211,7 +212,7 @@ class Team:
         self.expect(phase, total_bytes, num_done)
         before = 0
         mine, is_finished = 0, False
-        error: Exception | None = None
+        error: BaseException | None = None
         while True:
             is_stopped = False
             until = time.monotonic() + _ROUND_SECONDS
@@ -219,9 +220,10 @@ class Team:
                 is_stopped = self._stop()
                 if is_stopped:
                     break
-                step, error = attempt(next, steps, None)
-                is_finished = step is None
-                mine += step or 0
+                step = attempt(next, steps, None)
+                error = error_of(step)
+                is_finished = not isinstance(step, int)
+                mine += step if isinstance(step, int) else 0
             facts = [error is not None, is_stopped or self._stop(), not is_finished, mine]
             failed, stopped, unfinished, num_bytes = self.sum(
                 torch.tensor(facts, dtype=torch.int64)
@@ -243,7 +245,7 @@ class Team:
         return Progress(phase, done, total, self._pace.bytes_per_second)
 
 
-def _packed(error: Exception, rank: int) -> str:
+def _packed(error: BaseException, rank: int) -> str:
     error = explained(error) or error
     kind = type(error).__name__ if isinstance(error, FilesError) else FilesError.__name__
     headline = (

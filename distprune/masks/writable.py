@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from distprune._common.collectives import attempt, world
+from distprune._common.collectives import world
 from distprune._common.naming import named_modules
 from distprune._common.pruned_form import is_dtensor
 from distprune.torch_private.wrapper import managed_parameters
@@ -29,8 +29,7 @@ def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> No
 
     Cost: arithmetic on shapes; one all-reduce of 40 bytes.
     """
-    _, error = attempt(_check_boxes, model)
-    world(group).agree(error=error)
+    world(group).run(lambda: _check_boxes(model))
 
 
 def _check_boxes(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, attempt, world
+from distprune._common.collectives import Communicator, Failed, attempt, error_of, world
 from distprune._common.naming import unwrap
 from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.masks.hook import PruningHook
@@ -244,10 +244,12 @@ def _inspected(
     local = Local([], {}, wanted=wanted or [], places=places)
     taken: set[str] = set()
     for place in places:
-        _, error = attempt(structure.check, place, reader, managed)
-        shard, problem = None, error
-        if error is None and place.is_readable:
-            shard, problem = attempt(reader.read, place.module, place.name, place.path)
+        checked = attempt(structure.check, place, reader, managed)
+        outcome: LocalShard | Failed | None = checked
+        if not isinstance(checked, Failed) and place.is_readable:
+            outcome = attempt(reader.read, place.module, place.name, place.path)
+        shard = None if isinstance(outcome, Failed) else outcome
+        problem = error_of(outcome)
         if problem is not None:
             place.problems.append(f"cannot be read: {type(problem).__name__}: {problem}")
         key: Hashable = (id(place.module), place.name) if shard is None else shard.key
@@ -303,8 +305,9 @@ def _measure(
     is_on_part = shard.ranks is None or len(shard.ranks) < communicator.size
     has_replicas = shard.num_replicas > 1 or (communicator.size > 1 and is_on_part)
     product = _product(place, shard)
-    numbers, error = attempt(lambda: measure(shard, product, compares_weight=has_replicas))
-    if numbers is None:
+    numbers = attempt(lambda: measure(shard, product, compares_weight=has_replicas))
+    if isinstance(numbers, Failed):
+        error = numbers.error
         entry.problems.append(f"cannot be read: {type(error).__name__}: {error}")
         return
     entry.shard, entry.numbers = shard, numbers

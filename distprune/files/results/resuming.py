@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from distprune._common.collectives import attempt
+from distprune._common.collectives import attempt, error_of
 from distprune.files.disk.journal import Journal
 from distprune.files.disk.open_files import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, format_size
@@ -207,7 +207,7 @@ class _CarryingOut:
                 self._team.work(self._steps(mine, worker, journal), "write", num_done, total)
             finally:
                 # What is done counts, whatever stopped the rest; an error here comes second.
-                _, error = attempt(journal.flush)
+                error = error_of(attempt(journal.flush))
             self._team.check(error)
         finally:
             worker.outputs.close()
