@@ -1,0 +1,74 @@
+"""The documentation builds without a warning, lacks no public name, and shows a short path."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from examples_of_pages import DOCS, ROOT
+
+import distprune
+
+MAX_FRAMES = 11  # from global_unstructured to the kernel that reads every element
+MODULES = ("schedule", "checkpoint", "testing")
+PARTS = ROOT / "build" / "docs_parts"
+
+
+def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_public_name_is_in_the_api():
+    documented = set()
+    for page in (DOCS / "api").glob("*.md"):
+        documented.update(re.findall(r"^::: distprune\.(\S+)$", page.read_text(), re.MULTILINE))
+    public = {name for name in distprune.__all__ if name not in MODULES}
+    for module in MODULES:
+        names = importlib.import_module(f"distprune.{module}").__all__
+        public |= {f"{module}.{name}" for name in names}
+    assert public <= documented, public - documented
+
+
+@pytest.mark.slow
+def test_the_path_of_a_call_is_short():
+    text = run("docs/trace_of_a_call.py")
+    lengths = text.partition("frames to each kernel")[2].partition("files of the package")[0]
+    frames = re.findall(r"^ *(\d+)  (\w+)$", lengths, re.MULTILINE)
+    assert "scan" in [kernel for _, kernel in frames], text
+    assert max(int(count) for count, _ in frames) <= MAX_FRAMES, text
+
+
+def test_links_of_the_readme_lead_to_pages_and_headings():
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
+        file, _, anchor = target.partition("#")
+        assert (ROOT / file).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+            words = (re.sub(r"[^\w\s-]", "", title).split() for title in headings)
+            assert anchor in {"-".join(title).lower() for title in words}, target
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    run("docs/trace_of_a_call.py", PARTS / "trace_of_a_call.txt")
+    run("docs/help_of_commands.py", PARTS / "help_of_commands.md")
+    run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path)
+    page = (tmp_path / "one_call.html").read_text()
+    assert "from global_unstructured to the kernel scan" in page
+    assert "L1Unstructured.decide" in page
+    for page in tmp_path.rglob("*.html"):
+        elsewhere = re.findall(
+            r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?(https?:[^">]+)', page.read_text()
+        )
+        assert not elsewhere, page
