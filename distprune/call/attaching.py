@@ -16,7 +16,7 @@ from distprune.call.context import Decision
 from distprune.masks.attach import Transaction
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import MaskRecord, Member, Selection, join, new_token
+from distprune.masks.record import CallRecord, MaskRecord, Member, join, new_token
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.target import Target
 
@@ -40,7 +40,7 @@ def attach_masks(
     Cost: one write of the masks; an all-reduce of 32 bytes per parameter, of counts, fingerprints,
     and whether replicas have the same masks.
     """
-    selection = _selection(decision, targets, num_live, arguments.pipeline_parallel)
+    call_record = _call_record(decision, targets, num_live, arguments.pipeline_parallel)
     transaction = Transaction()
     hooks: list[list[PruningHook]] = [[] for _ in targets]
     earlier: list[Member | None] = []
@@ -83,7 +83,7 @@ def attach_masks(
     except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
         raise
-    selection = replace(selection, num_pruned=sum(pruned for pruned, *_ in shared))
+    call_record = replace(call_record, num_pruned=sum(pruned for pruned, *_ in shared))
     members = []
     for target, live, of_target, row in zip(targets, num_live, hooks, shared, strict=True):
         pruned, fingerprint, *_ = row
@@ -93,15 +93,15 @@ def attach_masks(
             hook.record = MaskRecord(fingerprint, target.shard.numel - live + pruned)
             hook.member = members[-1]
             position = len(members) - 1
-            hook.selection = replace(selection, position=position, sample=samples[position])
+            hook.call_record = replace(call_record, position=position, sample=samples[position])
     join(members, earlier)
     return [pruned for pruned, *_ in shared]
 
 
-def _selection(
+def _call_record(
     decision: Decision, targets: Sequence[Target], num_live: Sequence[int], is_joined: bool
-) -> Selection:
-    """How the masks of a call were chosen, for who wants to repeat it."""
+) -> CallRecord:
+    """How the masks of a call were chosen, for ``verify``, which can repeat it."""
     obstacle = None
     if not decision.is_by_magnitude:
         obstacle = "it was not pruned by magnitude alone"
@@ -109,4 +109,4 @@ def _selection(
         obstacle = "a parameter of its call was pruned before, and that mask is gone"
     elif is_joined:
         obstacle = "the ranks may have different parameters (pipeline_parallel)"
-    return Selection(new_token(), 0, len(targets), 0, None, obstacle)
+    return CallRecord(new_token(), 0, len(targets), 0, None, obstacle)

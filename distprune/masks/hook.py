@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distprune._common.lost import lost_mask
 from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
-from distprune.masks.record import MaskRecord, Member, Selection
+from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import live_property
 from distprune.torch_private.wrapper import is_managed
 
@@ -29,14 +29,14 @@ class PruningHook:
         _tensor_name: which parameter of the module is pruned.
         record: what the last pruning of the parameter left; None if that is not known.
         member: the parameter among those that it was pruned with, if that is known.
-        selection: how the last pruning chose the mask; None if that is not known.
+        call_record: how the last pruning chose the mask; None if that is not known.
         layout: how the parameter lay when the mask was put on it; None if a wrapper has it.
     """
 
     _tensor_name: str
     record: MaskRecord | None = None
     member: Member | None = None
-    selection: Selection | None = None
+    call_record: CallRecord | None = None
     layout: str | None = None
     # Of the parameter, then. (torch.utils.swap_tensors refuses what a weak reference refers to.)
     _parameter_id: int | None = None

@@ -25,7 +25,7 @@ class MaskRecord:
 
 
 @dataclass(frozen=True)
-class Selection:
+class CallRecord:
     """How a parameter's mask was chosen by its last pruning, as far as that can be repeated.
 
     Attributes:

@@ -181,7 +181,7 @@ class BasePruningMethod(PruningHook, ABC):
         num_pruned = int((mask == 0).sum())
         hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)
         hook.member = Member(shard.name, False, module)
-        hook.selection = None
+        hook.call_record = None
         join([hook.member], [None if present is None else present[1].member])
         return hook
 

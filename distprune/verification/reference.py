@@ -16,7 +16,7 @@ from torch import Tensor
 from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS
 from distprune.masks.hook import PruningHook
-from distprune.masks.record import Selection
+from distprune.masks.record import CallRecord
 from distprune.shards.shard import LocalShard
 from distprune.verification.sharing import Found, leader_of
 
@@ -99,25 +99,25 @@ def _calls(
     unknown = []
     for each in found:
         hook = next(iter(hooks.get(each.name, ())), None)
-        if hook is None or hook.selection is None or each.shard is None:
+        if hook is None or hook.call_record is None or each.shard is None:
             unknown.append(each.name)
         else:
-            known = by_token.setdefault(hook.selection.token, [])
-            known.append((hook.selection.position, each, hook))
+            known = by_token.setdefault(hook.call_record.token, [])
+            known.append((hook.call_record.position, each, hook))
     calls = []
     for members in by_token.values():
         members.sort(key=lambda member: member[0])
-        selection = members[0][2].selection
-        assert selection is not None
-        obstacle = selection.obstacle
-        if obstacle is None and len(members) != selection.num_parameters:
+        record = members[0][2].call_record
+        assert record is not None
+        obstacle = record.obstacle
+        if obstacle is None and len(members) != record.num_parameters:
             obstacle = (
-                f"{selection.num_parameters} parameters were ranked together, and "
+                f"{record.num_parameters} parameters were ranked together, and "
                 f"{len(members)} of them are still pruned by that call in this model"
             )
-        has_changed = any(not _is_same(hook.selection, each.shard) for _, each, hook in members)
+        has_changed = any(not _is_same(hook.call_record, each.shard) for _, each, hook in members)
         found_members = [each for _, each, _ in members]
-        calls.append(_Call(found_members, selection.num_pruned, obstacle, has_changed))
+        calls.append(_Call(found_members, record.num_pruned, obstacle, has_changed))
     return calls, unknown
 
 
@@ -131,13 +131,13 @@ def _describe(calls: Sequence[_Call]) -> list[tuple[str, str]]:
     ]
 
 
-def _is_same(selection: Selection | None, shard: LocalShard | None) -> bool:
+def _is_same(record: CallRecord | None, shard: LocalShard | None) -> bool:
     """Whether a sample of the weights is that of the pruning."""
-    if selection is None or selection.sample is None or shard is None:
+    if record is None or record.sample is None or shard is None:
         return False
     sample = shard.sample()
-    return sample.shape == selection.sample.shape and torch.equal(
-        sample, selection.sample.to(sample.device, sample.dtype)
+    return sample.shape == record.sample.shape and torch.equal(
+        sample, record.sample.to(sample.device, sample.dtype)
     )
 
 
