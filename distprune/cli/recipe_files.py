@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 from distprune.files.errors import SelectionError
-from distprune.recipe import Recipe, load_recipe
-
-
-def shipped() -> dict[str, Path]:
-    """The recipes in this package, by name."""
-    folder = Path(str(resources.files("distprune.cli") / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+from distprune.recipe import Recipe, load_recipe, shipped_recipes
 
 
 def complete(incomplete: str) -> list[str]:
     """Names of shipped recipes for the shell, which completes names of files by itself."""
-    return [name for name in shipped() if name.startswith(incomplete)]
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 
 def find(name: str) -> Path:
@@ -26,7 +19,7 @@ def find(name: str) -> Path:
     Raises:
         SelectionError: there is neither.
     """
-    known = shipped()
+    known = shipped_recipes()
     if name in known:
         return known[name]
     path = Path(name)
@@ -42,13 +35,16 @@ def read(name: str) -> Recipe:
     """A checked recipe, by path or name.
 
     Raises:
-        SelectionError: no such recipe, PyYAML is missing, or with all that is wrong in it.
+        SelectionError: there is no such recipe, a package is missing, or the recipe is wrong;
+            with every problem.
     """
     path = find(name)
     try:
         return load_recipe(path)
     except ImportError as error:
-        raise SelectionError("recipes need PyYAML: pip install 'distprune[cli]'") from error
+        raise SelectionError(
+            "recipes need PyYAML and pydantic: pip install 'distprune[cli]'"
+        ) from error
     except ValueError as error:
         raise SelectionError(str(error)) from error
     except OSError as error:

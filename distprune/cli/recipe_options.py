@@ -128,7 +128,14 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     for key in ("include", "also", "exclude"):
         if key in given:
             given[key] = tuple(given[key])
-    return FileRecipe(**fields | given)
+    if not groups and not {"sparsity", "pattern"} & (fields | given).keys():
+        raise SelectionError(
+            "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
+        )
+    try:
+        return FileRecipe(**fields | given)
+    except ImportError as error:
+        raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
 
 
 def _refuse_in_groups(name: str | None, count: int, given: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Recipes for checkpoints on disk; those for models are distprune.recipe."""
+"""Recipes: read, checked, and made into a pruner or into a recipe for a checkpoint."""

@@ -1,4 +1,4 @@
-"""Recipes in YAML, for checkpoints: the same files as for models, less what only training has.
+"""Recipes for checkpoints: the same files as for models, without what only training has.
 
 recipe = load_file_recipe("recipe.yaml")
 prune(plan("Llama-3-8B", recipe), "Llama-3-8B-sparse")
@@ -11,7 +11,9 @@ from typing import Any
 
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.recipe import Recipe, RecipeGroup, load_recipe
+from distprune.recipes.groups import RecipeGroup
+from distprune.recipes.reading import load_recipe
+from distprune.recipes.records import Recipe
 from distprune.schedule.functions import OneShot
 
 

@@ -1,13 +1,14 @@
 """What all commands share: help, exit codes, stdout and stderr; recipes and env."""
 
+import json
+
 import pytest
 from commands import start
 
-from distprune.cli import schema
-from distprune.cli.commands.recipe import shipped
 from distprune.cli.console import percent
 from distprune.files.errors import format_size
-from distprune.recipe import _GROUP_KEYS, _KEYS, _SCHEDULE_KEYS, load_recipe
+from distprune.recipe import load_recipe, shipped_recipes
+from distprune.recipes.schema import recipe_schema
 
 HELPS = """
 import sys
@@ -26,7 +27,7 @@ root = typer.main.get_command(app)
 for name in ["", *root.commands]:
     helps(*filter(None, [name]))
 helps("recipe", "show")
-heavy = {"torch", "numpy", "yaml", "matplotlib", "safetensors"} & set(sys.modules)
+heavy = {"torch", "numpy", "yaml", "pydantic", "matplotlib", "safetensors"} & set(sys.modules)
 assert not heavy, heavy
 """
 
@@ -45,7 +46,7 @@ def test_help_teaches_and_does_not_import_torch():
     [
         (["bogus"], "No such command"),
         (["recipe", "show"], "Missing argument"),
-        (["recipe", "show", "nope"], "expected a YAML file, or one of by_kind_of_layer, layer_50"),
+        (["recipe", "show", "nope"], "expected a YAML file, or one of attention_and_mlp, by_kind"),
         (["env", "no/such/folder"], "no/such/folder does not exist"),
     ],
 )
@@ -68,25 +69,28 @@ def test_a_wrong_recipe_names_every_problem(run, tmp_path):
 
 def test_shipped_recipes_are_listed_shown_and_valid(run):
     listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
-    assert set(listed) == set(shipped()) and len(listed) == 6
+    assert set(listed) == set(shipped_recipes()) and len(listed) == 8
     for name, about in listed.items():
         assert about in run("recipe", "ls").out
         text = run("recipe", "show", name).out
-        assert text.strip() == shipped()[name].read_text().strip()
+        assert text.strip() == shipped_recipes()[name].read_text().strip()
         shown = run("recipe", "show", name, "--json").json
-        assert shown == load_recipe(shipped()[name]).as_mapping()
+        assert shown == load_recipe(shipped_recipes()[name]).as_mapping()
 
 
-def test_the_schema_has_the_keys_that_recipes_have(run):
-    found = run("recipe", "schema").json
-    assert found == schema.recipe_schema()
-    assert set(found["properties"]) == set(_KEYS)
-    assert set(found["properties"]["groups"]["items"]["properties"]) == set(_GROUP_KEYS)
-    kinds = found["properties"]["schedule"]["oneOf"]
-    assert [set(kind["properties"]) for kind in kinds] == [
-        set(_SCHEDULE_KEYS["one_shot"]),
-        set(_SCHEDULE_KEYS["cubic"]),
-    ]
+def test_the_schema_has_the_keys_of_recipes_and_no_null(run):
+    schema = run("recipe", "schema").json
+    assert schema == json.loads(json.dumps(recipe_schema()))
+    assert schema["title"] == "A recipe of distprune" and schema["required"] == ["version"]
+    group = schema["$defs"]["GroupForm"]
+    assert group["required"] == ["select"]
+    top = {"version", "seed", "nan", "output", "groups"}
+    assert set(schema["properties"]) == set(group["properties"]) | top
+    ramp, one_shot = (schema["$defs"][name] for name in ("RampForm", "OneShotForm"))
+    assert ramp["properties"]["kind"] == {"enum": ["linear", "cubic"], "type": "string"}
+    assert one_shot["properties"]["sparsity"] == {"maximum": 1, "minimum": 0, "type": "number"}
+    assert "null" not in json.dumps(schema)
+    assert all(table["additionalProperties"] is False for table in schema["$defs"].values())
 
 
 def test_env_says_what_a_report_needs(run, tmp_path):

@@ -1,18 +1,23 @@
 """Recipes have one form: what the Python API writes, ``-r`` and ``load_recipe`` read again."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distprune.files import planning, pruning
+from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.recipe import load_recipe
-from distprune.recipes.checkpoints import load_file_recipe
+from distprune.recipe import RecipeError, load_recipe, parse_recipe
+from distprune.recipes.checkpoints import file_recipe, load_file_recipe
 from helpers import tiny_checkpoints
 
 yaml = pytest.importorskip("yaml")
+FILE_FIELDS = [field.name for field in fields(FileRecipe)]
+FIELDS = [*FILE_FIELDS, "schedule", "select", "limits", "output", "method"]
 RECIPES = [
     FileRecipe(0.5),
     FileRecipe(1e-5, include=("re:a\\.b", "*"), exclude=('"quoted": #', "x: {y}"), min_ndim=1),
@@ -52,3 +57,156 @@ def test_the_recipe_beside_a_result_makes_the_same_plan(tmp_path):
     pruning.prune(plan, tmp_path / "out")
     again = load_file_recipe(tmp_path / "out" / "distprune" / "recipe.yaml")
     assert planning.plan(source, again) == plan
+
+
+# What version 0.2.0 wrote. verify compares recipe.yaml with what is written now, byte by byte.
+OUTPUT = 'nan: "error"\noutput: {"masks": true, "card": true}\n'
+WRITTEN = [
+    (
+        FileRecipe(0.5),
+        'version: 1\nscore: "magnitude"\nscope: "global"\nsparsity: 0.5\n'
+        'select: {"min_ndim": 2}\n' + OUTPUT,
+    ),
+    (
+        FileRecipe(1e-5, include=("re:a\\.b", "*"), exclude=('"quoted": #', "x: {y}"), min_ndim=1),
+        'version: 1\nscore: "magnitude"\nscope: "global"\nsparsity: 0.00001\n'
+        'select: {"min_ndim": 1, "include": ["re:a\\\\.b", "*"], '
+        '"exclude": ["\\"quoted\\": #", "x: {y}"]}\n' + OUTPUT,
+    ),
+    (
+        FileRecipe(pattern="4:8", score="random", seed=2**40, card=False),
+        'version: 1\nseed: 1099511627776\nscore: "random"\npattern: "4:8"\n'
+        'select: {"min_ndim": 2}\nnan: "error"\noutput: {"masks": true, "card": false}\n',
+    ),
+    (
+        FileRecipe(0.5, also=("a",), input_dims={"*.b": 0, "c": (0, 2)}, min_sparsity=0.25),
+        'version: 1\nscore: "magnitude"\nscope: "global"\nsparsity: 0.5\n'
+        'select: {"min_ndim": 2, "also": ["a"], "input_dims": {"*.b": [0], "c": [0, 2]}}\n'
+        'limits: {"min_sparsity": 0.25, "max_sparsity": 1.0}\n' + OUTPUT,
+    ),
+    (
+        FileRecipe(
+            seed=3, nan="keep", masks=False,
+            groups=(
+                FileRecipe(0.5, include=("*attn*",), max_sparsity=0.75),
+                FileRecipe(0.25, "row", score="random", exclude=("a",)),
+                FileRecipe(pattern="2:4"),
+            ),
+        ),
+        'version: 1\nseed: 3\ngroups:\n'
+        '  - score: "magnitude"\n    scope: "global"\n    sparsity: 0.5\n'
+        '    select: {"min_ndim": 2, "include": ["*attn*"]}\n'
+        '    limits: {"min_sparsity": 0.0, "max_sparsity": 0.75}\n'
+        '  - score: "random"\n    scope: "row"\n    sparsity: 0.25\n'
+        '    select: {"min_ndim": 2, "exclude": ["a"]}\n'
+        '  - score: "magnitude"\n    pattern: "2:4"\n    select: {"min_ndim": 2}\n'
+        'nan: "keep"\noutput: {"masks": false, "card": true}\n',
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "text"), WRITTEN)
+def test_recipes_of_older_versions_are_read_and_written_as_they_were(recipe, text, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert load_file_recipe(path) == recipe and recipe.to_yaml() == text
+
+
+def some(fields, **required):
+    """Mappings with some of the fields."""
+    return st.fixed_dictionaries(required, optional=fields)
+
+
+texts = st.text(min_size=1, max_size=8) | st.sampled_from(["*", "re:a.b", "<<", "=", "~", "1e3"])
+lists = st.lists(texts, min_size=1, max_size=3).filter(lambda names: "re:" not in names[0][:3])
+shares = st.sampled_from([0.0, 0.25, 1, 1e-300]) | st.floats(0, 1)
+scores = st.sampled_from(["magnitude", "random"])
+dims = st.dictionaries(texts, st.integers(-9, 9) | st.lists(st.integers(), min_size=1, max_size=3))
+limits = st.tuples(shares, shares).map(sorted)
+amounts = (
+    some({"scope": st.sampled_from(["global", "layer", "row"])}, sparsity=shares)
+    | some({}, pattern=st.sampled_from(["2:4", "02:4", "1:9999"]))
+    | st.builds(
+        lambda share, pair: {"sparsity": share, "min_sparsity": pair[0], "max_sparsity": pair[1]},
+        shares,
+        limits,
+    )
+)
+wholes = {
+    "seed": st.integers(0, 2**63 - 1), "nan": st.sampled_from(["error", "keep"]),
+    "masks": st.booleans(), "card": st.booleans(),
+}  # fmt: skip
+selections = some({"include": lists, "exclude": lists, "min_ndim": st.integers(1, 5)}) | some(
+    {"also": lists, "exclude": st.just(()), "input_dims": dims}
+)
+budgets = st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, amounts,
+                    selections, some({"score": scores}))  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(budgets, min_size=1, max_size=3), some(wholes), st.booleans())
+def test_whatever_is_a_recipe_is_read_as_it_was_written(parts, whole, is_flat):
+    parts = parts[:1] if is_flat else parts
+    if not any(part.get("score") == "random" for part in parts):
+        whole.pop("seed", None)
+    if is_flat:
+        expected = recipe = FileRecipe(**parts[0], **whole)
+    else:
+        expected = recipe = FileRecipe(groups=tuple(FileRecipe(**part) for part in parts), **whole)
+        if len(parts) == 1:  # read as a recipe without groups, which prunes the same
+            (expected,) = recipe.groups
+    document = yaml.safe_load(recipe.to_yaml())
+    assert file_recipe(parse_recipe(document), "the recipe") == expected
+    assert FileRecipe(**json.loads(json.dumps(asdict(recipe)))) == recipe  # as in a report
+
+
+schedules = (
+    some({"step": st.integers(0, 9)}, kind=st.just("one_shot"), sparsity=shares)
+    | some(
+        {"begin": st.integers(0, 50)},
+        kind=st.sampled_from(["linear", "cubic"]), end=st.integers(50, 99),
+        frequency=st.integers(1, 9), final_sparsity=shares,
+    )
+)  # fmt: skip
+patterns = texts.filter(lambda text: text[:3] != "re:") | lists
+selects = some({
+    "include": patterns, "exclude": patterns, "names": lists, "min_ndim": st.integers(1, 4),
+    "input_dims": dims,
+})  # fmt: skip
+ranges = limits.map(lambda pair: {"min_sparsity": pair[0], "max_sparsity": pair[1]})
+live_amounts = (
+    some({"limits": ranges, "scope": st.just("global")}, sparsity=shares)
+    | some({"limits": ranges}, schedule=schedules)
+    | some({"scope": st.sampled_from(["layer", "row"])}, sparsity=shares)
+)
+patterned = some({"score": scores}, pattern=st.just("2:4"), select=selects)
+groups = patterned | st.builds(
+    lambda amount, rest: amount | rest, live_amounts, some({"method": scores}, select=selects)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(groups, min_size=1, max_size=3), st.booleans(), some({"score": scores}))
+def test_whatever_is_read_is_the_same_as_plain_values(parts, is_flat, top):
+    document = {"version": 1} | (parts[0] if is_flat else {"groups": parts} | top)
+    recipe = parse_recipe(document)
+    assert parse_recipe(recipe.as_mapping()) == recipe
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts | st.dates(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(
+        st.sampled_from([*FIELDS, "kind", "include", "max_sparsity", "x"]) | texts, values
+    ), max_leaves=12,
+))  # fmt: skip
+def test_whatever_else_is_refused_in_words(document):
+    document = {"version": 1, **document} if isinstance(document, dict) else document
+    try:
+        parse_recipe(document)
+    except RecipeError as error:
+        assert error.problems and all(": " in problem for problem in error.problems)
+    if isinstance(document, dict):
+        try:
+            FileRecipe(**{key: value for key, value in document.items() if key in FILE_FIELDS})
+        except SelectionError as error:
+            assert error.problems

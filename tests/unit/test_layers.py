@@ -21,7 +21,8 @@ ROOMS = {
     "methods": {"_common", "shards", "selection", "masks", "call"},
     "_version": set(),
     "_transformers": {"_common"},
-    "files": {"_common", "_version"},
+    "_recipe_form": set(),
+    "files": {"_common", "_version", "_recipe_form"},
     "api": {
         "_common", "torch_private", "_transformers", "shards", "selection", "masks", "call",
         "methods", "files",
@@ -31,8 +32,8 @@ ROOMS = {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
-    "recipe": {"_common", "files", "call", "methods", "api", "schedule"},
-    "recipes": {"files", "schedule", "recipe"},
+    "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
+    "recipe": {"_recipe_form", "recipes"},
     "integrations": {"_common", "call", "methods", "api", "verification", "schedule", "recipe"},
     "_public": {
         "_common", "call", "methods", "api", "verification", "schedule", "checkpoint",

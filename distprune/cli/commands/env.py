@@ -18,7 +18,7 @@ from distprune.files.errors import format_size
 
 _PACKAGES = (
     "distprune", "torch", "numpy", "safetensors", "transformers", "accelerate", "typer", "rich",
-    "PyYAML", "matplotlib",
+    "PyYAML", "pydantic", "matplotlib",
 )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import typer
 
 from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson
-from distprune.cli.recipe_files import complete, find, read, shipped
+from distprune.cli.recipe_files import complete, find, read
+from distprune.recipe import shipped_recipes
 
 app = typer.Typer(
     help="List, show and describe recipes: what to prune, and how much, as a file.",
@@ -21,7 +22,7 @@ app = typer.Typer(
 @app.command("ls")
 def ls(as_json: AsJson = False) -> None:
     """List the recipes that `-r NAME` knows."""
-    about = {name: _first_comment(path) for name, path in shipped().items()}
+    about = {name: _first_comment(path) for name, path in shipped_recipes().items()}
     terminal = Terminal(as_json)
     if as_json:
         terminal.json([{"name": name, "about": text} for name, text in about.items()])
@@ -53,7 +54,7 @@ def schema(as_json: AsJson = False) -> None:
 
     It is JSON with and without --json.
     """
-    from distprune.cli.schema import recipe_schema
+    from distprune.recipes.schema import recipe_schema
 
     Terminal(True).json(recipe_schema())
 

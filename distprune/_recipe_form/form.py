@@ -1,0 +1,284 @@
+"""The keys of a recipe and the values that each may have: the only model of a recipe.
+
+A recipe is a mapping, usually from a YAML file. :class:`RecipeForm` is the whole of it and
+:class:`GroupForm` an item of ``groups``. The JSON schema is made from these classes. Rules about
+keys that exclude each other are in ``rules``: they are checked even if values are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from distprune._recipe_form.values import compile_pattern, input_dims_pairs, n_of_m
+
+Score = Literal["magnitude", "random"]
+Scope = Literal["global", "layer", "row"]
+
+
+def expected(text: str) -> PydanticCustomError:
+    """An error that is reported as "expected <text>, found <value>"."""
+    return PydanticCustomError("expected", "{text}", {"text": text})
+
+
+def problem(text: str, key: str | None = None) -> PydanticCustomError:
+    """An error that is reported as it is, for one key of the mapping or for the whole of it."""
+    return PydanticCustomError("problem", "{text}", {"text": text, "key": key})
+
+
+def _or_expected(text: str) -> WrapValidator:
+    """Replace whatever pydantic says about a wrong value by "expected <text>"."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise expected(text + _hint(value)) from None
+
+    return WrapValidator(check)
+
+
+def _hint(value: Any) -> str:
+    """YAML reads 1e-3 as text."""
+    try:
+        number = float(value) if isinstance(value, str) else math.nan
+    except ValueError:
+        return ""
+    return f"; write it as {number!r}" if math.isfinite(number) else ""
+
+
+def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
+    """Convert a value; a ValueError of ``convert`` says what was expected."""
+
+    def check(value: Any) -> Any:
+        try:
+            return convert(value)
+        except ValueError as error:
+            raise expected(str(error)) from None
+
+    return BeforeValidator(check, json_schema_input_type=input_type)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not values:
+        raise ValueError("a string or a list of strings")
+    if not all(isinstance(text, str) and text for text in values):
+        raise ValueError("strings that are not empty")
+    return tuple(values)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = _texts(value)
+    for pattern in patterns:
+        compile_pattern(pattern)
+    return patterns
+
+
+def _pattern_text(value: Any) -> str:
+    return "{}:{}".format(*n_of_m(value))
+
+
+def _one(value: Any) -> Any:
+    if isinstance(value, bool):  # True == 1
+        raise expected("1")
+    return value
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
+_Dims = int | Annotated[list[int], Field(min_length=1)]
+_PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
+
+Share = Annotated[
+    float, Field(ge=0, le=1, allow_inf_nan=False), _or_expected("a number from 0 to 1")
+]
+Step = Annotated[int, Field(ge=0), _or_expected("a whole number >= 0")]
+Positive = Annotated[int, Field(ge=1), _or_expected("a whole number >= 1")]
+Seed = Annotated[int, Field(ge=0, lt=2**63), _or_expected("a whole number >= 0 and < 2**63")]
+Flag = Annotated[bool, _or_expected("true or false")]
+Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
+Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
+NOfM = Annotated[str, _checked(_pattern_text, _PatternText)]
+InputDims = Annotated[
+    tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
+]
+
+
+class Section(BaseModel):
+    """A mapping of a recipe. Unknown keys are errors; so is None, see ``rules.check_nulls``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class SelectForm(Section):
+    """The parameters that are pruned. Patterns are globs, or regular expressions after 're:'."""
+
+    include: Patterns | None = Field(
+        default=None,
+        description="Patterns of names. Checkpoints: of whole tensor names.",
+    )
+    also: Patterns = Field(
+        default=(), description="Patterns besides the default; checkpoints only."
+    )
+    exclude: Patterns = Field(default=(), description="Patterns of names that are left alone.")
+    names: Texts = Field(default=("weight",), description="Parameters of a module; models only.")
+    min_ndim: Positive | None = Field(
+        default=None,
+        description="Fewest dimensions larger than 1; checkpoints only.",
+    )
+    input_dims: InputDims = Field(
+        default=(), description="The dimension of the inputs, by pattern; checkpoints only."
+    )
+
+    @model_validator(mode="after")
+    def _adds_to_the_default(self) -> SelectForm:
+        if self.also and self.include is not None:
+            raise problem("adds to the default, which 'include' replaces; leave one out.", "also")
+        return self
+
+
+class LimitsForm(Section):
+    """Limits of the sparsity of every single parameter, for the scope global."""
+
+    min_sparsity: Share = 0.0
+    max_sparsity: Share = 1.0
+
+    @model_validator(mode="after")
+    def _floor_below_ceiling(self) -> LimitsForm:
+        if self.min_sparsity > self.max_sparsity:
+            raise problem(
+                f"min_sparsity {self.min_sparsity} is above max_sparsity {self.max_sparsity}."
+            )
+        return self
+
+    @property
+    def has_effect(self) -> bool:
+        return (self.min_sparsity, self.max_sparsity) != (0.0, 1.0)
+
+
+class OutputForm(Section):
+    """What is written beside a pruned checkpoint."""
+
+    masks: Flag = Field(default=True, description="The masks.")
+    card: Flag = Field(default=True, description="A README.md that says what was done.")
+
+
+class OneShotForm(Section):
+    """Prune once."""
+
+    kind: Literal["one_shot"]
+    step: Step = 0
+    sparsity: Share
+
+
+class RampForm(Section):
+    """Raise the sparsity from one step to another."""
+
+    kind: Literal["linear", "cubic"]
+    begin: Step = 0
+    end: Step
+    frequency: Positive
+    initial_sparsity: Share = 0.0
+    final_sparsity: Share
+
+
+class BudgetForm(Section):
+    """What ranks the weights, what is ranked together, and how many are pruned."""
+
+    score: Score | None = Field(default=None, description="What ranks weights. Default: magnitude.")
+    method: Score | None = Field(default=None, description="The same as score.")
+    scope: Scope | None = Field(
+        default=None,
+        description="What is ranked together: everything, each tensor, or each output row. "
+        "Default: global. Models: global only.",
+    )
+    pattern: NOfM | None = Field(
+        default=None,
+        description="N:M instead of a sparsity: N of every M in a row are kept. Checkpoints only.",
+    )
+    sparsity: Share | None = Field(
+        default=None, description="The share of the selected weights to prune, at once."
+    )
+    schedule: Annotated[OneShotForm | RampForm, Field(discriminator="kind")] | None = Field(
+        default=None, description="Instead of a sparsity: its course over training. Models only."
+    )
+    limits: LimitsForm | None = Field(
+        default=None,
+        description="Of every single parameter; the total stays exact.",
+    )
+
+    @property
+    def has_amount(self) -> bool:
+        return not (self.sparsity is None and self.schedule is None and self.pattern is None)
+
+
+class GroupForm(BudgetForm):
+    """A part of a model with a budget of its own; it has what differs from the top level."""
+
+    select: SelectForm = Field(description="The parameters of this group.")
+
+
+class _HeadForm(Section):
+    version: Annotated[Literal[1], BeforeValidator(_one)] = Field(description="Of this format.")
+    seed: Seed | None = Field(default=None, description="Of the score random.")
+
+
+class RecipeForm(BudgetForm, _HeadForm):
+    """What to prune, how much, and when."""
+
+    model_config = ConfigDict(title="A recipe of distprune")
+
+    nan: Literal["error", "keep"] = Field(
+        default="error", description="Whether a NaN among the weights of a checkpoint is an error."
+    )
+    output: OutputForm = Field(default_factory=OutputForm)
+    select: SelectForm = Field(default_factory=SelectForm)
+    groups: tuple[GroupForm, ...] = Field(
+        default=(),
+        description="Parts of a model with budgets of their own.",
+        json_schema_extra={"minItems": 1},
+    )
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not value:
+            raise expected("a list of mappings")
+        return tuple(value)
+
+    def resolved(self) -> tuple[GroupForm, ...]:
+        """The groups with what they have from the top level; one group if there are none."""
+        top: dict[str, Any] = {name: getattr(self, name) for name in BudgetForm.model_fields}
+        if not self.groups:
+            return (GroupForm.model_construct(**top, select=self.select),)
+        return tuple(_with_defaults(group, top) for group in self.groups)
+
+
+def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
+    own = {
+        name: value
+        for name in BudgetForm.model_fields
+        if (value := getattr(group, name)) is not None
+    }
+    inherited = dict(top)
+    if "score" in own or "method" in own:
+        inherited |= {"score": None, "method": None}
+    if group.has_amount:
+        inherited |= {"sparsity": None, "schedule": None}
+    if group.pattern is not None:
+        inherited |= {"scope": None, "limits": None}
+    return GroupForm.model_construct(**(inherited | own), select=group.select)

@@ -1,0 +1,93 @@
+"""Rules about keys that exclude or need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distprune._recipe_form.form import GroupForm, RecipeForm
+from distprune._recipe_form.problems import KeyPath, Problems
+
+_AMOUNTS = ("sparsity", "pattern", "schedule")
+
+
+def check_nulls(document: object, problems: Problems, path: KeyPath = ()) -> None:
+    """Check that every key has a value: the form takes None for a key that is left out.
+
+    Args:
+        document: plain values.
+        problems: get what is wrong; a value that has a problem already gets no other.
+        path: of the document inside of a larger one.
+    """
+    if document is None and path and not problems.has(path):
+        problems.add(path, "has no value; give it one, or leave the key out.")
+    elif isinstance(document, dict):
+        for key, value in document.items():
+            check_nulls(value, problems, (*path, key))
+
+
+def check_keys(document: Mapping[str, Any], problems: Problems) -> None:
+    """Check which keys stand beside each other; their values may be wrong.
+
+    Args:
+        document: a recipe as plain values.
+        problems: get what is wrong.
+    """
+    groups = document.get("groups")
+    tables: list[tuple[KeyPath, Any]] = [((), document)]
+    if isinstance(groups, list | tuple) and groups:
+        tables += [(("groups", i), group) for i, group in enumerate(groups)]
+        if "select" in document:
+            problems.add(("select",), "goes into each of the groups, if there are any.")
+        if "pattern" in document:
+            problems.add(("groups",), _beside_pattern)
+    has_groups = len(tables) > 1
+    for path, table in tables:
+        if not isinstance(table, Mapping):
+            continue
+        _check_table(table, path, problems)
+        has_amount = any(key in table for key in _AMOUNTS)
+        if has_groups:
+            has_amount |= path == () or any(key in document for key in _AMOUNTS)
+        if not has_amount and "groups" not in table:
+            problems.add(path, "has no 'sparsity', 'pattern' or 'schedule'; expected one of them.")
+
+
+_beside_pattern = "has no place beside 'pattern', which says how much and where."
+
+
+def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) -> None:
+    if "score" in table and "method" in table:
+        text = "is given beside 'score', and means the same; leave it out."
+        problems.add((*path, "method"), text)
+    if "pattern" in table:
+        for key in ("sparsity", "schedule", "scope", "limits"):
+            if key in table:
+                problems.add((*path, key), _beside_pattern)
+    elif "sparsity" in table and "schedule" in table:
+        text = "is given beside 'sparsity'; expected one of the two."
+        problems.add((*path, "schedule"), text)
+
+
+def check_values(recipe: RecipeForm, problems: Problems) -> None:
+    """Check values that have no effect beside others; each of them is right by itself.
+
+    Args:
+        recipe: whose keys and values are right.
+        problems: get what is wrong.
+    """
+    groups = recipe.resolved()
+    for i, group in enumerate(groups):
+        _check_limits(group, ("groups", i) if recipe.groups else (), problems)
+    is_random = any("random" in (group.score, group.method) for group in groups)
+    if recipe.seed is not None and not is_random:
+        problems.add(("seed",), "has no effect without score 'random'; leave it out.")
+
+
+def _check_limits(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    if group.limits is not None and group.limits.has_effect and group.scope in ("layer", "row"):
+        problems.add(
+            (*path, "limits"),
+            f"has no effect with scope {group.scope!r}, where every tensor loses the same share; "
+            "leave it out, or rank all tensors together (scope 'global').",
+        )
