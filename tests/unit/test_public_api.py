@@ -64,10 +64,10 @@ before = set(sys.modules)
 def loaded(*names):
     return sorted(m for m in set(sys.modules) - before if m.split(".")[0] in names)
 from distprune import *
-print(loaded("torch", "accelerate", "transformers", "yaml", "pytest"))
+print(loaded("torch", "accelerate", "transformers", "yaml", "pydantic", "pytest"))
 print([m for m in loaded("distprune") if m.split(".")[1:2] in (["testing"], ["integrations"])])
 import distprune.testing, distprune.recipe, distprune.integrations.accelerate
-print(loaded("accelerate", "transformers", "yaml", "pytest"))
+print(loaded("accelerate", "transformers", "yaml", "pydantic", "pytest"))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.split() == ["[]"] * 3, done.stdout + done.stderr

@@ -321,7 +321,8 @@ def test_a_seed_decides_on_any_number_of_ranks_and_leaves_the_generator_alone():
 
 
 @pytest.mark.slow
-def test_mappings_need_no_yaml_and_files_say_what_they_need(tmp_path):
+def test_what_is_missing_is_named(tmp_path):
+    """A mapping needs no PyYAML."""
     file = tmp_path / "recipe.yaml"
     file.write_text("version: 1\nsparsity: 0.5\n")
     script = f"""
@@ -329,11 +330,17 @@ import sys
 sys.modules["yaml"] = None
 from distprune.recipe import load_recipe, parse_recipe
 parse_recipe(dict(version=1, sparsity=0.5))
-try:
-    load_recipe({str(file)!r})
-except ImportError as error:
-    print(error)
+def try_to(read, what):
+    try:
+        read(what)
+    except ImportError as error:
+        print(error)
+try_to(load_recipe, {str(file)!r})
+sys.modules["pydantic"] = None
+try_to(parse_recipe, dict(version=1, sparsity=0.5))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "pip install 'distprune[recipes]'" in done.stdout, done.stderr
+    yaml, pydantic = done.stdout.splitlines()
+    assert "needs PyYAML: pip install 'distprune[recipes]'" in yaml
+    assert pydantic == "recipes need pydantic: pip install 'distprune[recipes]'"
     assert load_recipe(str(file)) == parse_recipe({"version": 1, "sparsity": 0.5})
