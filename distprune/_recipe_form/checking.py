@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -21,13 +20,14 @@ from distprune._recipe_form.form import (
 )
 from distprune._recipe_form.problems import KeyPath, Problems, RecipeError
 from distprune._recipe_form.rules import check_keys, check_nulls, check_values
+from distprune._recipe_form.values import choice_text, listed
 
 _SECTIONS: dict[str, tuple[type[Section], ...]] = {
     "select": (SelectForm,),
     "limits": (LimitsForm,),
     "output": (OutputForm,),
 }
-_SCHEDULES: dict[object, tuple[type[Section], ...]] = {
+_SCHEDULES: dict[str, tuple[type[Section], ...]] = {
     "one_shot": (OneShotForm,), "linear": (RampForm,), "cubic": (RampForm,)
 }  # fmt: skip
 
@@ -96,8 +96,6 @@ def _add(mistake: Any, document: object, problems: Problems) -> None:
         problems.add(path, "has no 'kind', which is needed.")
     elif kind == "union_tag_invalid":
         _add_wrong_kind(path, error["input"], problems)
-    elif kind == "literal_error":
-        problems.add(path, f"expected {_choices(context['expected'], error['input'])}, {found}")
     elif kind == "expected":
         problems.add(path, f"expected {context['text']}, {found}")
     else:
@@ -106,7 +104,7 @@ def _add(mistake: Any, document: object, problems: Problems) -> None:
 
 def _add_wrong_kind(path: KeyPath, schedule: Mapping[str, Any], problems: Problems) -> None:
     kind = schedule["kind"]
-    kinds = _choices(listed(tuple(_SCHEDULES)), kind)
+    kinds = choice_text(tuple(_SCHEDULES), kind)
     problems.add((*path, "kind"), f"expected {kinds}, found {shown(kind)}.")
     keys = _all_keys((OneShotForm, RampForm))
     for key in schedule:
@@ -138,7 +136,7 @@ def _keys(path: KeyPath, document: object) -> tuple[str, ...]:
     for key in path:
         value = value[key]
     kind = value.get("kind") if isinstance(value, dict) else None
-    return _all_keys(_SCHEDULES.get(kind, (OneShotForm, RampForm)))
+    return _all_keys(_SCHEDULES.get(str(kind), (OneShotForm, RampForm)))
 
 
 def _all_keys(forms: Sequence[type[Section]]) -> tuple[str, ...]:
@@ -149,18 +147,6 @@ def _unknown(key: object, keys: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(str(key), keys, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"unknown key.{hint} Expected {listed(keys)}."
-
-
-def _choices(text: str, value: object) -> str:
-    """ "'a' or 'b'", with the one that is close to a value."""
-    close = difflib.get_close_matches(str(value), re.findall("'([^']*)'", text), n=1)
-    return text + (f" (did you mean {close[0]!r}?)" if close else "")
-
-
-def listed(texts: Sequence[object]) -> str:
-    """ "'a', 'b' or 'c'"."""
-    *rest, last = map(repr, texts)
-    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def shown(value: object) -> str:

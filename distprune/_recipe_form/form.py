@@ -23,10 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from distprune._recipe_form.values import compile_pattern, input_dims_pairs, n_of_m
-
-Score = Literal["magnitude", "random"]
-Scope = Literal["global", "layer", "row"]
+from distprune._recipe_form.values import choice_text, compile_pattern, input_dims_pairs, n_of_m
 
 
 def expected(text: str) -> PydanticCustomError:
@@ -92,10 +89,18 @@ def _pattern_text(value: Any) -> str:
     return "{}:{}".format(*n_of_m(value))
 
 
-def _one(value: Any) -> Any:
-    if isinstance(value, bool):  # True == 1
-        raise expected("1")
-    return value
+def _one_of(*choices: str | int) -> WrapValidator:
+    """Report a value that is none of the choices, with the one that is close to it."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            if isinstance(value, bool):  # True == 1
+                raise expected(choice_text(choices, value))
+            return handler(value)
+        except ValidationError:
+            raise expected(choice_text(choices, value)) from None
+
+    return WrapValidator(check)
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -103,6 +108,10 @@ _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
 _PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
 
+Version = Annotated[Literal[1], _one_of(1)]
+Score = Annotated[Literal["magnitude", "random"], _one_of("magnitude", "random")]
+Scope = Annotated[Literal["global", "layer", "row"], _one_of("global", "layer", "row")]
+Nan = Annotated[Literal["error", "keep"], _one_of("error", "keep")]
 Share = Annotated[
     float, Field(ge=0, le=1, allow_inf_nan=False), _or_expected("a number from 0 to 1")
 ]
@@ -233,7 +242,7 @@ class GroupForm(BudgetForm):
 
 
 class _HeadForm(Section):
-    version: Annotated[Literal[1], BeforeValidator(_one)] = Field(description="Of this format.")
+    version: Version = Field(description="Of this format.")
     seed: Seed | None = Field(default=None, description="Of the score random.")
 
 
@@ -242,7 +251,7 @@ class RecipeForm(BudgetForm, _HeadForm):
 
     model_config = ConfigDict(title="A recipe of distprune")
 
-    nan: Literal["error", "keep"] = Field(
+    nan: Nan = Field(
         default="error", description="Whether a NaN among the weights of a checkpoint is an error."
     )
     output: OutputForm = Field(default_factory=OutputForm)

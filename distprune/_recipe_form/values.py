@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
+
+
+def listed(values: Sequence[object]) -> str:
+    """ "'a', 'b' or 'c'"."""
+    *rest, last = map(repr, values)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def choice_text(choices: Sequence[str | int], value: object) -> str:
+    """The choices, with the one that is close to a value."""
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    return listed(choices) + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
 def n_of_m(value: Any) -> tuple[int, int]:

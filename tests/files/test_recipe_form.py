@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distprune.files import planning, pruning
@@ -199,6 +199,13 @@ def test_whatever_is_read_is_the_same_as_plain_values(parts, is_flat, top):
         st.sampled_from([*FIELDS, "kind", "include", "max_sparsity", "x"]) | texts, values
     ), max_leaves=12,
 ))  # fmt: skip
+@example({"sparsity": 0.5, "scope": "\ud800", "nan": "\ud800", "score": ["\ud800"]})
+@example({"schedule": {"kind": "\ud800"}})
+@example({"schedule": {"kind": ["one_shot"], "\ud800": 3}})
+@example({"schedule": {"kind": True}, "\ud800": 1, "select": {"\ud800": 1}})
+@example({"sparsity": "\ud800", "groups": "\ud800", "pattern": "\ud800", "seed": 10**400})
+@example({"sparsity": 10**400, "select": "\ud800", "limits": {"min_sparsity": b"1"}})
+@example({"sparsity": 0.5, "select": {"include": "\ud800", "input_dims": {"\ud800": 10**400}}})
 def test_whatever_else_is_refused_in_words(document):
     document = {"version": 1, **document} if isinstance(document, dict) else document
     try:
