@@ -6,15 +6,14 @@ from typing import Any
 
 
 def select_mapping(
-    min_ndim: object, include: object, also: object, exclude: object, input_dims: object
+    include: object, also: object, exclude: object, input_dims: object
 ) -> dict[str, Any]:
     """The section ``select``, without the keys that are left out by default.
 
     Values of wrong types are written as they are, so that a check of what is written names them.
     """
     values: dict[str, Any] = {}
-    if min_ndim is not None:
-        values["min_ndim"] = min_ndim
+
     if include is not None:
         values["include"] = _listed(include)
     if also not in ((), []):

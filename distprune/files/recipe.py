@@ -88,7 +88,7 @@ class FileRecipe:
 
     def __post_init__(self) -> None:
         problems = self._set_groups() if self.groups else []
-        self._set(groups=tuple(self.groups))
+        self._set(groups=tuple(self.groups or ()))
         if not problems:
             try:
                 form = check(self.as_mapping(), Problems(), "the recipe")
@@ -144,8 +144,8 @@ class FileRecipe:
             values["scope"] = self.scope
         if self.sparsity is not None:
             values["sparsity"] = self.sparsity
-        values["select"] = select_mapping(
-            self.min_ndim, self.include, self.also, self.exclude, self.input_dims
+        values["select"] = {"min_ndim": self.min_ndim} | select_mapping(
+            self.include, self.also, self.exclude, self.input_dims
         )
         if self.has_limits:
             limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
@@ -191,9 +191,11 @@ class FileRecipe:
             exclude=select.exclude,
             input_dims=select.input_dims,
         )
-        if form.limits is not None:
-            low, high = form.limits.min_sparsity, form.limits.max_sparsity
-            self._set(min_sparsity=low, max_sparsity=high)
+        limits = form.limits
+        self._set(
+            min_sparsity=0.0 if limits is None else limits.min_sparsity,
+            max_sparsity=1.0 if limits is None else limits.max_sparsity,
+        )
 
     def _set_groups(self) -> list[str]:
         """Make FileRecipes of groups that are mappings; return what is wrong."""

@@ -40,9 +40,8 @@ class RecipeGroup:
 
     def select_mapping(self) -> dict[str, Any]:
         """The section ``select`` of a recipe."""
-        values = select_mapping(
-            self.min_ndim, self.include, self.also, self.exclude, self.input_dims
-        )
+        values = {} if self.min_ndim is None else {"min_ndim": self.min_ndim}
+        values |= select_mapping(self.include, self.also, self.exclude, self.input_dims)
         return values | {"names": list(self.names)}
 
     def as_mapping(self) -> dict[str, Any]:

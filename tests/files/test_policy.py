@@ -157,6 +157,7 @@ def test_tied_weights_that_are_stored_twice(tmp_path, config):
         ({"sparsity": 0.5, "exclude": ("re:(",)}, ["exclude: expected a regular expression"]),
         ({"sparsity": 0.5, "exclude": ("",)}, ["exclude: expected strings that are not empty"]),
         ({"sparsity": 0.5, "min_ndim": 0}, ["min_ndim: expected a whole number >= 1, found 0"]),
+        ({"sparsity": 0.5, "min_ndim": None}, ["min_ndim: has no value"]),
         ({"sparsity": 0.5, "masks": 1}, ["masks: expected true or false, found 1 (int)"]),
         ({"sparsity": 0.5, "include": ("a",), "also": ("b",)}, ["also: adds to the default"]),
         ({"sparsity": 0.5, "input_dims": {"a": "0"}}, ["input_dims: expected dimensions by"]),

@@ -217,3 +217,8 @@ def test_whatever_else_is_refused_in_words(document):
             FileRecipe(**{key: value for key, value in document.items() if key in FILE_FIELDS})
         except SelectionError as error:
             assert error.problems
+
+
+def test_limits_that_are_whole_numbers_are_stored_as_floats():
+    recipe = FileRecipe(1, min_sparsity=0, max_sparsity=1, groups=None)
+    assert json.dumps(asdict(recipe)) == json.dumps(asdict(FileRecipe(1.0)))
