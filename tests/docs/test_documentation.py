@@ -13,6 +13,8 @@ import distprune
 
 MAX_FRAMES = 11  # from global_unstructured to the kernel that reads every element
 MODULES = ("schedule", "checkpoint", "testing")
+PACKAGE = ROOT / "distprune"
+NOT_OF_THE_REPOSITORY = {"DST/distprune/", "build/", "dist/", "test_pruning.py", "torch.py"}
 PARTS = ROOT / "build" / "docs_parts"
 
 
@@ -37,6 +39,25 @@ def test_every_public_name_is_in_the_api():
         names = importlib.import_module(f"distprune.{module}").__all__
         public |= {f"{module}.{name}" for name in names}
     assert public <= documented, public - documented
+
+
+def test_files_that_the_documentation_names_exist():
+    """A path is of the repository or the package; a bare name is of a file in those."""
+    named = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|sh|cff|txt)|(?:[\w.-]+/)+)`")
+    bare = {path.name for path in (*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.*"))}
+    for page in (ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))):
+        for path in named.findall(page.read_text()):
+            is_known = (ROOT / path).exists() or (PACKAGE / path).exists() or path in bare
+            assert is_known or path in NOT_OF_THE_REPOSITORY, (page, path)
+
+
+def test_the_walk_names_every_kernel():
+    walk = (DOCS / "one_call.md").read_text()
+    table = walk.partition("| kernel | does |")[2].partition("\n\n")[0]
+    kernels = re.findall(
+        r"^def ([a-z]\w*)", (PACKAGE / "selection/cpu.py").read_text(), re.MULTILINE
+    )
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(kernels)
 
 
 @pytest.mark.slow
