@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from distprune.cli import progress, starting, stopping
 from distprune.cli.commands import prune
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
-from helpers.tiny_checkpoints import encode, load, save, tree_digest
+from helpers.tiny_checkpoints import load, save, save_zeros, tree_digest
 
 RUN = ("distprune/run.json",)  # time and memory
 
@@ -130,17 +129,6 @@ def test_ranks_that_differ_end_with_code_5_and_say_in_what(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def large(folder: Path) -> Path:
-    """A quarter of a gigabyte of zeros, as a file with a hole."""
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    entry = {"dtype": "BF16", "shape": [1 << 14, 1 << 13], "data_offsets": [0, 1 << 28]}
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(encode({"layers.0.weight": entry}))
-        file.truncate(file.tell() + (1 << 28))
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "nproc"), [(signal.SIGTERM, 143, ["--nproc", "2"]), (signal.SIGINT, 130, [])]
@@ -150,7 +138,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
         "-m",
         "distprune",
         "prune",
-        large(tmp_path / "source"),
+        save_zeros(tmp_path / "source", 1 << 14),
         tmp_path / "out",
         "-s",
         "0.5",
@@ -177,7 +165,14 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
-    arguments = ["prune", large(tmp_path / "source"), tmp_path / "out", "-s0.5", "--timeout", "2"]
+    arguments = [
+        "prune",
+        save_zeros(tmp_path / "source", 1 << 14),
+        tmp_path / "out",
+        "-s0.5",
+        "--timeout",
+        "2",
+    ]
     first, second = (start_rank(rank, tmp_path / "store", *arguments) for rank in range(2))
     assert first.stderr.readline().startswith("Prunes")
     second.send_signal(signal.SIGSTOP)

@@ -14,7 +14,7 @@ import pytest
 from commands import start
 
 from distprune.cli import watching
-from helpers.tiny_checkpoints import encode, tree_digest
+from helpers.tiny_checkpoints import save_zeros, tree_digest
 
 DEAF = """
 import pathlib, signal, sys, time
@@ -139,17 +139,6 @@ def test_a_signal_reaches_ranks_that_are_just_starting(ranks, monkeypatch):
     assert code == 143 and ranks.said == []
 
 
-def large(folder):
-    """Half a gigabyte of zeros, as a file with a hole."""
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    entry = {"dtype": "BF16", "shape": [1 << 15, 1 << 13], "data_offsets": [0, 1 << 29]}
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(encode({"layers.0.weight": entry}))
-        file.truncate(file.tell() + (1 << 29))
-    return folder
-
-
 def children(pid):
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(each) for each in text.split()]
@@ -163,7 +152,7 @@ def rank_of(pid):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_a_stopped_rank_does_not_keep_the_command(tmp_path):
-    source = large(tmp_path / "source")
+    source = save_zeros(tmp_path / "source", 1 << 15)
     command = ["-m", "distprune", "prune", source, tmp_path / "out", "-s", "0.5"]
     process = start(*command, "--nproc", "2", "--json")
     assert process.stderr.readline().startswith("Prunes")
@@ -188,7 +177,7 @@ def test_a_stopped_rank_does_not_keep_the_command(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
-    command = ["prune", large(tmp_path / "source"), tmp_path / "out", "-s", "0.5"]
+    command = ["prune", save_zeros(tmp_path / "source", 1 << 15), tmp_path / "out", "-s", "0.5"]
     process = start("-m", "distprune", *command, "--nproc", "2", "--json")
     assert process.stderr.readline().startswith("Prunes")
     pids = {rank_of(pid): pid for pid in children(process.pid)}

@@ -1,6 +1,5 @@
 """Whatever happens during a pruning: no result or the whole one, and the next run ends the same."""
 
-import functools
 import os
 import random
 import signal
@@ -8,7 +7,6 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from distprune._common.collectives import world
@@ -18,7 +16,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.results.placing import discard
 from distprune.testing import RankError, run_ranks
 from helpers import tiny_checkpoints
-from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
+from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked, stop_after
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import encode, tree_digest
 
@@ -36,18 +34,9 @@ def many_small_units():
         yield
 
 
-@functools.cache
-def tensors():
-    g = torch.Generator().manual_seed(0)
-    shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
-    return {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
-
-
 @pytest.fixture
 def source(tmp_path):
-    names = list(tensors())
-    halves = ({n: tensors()[n] for n in names[:3]}, {n: tensors()[n] for n in names[3:]})
-    return tiny_checkpoints.save(tmp_path / "source", *halves)
+    return tiny_checkpoints.save_two_files(tmp_path / "source")
 
 
 def prune(source, target, way="global", **kwargs):
@@ -175,22 +164,17 @@ def outcome(source, target, way="global"):
         return type(error).__name__, str(error)
 
 
-def stop_after(num_steps, source, target):
-    calls = []
-
-    def stop():
-        calls.append(1)
-        return len(calls) > num_steps
-
+def stopped(source, target, after):
+    """The error of a run that stops after so many steps."""
     with pytest.raises(Interrupted) as error:
-        prune(source, target, stop=stop)
+        prune(source, target, stop=stop_after(after))
     return str(error.value)
 
 
 def test_stopped_as_asked_it_goes_on_with_any_number_of_ranks(source, tmp_path):
     wanted, _ = undisturbed(source, tmp_path)
     target = tmp_path / "target"
-    stop_after(30, source, target)
+    stopped(source, target, 30)
     (unfinished,) = tmp_path.glob("target.partial-*")
     done = sum(len(p.read_text().splitlines()) for p in unfinished.glob("distprune/work/done-*"))
     assert done > 0
@@ -215,7 +199,7 @@ def stopped_on_the_last_rank(source, target):
 
 
 def test_another_recipe_or_source_does_not_take_up_what_is_unfinished(source, tmp_path):
-    stop_after(30, source, tmp_path / "target")
+    stopped(source, tmp_path / "target", 30)
     for world_size in (1, 2):
         found = run_ranks(outcome, world_size, source, tmp_path / "target", "layer")
         assert all(kind == "OutputError" and "unfinished result" in text for kind, text in found)

@@ -41,10 +41,12 @@ def read_all(files, paths):
 
 
 def test_a_small_limit_is_shared_by_those_that_read_and_write(paths, limit_of_files):
-    limit_of_files(num_open() + 40)
+    num_before = num_open()
+    limit_of_files(num_before + 40)
     readers = [OpenFiles(os.O_RDONLY) for _ in range(4)]
     for files in readers:
         read_all(files, paths)
+    assert num_before + 4 <= num_open() <= num_before + 40  # each keeps some open
     for files in readers:
         files.close()
 
@@ -53,9 +55,12 @@ def test_where_no_more_can_be_opened_fewer_are_kept_open(paths, limit_of_files):
     files, others = OpenFiles(os.O_RDONLY), OpenFiles(os.O_RDWR)
     read_all(files, paths[:20])
     write_from(others, paths[0], 0, b"\0")
-    limit_of_files(num_open() - 5)  # as if something else had opened many meanwhile
+    num_before = num_open()
+    limit_of_files(num_before - 5)  # as if something else had opened many meanwhile
     read_all(files, paths)
     write_from(others, paths[0], 0, b"\0")
+    limit_of_files(num_before + 5)  # to list what is open takes one more
+    assert num_open() < num_before
     files.close()
     others.close()
 

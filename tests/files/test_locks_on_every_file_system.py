@@ -50,6 +50,7 @@ def held(target, **kwargs):
     lock = Lock(target)
     lock.acquire(**kwargs)
     try:
+        assert json.loads(path_of(target).read_text())["pid"] == os.getpid()
         yield lock
     finally:
         lock.release()

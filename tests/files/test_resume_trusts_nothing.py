@@ -1,6 +1,5 @@
 """What an unfinished result holds was damaged between two runs: it is found, and done again."""
 
-import functools
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
@@ -36,18 +34,9 @@ def many_small_units():
         yield
 
 
-@functools.cache
-def tensors():
-    g = torch.Generator().manual_seed(0)
-    shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
-    return {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
-
-
 @pytest.fixture
 def source(tmp_path):
-    names = list(tensors())
-    halves = ({n: tensors()[n] for n in names[:3]}, {n: tensors()[n] for n in names[3:]})
-    return tiny_checkpoints.save(tmp_path / "source", *halves)
+    return tiny_checkpoints.save_two_files(tmp_path / "source")
 
 
 def prune(source, target, way="global", **kwargs):

@@ -13,7 +13,7 @@ from distprune.files.errors import CheckpointError, Interrupted, NaNError, Outpu
 from distprune.files.recipe import FileRecipe
 from distprune.files.results.placing import discard
 from distprune.testing import run_ranks
-from helpers.disk_crashes import Steps, disk_is_full
+from helpers.disk_crashes import Steps, disk_is_full, stop_after
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import save, tree_digest
 
@@ -47,14 +47,8 @@ def prune(source, target, **kwargs):
 
 def stopped(source, target, after=60):
     """The error of a run that stops after so many steps."""
-    calls = []
-
-    def stop():
-        calls.append(1)
-        return len(calls) > after
-
     with pytest.raises(Interrupted) as error:
-        prune(source, target, stop=stop)
+        prune(source, target, stop=stop_after(after))
     return str(error.value)
 
 

@@ -1,6 +1,7 @@
 """Kill a pruning at a chosen step of its work on the disk."""
 
 import errno
+import itertools
 import os
 import signal
 import traceback
@@ -60,6 +61,12 @@ class Steps:
 
 def _owner(name):
     return allocation if name == "fallocate" else os
+
+
+def stop_after(num_calls):
+    """A ``stop`` for prune: says False so many times, and then True."""
+    calls = itertools.count(1)
+    return lambda: next(calls) > num_calls
 
 
 def kill_self():

@@ -54,6 +54,28 @@ def save(folder, *shards, config=None, padding=8):
     return folder
 
 
+def save_two_files(folder):
+    """Six matrices with many ties and a vector, in bfloat16: three in one file, four in another."""
+    g = torch.Generator().manual_seed(0)
+    shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
+    tensors = {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
+    names = list(tensors)
+    return save(folder, {n: tensors[n] for n in names[:3]}, {n: tensors[n] for n in names[3:]})
+
+
+def save_zeros(folder, num_rows):
+    """One bfloat16 matrix of zeros with 8192 columns, in a file with a hole: no disk is used."""
+    folder = Path(folder)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    num_bytes = num_rows * 8192 * 2
+    entry = {"dtype": "BF16", "shape": [num_rows, 8192], "data_offsets": [0, num_bytes]}
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(encode({"layers.0.weight": entry}))
+        file.truncate(file.tell() + num_bytes)
+    return folder
+
+
 def load(folder):
     """All tensors of a folder, by name: everything in memory."""
     tensors = {}

@@ -17,6 +17,12 @@ from helpers import file_oracle
 from helpers.tiny_checkpoints import load
 from helpers.tiny_transformers import FAMILIES, save_tiny, tiny_model
 
+_BERT = "intermediate.dense output.dense self.key self.query self.value"
+_GPT2 = "attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
+_LLAMA = """
+    mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
+    self_attn.q_proj self_attn.v_proj
+"""
 # The last two parts of names, without numbers and "weight"; read and judged one by one.
 PRUNED = {
     "bert": """
@@ -25,69 +31,36 @@ PRUNED = {
     "bert_mlm": """
         intermediate.dense output.dense pooler.dense self.key self.query self.value
     """,
-    "roberta": """
-        intermediate.dense output.dense self.key self.query self.value
-    """,
-    "roberta_prelayernorm": """
-        intermediate.dense output.dense self.key self.query self.value
-    """,
+    "roberta": _BERT,
+    "roberta_prelayernorm": _BERT,
     "distilbert": """
         attention.k_lin attention.out_lin attention.q_lin attention.v_lin ffn.lin1 ffn.lin2
     """,
-    "electra": """
-        intermediate.dense output.dense self.key self.query self.value
-    """,
-    "gpt2": """
-        attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj
-    """,
-    "openai_gpt": """
-        attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj
-    """,
-    "gpt_bigcode": """
-        attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj
-    """,
+    "electra": _BERT,
+    "gpt2": _GPT2,
+    "openai_gpt": _GPT2,
+    "gpt_bigcode": _GPT2,
     "gpt_neox": """
         attention.dense attention.query_key_value mlp.dense_4h_to_h mlp.dense_h_to_4h
     """,
-    "llama": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
-    "llama_classifier": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
-    "mistral": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
+    "llama": _LLAMA,
+    "llama_classifier": _LLAMA,
+    "mistral": _LLAMA,
     "mixtral": """
         self_attn.k_proj self_attn.o_proj self_attn.q_proj self_attn.v_proj w1 w2 w3
     """,
-    "qwen2": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
+    "qwen2": _LLAMA,
     "qwen2_moe": """
         down_proj gate_proj self_attn.k_proj self_attn.o_proj self_attn.q_proj self_attn.v_proj
         shared_expert.down_proj shared_expert.gate_proj shared_expert.up_proj up_proj
     """,
-    "qwen3": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
+    "qwen3": _LLAMA,
     "qwen3_moe": """
         down_proj gate_proj self_attn.k_proj self_attn.o_proj self_attn.q_proj self_attn.v_proj
         up_proj
     """,
-    "gemma2": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
-    "gemma3": """
-        mlp.down_proj mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.o_proj
-        self_attn.q_proj self_attn.v_proj
-    """,
+    "gemma2": _LLAMA,
+    "gemma3": _LLAMA,
     "phi3": """
         mlp.down_proj mlp.gate_up_proj self_attn.o_proj self_attn.qkv_proj
     """,
