@@ -123,11 +123,11 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
 
     On an error no module has changed, on any rank.
 
-    Cost: two reads of the scores and one write of the masks; a dozen all-reduces,
-    about 100 KB in all whatever the size of the model; memory for the masks and a
-    few megabytes. With bounds, two to four times as much in practice (one ranking per
-    round of within_bounds.[Note: active set]), and about 100 KB more per parameter whose bound
-    decides.
+    Cost: one read of the scores (two for replicated parameters, which are compared) and one
+    write of the masks; a dozen all-reduces, about 100 KB in all whatever the size of the
+    model; memory for the masks and a few megabytes. With bounds, two to four times as much
+    in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
+    more per parameter whose bound decides.
     """
     return prune_parameters(
         lambda: global_arguments(

@@ -143,7 +143,7 @@ class _Plan:
 
 
 class MasksFromFile:
-    """Decides on masks by reading them; see pipeline.DecidesMasks.
+    """Decides on masks by reading them; see arguments.DecidesMasks.
 
     Attributes:
         unexpected: masks that no rank has a parameter for; known when it has decided.
