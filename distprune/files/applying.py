@@ -236,7 +236,7 @@ class _Applying:
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
         self._application.check_unchanged()
-        report = self._application.report_json(partial.records())
+        report = self._application.report_json(partial.finished_units.records())
         partial.complete(self._application.recipe_yaml(), run.to_json(), report)
 
 

@@ -153,13 +153,15 @@ class _Pruning:
             self._decision = Decision(**prepared)
             return
         self._decision = decide(self._team, self._plan, self._source, self._prune_units)
-        self._team.from_leader(partial.write_prepared, asdict(self._decision))
+        self._team.from_leader(partial.finished_units.write_prepared, asdict(self._decision))
 
     def worker(self, folder: Path) -> Rewriter:
         return Rewriter(self._plan, self._source, folder, self._task.layout, self._decision)
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
-        report = make_report(self._plan, self._source, self._decision, partial.records(), run)
+        report = make_report(
+            self._plan, self._source, self._decision, partial.finished_units.records(), run
+        )
         recipe = self._plan.recipe.to_yaml().encode()
         card = card_of(self._plan, report)
         others = {} if card is None else {CARD_FILE: card}

@@ -51,11 +51,11 @@ def test_a_stop_says_what_is_left_and_the_same_command_goes_on(run, command, tmp
     done = interrupted(run, command, monkeypatch)
     assert done.code == 143 and "Traceback" not in done.err
     (folder,) = tmp_path.glob("out.partial-*")
-    assert str(folder) in done.err and "run the same command again to go on" in done.err
+    assert str(folder) in done.err and "run the same command again to resume" in done.err
     assert "--discard" in done.err
     with small_units():
         done = run(*command)
-    assert done.code == 0 and "Going on: 6.7 kB of 6.7 kB are done already." in done.err
+    assert done.code == 0 and "Resuming: 6.7 kB of 6.7 kB are finished." in done.err
 
 
 def test_discard_gives_up(run, command, tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number,
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert "run the same command again to go on" in err and "Traceback" not in err
+    assert "run the same command again to resume" in err and "Traceback" not in err
     names = {path.name for path in tmp_path.iterdir()}
     assert "out" not in names and len(names) == 2  # the source, and what is done so far
 

@@ -127,7 +127,7 @@ def test_stopped_on_one_rank_it_goes_on_on_another_number(masks, source, tmp_pat
     assert list(tmp_path.glob("target.partial-*"))
     said = []
     apply(masks, source, target, tell=said.append)
-    assert "are done already" in said[0]
+    assert "are finished" in said[0]
     assert tree_digest(target, RUN) == wanted
 
 
@@ -170,7 +170,7 @@ def stop_late(masks, source, target):
         calls.append(1)
         return len(calls) > 60
 
-    with pytest.raises(Interrupted, match="keeps what is done"):
+    with pytest.raises(Interrupted, match="keeps the finished part"):
         apply(masks, source, target, stop=stop)
 
 
@@ -180,7 +180,7 @@ def test_a_finished_result_is_success(masks, source, tmp_path):
     assert apply(masks, source, tmp_path / "target", tell=said.append) == first
     assert "Nothing was changed" in said[0]
     os.utime(masks / "distprune/masks.safetensors", ns=(1, 1))
-    with pytest.raises(OutputError, match="name that is free"):
+    with pytest.raises(OutputError, match="a new name"):
         apply(masks, source, tmp_path / "target")
 
 

@@ -60,19 +60,19 @@ def test_a_stop_says_what_is_left_and_how_to_go_on_or_give_up(source, target):
     text = stopped(source, target)
     (folder,) = target.parent.glob("target.partial-*")
     found = re.fullmatch(
-        r"stopped as asked\. (\S+) keeps what is done, (\S+ k?B) of (\S+ kB), and takes \S+ kB of "
-        r"the disk: run the same command again to go on from there, or add --discard to that "
-        r"command to remove it\.",
+        r"stopped as asked\. (\S+) keeps the finished part, (\S+ k?B) of (\S+ kB), and takes \S+ "
+        r"kB of the disk: run the same command again to resume, or add --discard to that command "
+        r"to remove it\.",
         text,
     )
     assert found and found[1] == str(folder) and found[2] != "0 B" and found[3] == "16.0 kB"
 
 
 def test_a_resumed_run_says_what_is_done_already(source, target):
-    done = re.search(r"done, (\S+ \S+) of (\S+ \S+),", stopped(source, target))
+    done = re.search(r"part, (\S+ \S+) of (\S+ \S+),", stopped(source, target))
     said = []
     prune(source, target, tell=said.append)
-    assert said == [f"Going on: {done[1]} of {done[2]} are done already."]
+    assert said == [f"Resuming: {done[1]} of {done[2]} are finished."]
 
 
 def test_a_resumed_run_says_what_was_damaged(source, target):
@@ -81,7 +81,7 @@ def test_a_resumed_run_says_what_was_damaged(source, target):
     os.truncate(folder / "model.safetensors", 0)
     said = []
     prune(source, target, tell=said.append)
-    assert len(said) == 2 and re.match(r"\d+ parts of it .* are gone or damaged", said[1])
+    assert len(said) == 2 and re.match(r"\d+ finished parts are missing or damaged", said[1])
 
 
 def test_a_first_run_says_nothing(source, target):
@@ -99,7 +99,7 @@ def test_a_run_that_never_began_leaves_nothing(source, target, name):
 
 
 def test_a_stop_before_anything_is_done_leaves_nothing(source, target):
-    assert "Nothing of it is left on the disk." in stopped(source, target, 0)
+    assert "Nothing was left on the disk." in stopped(source, target, 0)
     assert names(target) == {"source"}
 
 
@@ -114,7 +114,7 @@ def test_a_source_that_cannot_be_read_leaves_nothing(source, target):
 def test_what_would_fail_again_leaves_nothing(tmp_path, target):
     tensors = made()
     tensors["layers.5.weight"][3, 3] = float("nan")
-    with pytest.raises(NaNError, match=r"Nothing of it is left on the disk\.$"):
+    with pytest.raises(NaNError, match=r"Nothing was left on the disk\.$"):
         prune(save(tmp_path / "source", tensors), target)
     assert names(target) == {"source"}
 
@@ -187,7 +187,7 @@ def test_any_other_destination_that_exists_is_an_error(source, target, change):
     prune(source, target)
     plan = change(source, target)
     before = tree_digest(target)
-    with pytest.raises(OutputError, match="expected a name that is free"):
+    with pytest.raises(OutputError, match="expected a new name"):
         pruning.prune(plan, target)
     assert tree_digest(target) == before and names(target) == {"source", "target"}
 

@@ -1,17 +1,17 @@
-"""The folder in which a result grows until one rename makes it the destination.
+"""The unfinished result folder, which one rename makes the destination.
 
     DST.partial.lock            names the run that is at work
     DST.partial-<digest>/       all output files, in full size from the start
-        distprune/work/         which units are done, and what was prepared for them
+        distprune/work/         journals of finished units, and what was prepared for all units
         distprune/report.json   written last
-    DST.partial-<digest>.work/  distprune/work, for the moment before the last rename
+    DST.partial-<digest>.work/  distprune/work, moved aside just before the last rename
 
-Only the leader calls what is here.
+Only the leader uses this module.
 
 [Note: links] Nothing here follows a link. A file or folder in the place of an output that is a
 link, has another hard link, is not regular, or belongs to another user is an error, and so is
-a file in the folder that no run writes: it would be published. The folder is its owner's alone
-until it is the destination, so that nobody else can put anything there.
+a file in the folder that no run writes: it would be published. Until the last rename, only the
+owner of the folder may write to it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from distprune.files.disk.access import (
     NEW,
     WRITE,
     check_own_file,
-    read_small,
     sync_folder,
     write_atomically,
     writing,
 )
 from distprune.files.disk.allocation import allocate
 from distprune.files.disk.destination import partial_folders
-from distprune.files.disk.journal import is_journal, next_run, read_records, sealed, unsealed
+from distprune.files.disk.journal import is_journal, next_run
 from distprune.files.disk.locking import Lock
 from distprune.files.disk.open_files import OpenFiles, write_from
 from distprune.files.disk.space import check_free_bytes, folder_bytes, missing_bytes
 from distprune.files.errors import OutputError, format_size
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
+from distprune.files.results.finished_units import SMALL_FILES, FinishedUnits
 from distprune.files.results.permissions import make_folders, top_mode
 from distprune.files.results.placing import (
     DISCARD_HINT,
@@ -55,21 +55,21 @@ from distprune.files.results.task import Task
 
 RECIPE_FILE = f"{SIDECAR}/recipe.yaml"
 _WORK = f"{SIDECAR}/work"
-_PREPARED = "decision.json"
 
 
 class Partial:
     """The unfinished result of a task.
 
     Args:
-        task: what to do.
+        task: to carry out.
         destination: absolute.
 
     Attributes:
-        folder: where the result grows.
+        folder: of the unfinished result.
         work: the folder of journals in it.
-        lock: held from :meth:`start` on.
-        is_open: whether the folder is known to be this task's.
+        finished_units: those of earlier runs and of this one.
+        lock: acquired by :meth:`start`.
+        is_open: whether the folder was checked and belongs to this task.
     """
 
     def __init__(self, task: Task, destination: Path) -> None:
@@ -77,23 +77,23 @@ class Partial:
         self._destination = destination
         self.folder = destination.with_name(f"{destination.name}.partial-{task.digest[:16]}")
         self.work = self.folder / _WORK
+        self.finished_units = FinishedUnits(task, self.folder, self.work)
         self.lock = Lock(destination)
         self._aside = self.folder.with_name(self.folder.name + ".work")
         self._texts: list[str] = []
         self.is_open = False
 
     def start(self, take_over: bool) -> dict[str, Any]:
-        """Take the lock, make all files or find them; what is done already, as JSON.
+        """Acquire the lock, make all files or find them, and read what earlier runs finished.
 
         Returns:
-            ``finished``: the texts of the report and of its run if this very task has made the
-            destination; None if there is something to do, and then ``run``, a number for the
-            journals; ``done``, number and checksums of units whose files are there; ``num_lost``,
-            units whose files are not; ``prepared``, as it was given to :meth:`write_prepared`.
+            A value of JSON. ``finished``: the texts of the report and of its run if the destination
+            is the result of this task, else None. In the latter case also ``run``, a number for the
+            journals, and from :meth:`FinishedUnits.find` ``prepared``, ``units`` and ``num_lost``.
 
         Raises:
-            OutputError: the destination exists or is in use, another task is half done there,
-                something is in the way, or there is not enough room.
+            OutputError: the destination exists or is in use, the unfinished result of another task
+                or a foreign file is in its place, or the disk has too few free bytes.
         """
         check_place(self._task.checkpoint.root, self._destination)
         finished = self._find_finished()
@@ -105,48 +105,28 @@ class Partial:
         check_free(self._destination)
         self._check_others()
         self._open_folder()
-        prepared, done, num_lost = self._find_done()
+        prepared, units, num_lost = self.finished_units.find()
         self._allocate()
         return {
             "finished": None,
             "run": next_run(self.work),
-            "done": done,
+            "units": units,
             "num_lost": num_lost,
             "prepared": prepared,
         }
 
-    def write_prepared(self, value: Any) -> None:
-        """Keep what all units need, for the next run."""
-        line = sealed(value, self._task.digest) + "\n"
-        write_atomically(self.work / _PREPARED, line.encode())
-
-    def records(self) -> list[dict[str, Any]]:
-        """Of all units, in order.
-
-        Raises:
-            OutputError: some are missing, though all were done.
-        """
-        found = read_records(self.work, self._task.digest)
-        missing = [unit for unit in range(len(self._task.units)) if unit not in found]
-        if missing:
-            raise OutputError(
-                f"{self.work} has no record of {len(missing)} of {len(self._task.units)} units, "
-                f"such as unit {missing[0]}, which this run has done or found done; it was changed "
-                "during the run. Run the same command again: it does what is missing."
-            )
-        return [found[unit] for unit in range(len(self._task.units))]
-
     def complete(
         self, recipe: bytes, run: bytes, report: bytes, others: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write what belongs beside the masks: from here on only :meth:`publish` is left.
+        """Write the small files; after this, only :meth:`publish` remains.
 
         Args:
-            others: files that are known only now, by name; see ``Task.written_last``.
+            recipe, run, report: contents of the files beside the masks.
+            others: contents of the files in ``Task.written_last``, by name.
 
         Raises:
-            CheckpointError: the source has changed since it was looked at.
-            OutputError: it cannot be written.
+            CheckpointError: the source has changed since it was opened.
+            OutputError: a file cannot be written.
         """
         check_unchanged(self._task.checkpoint.folder, self._task.checkpoint.all_files)
         for name, data in (others or {}).items():
@@ -160,11 +140,14 @@ class Partial:
         self._texts = [report.decode(), run.decode()]
 
     def publish(self) -> list[str]:
-        """Make it the destination; the texts of the report and of its run.
+        """Rename the folder to the destination.
+
+        Returns:
+            The texts of the report and of its run.
 
         Raises:
-            OutputError: the destination was taken meanwhile, another run has taken over, a file
-                was changed, or something cannot be written.
+            OutputError: the destination exists by now, another run has taken over, a file was
+                changed, or the folder cannot be written.
         """
         self.lock.confirm()
         self._check_contents(is_complete=True)
@@ -173,7 +156,7 @@ class Partial:
             self._remove(self._aside)
             os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
-            # From its owner's alone to what the source's folder is like.
+            # Until now only its owner had access; from now on, the permissions of the source.
             os.chmod(self.folder, top_mode(self._task.checkpoint.folders))
             os.rename(self.folder, self._destination)
             sync_folder(self._destination.parent)
@@ -181,34 +164,34 @@ class Partial:
         return self._texts
 
     def discard(self, *, only_if_empty: bool = False) -> None:
-        """Give up what there is.
+        """Remove the folder.
 
         Args:
-            only_if_empty: nothing if a unit is done, or something was prepared.
+            only_if_empty: keep it if a unit is finished or something was prepared.
         """
-        if not self.is_open or (only_if_empty and self._num_done()):
+        if not self.is_open or (only_if_empty and not self.finished_units.is_empty()):
             return
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def left(self) -> str:
-        """A sentence: what is on the disk after a stop, and what to do with it."""
+        """A sentence on what is on the disk after a stop, and what to do with it."""
         if not self.folder.is_dir():
-            return "Nothing of it is left on the disk."
-        done = sum(self._task.units[unit].num_bytes for unit in self._done_units())
+            return "Nothing was left on the disk."
         return (
-            f"{self.folder} keeps what is done, {format_size(done)} of "
+            f"{self.folder} keeps the finished part, "
+            f"{format_size(self.finished_units.num_bytes())} of "
             f"{format_size(self._task.num_bytes)}, and takes "
             f"{format_size(folder_bytes(self.folder))} of the disk: run the same command again to "
-            f"go on from there, or {DISCARD_HINT}."
+            f"resume, or {DISCARD_HINT}."
         )
 
     def _find_finished(self) -> list[str] | None:
-        """The texts of the report if the destination is what this task makes."""
+        """The texts of the report and of its run if the destination is this task's result."""
         try:
             texts = [(self._destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
             report, run = (json.loads(text) for text in texts)
             sizes = self._task.sizes
-            found = {name: os.stat(self._destination / name).st_size for name in sizes}
+            actual = {name: os.stat(self._destination / name).st_size for name in sizes}
         except (OSError, ValueError, RecursionError):
             return None
         is_ours = (
@@ -216,10 +199,10 @@ class Partial:
             and isinstance(run, dict)
             and (report.get("status"), report.get("digest")) == ("complete", self._task.digest)
         )
-        return texts if is_ours and found == sizes else None
+        return texts if is_ours and actual == sizes else None
 
     def _remove_remains(self) -> None:
-        """Of a run that was killed between the last rename and its end, if it is no more."""
+        """Remove the lock and journals of a run that was killed just after the last rename."""
         if os.path.lexists(self.lock.path) or os.path.lexists(self._aside):
             with contextlib.suppress(OutputError):
                 self.lock.acquire()
@@ -230,13 +213,13 @@ class Partial:
         others = [path for path in partial_folders(self._destination) if path.name not in own]
         if others:
             raise OutputError(
-                f"{others[0]} is the unfinished result of another "
-                "recipe or source, or of a source that has changed since. Finish it with the "
-                f"command that began it, {DISCARD_HINT}, or choose another destination."
+                f"{others[0]} is the unfinished result of another recipe or source, or the source "
+                "has changed since. Finish it with the command that began it, "
+                f"{DISCARD_HINT}, or choose another destination."
             )
 
     def _open_folder(self) -> None:
-        """Make the folder, or check the one that is there."""
+        """Make the folder, or check the existing one."""
         for path in (self.folder, self._aside):
             if os.path.lexists(path):
                 check_own_folder(path)
@@ -244,7 +227,7 @@ class Partial:
             if not self.folder.exists():
                 self.folder.mkdir(mode=0o700)
             if self._aside.exists():
-                if self.work.exists():  # of another run, before this one
+                if self.work.exists():  # then the one aside is of an earlier run
                     self._remove(self._aside)
                 else:  # killed, or failed, just before the last rename
                     os.rename(self._aside, self.work)
@@ -256,85 +239,47 @@ class Partial:
             self.work.mkdir(parents=True, exist_ok=True)
 
     def _check_contents(self, *, is_complete: bool = False) -> None:
-        """Raise OutputError for what no run of this task writes.
+        """Raise OutputError for files and folders that no run of this task writes.
 
         Args:
-            is_complete: every file has to be there as well, and in its size.
+            is_complete: also raise for output files that do not have their full size.
         """
         sizes = self._task.sizes
         last = {RECIPE_FILE, REPORT_FILE, RUN_FILE, *self._task.written_last}
         files = {*sizes, *last}
         small = {name + NEW for name in last}
-        work = {f"{_WORK}/{_PREPARED}", f"{_WORK}/{_PREPARED}{NEW}"}
+        work = {f"{_WORK}/{name}" for name in SMALL_FILES}
         folders = {str(up) for name in (*files, *work) for up in Path(name).parents}
         folders |= {name for name, _ in self._task.checkpoint.folders}
         with writing(self.folder):
             for folder, inner, names in os.walk(self.folder, onerror=_raise):
-                where = Path(folder)
+                parent = Path(folder)
                 for name in inner:
-                    check_own_folder(where / name)
-                    if str((where / name).relative_to(self.folder)) not in folders:
-                        raise self._unknown(where / name)
+                    check_own_folder(parent / name)
+                    if str((parent / name).relative_to(self.folder)) not in folders:
+                        raise self._unknown(parent / name)
                 for name in names:
-                    path = where / name
+                    path = parent / name
                     check_own_file(str(path), path)
                     inside = str(path.relative_to(self.folder))
-                    is_noted = where == self.work and is_journal(name)
-                    if not is_noted and inside not in files | small | work:
+                    is_record = parent == self.work and is_journal(name)
+                    if not is_record and inside not in files | small | work:
                         raise self._unknown(path)
             if is_complete:
                 for name, size in sizes.items():
-                    found = os.stat(self.folder / name).st_size
-                    if found != size:
+                    actual = os.stat(self.folder / name).st_size
+                    if actual != size:
                         raise OutputError(
-                            f"{self.folder / name} has {found} bytes; expected {size}. It was "
-                            "changed during the run. Run the same command again: it does that file "
-                            "again."
+                            f"{self.folder / name} has {actual} bytes; expected {size}. It was "
+                            "changed during the run. Run the same command again: it writes that "
+                            "file again."
                         )
 
     def _unknown(self, path: Path) -> OutputError:
         return OutputError(
-            f"{path} was not written by distprune; expected only files of the result, since all "
-            f"that is there is published. Remove it, or {DISCARD_HINT}."
+            f"{path} was not written by distprune; expected only files of the result, since all of "
+            f"{self.folder} is published. Remove it, or {DISCARD_HINT}."
         )
-
-    def _find_done(self) -> tuple[Any, list[tuple[int, dict[str, int]]], int]:
-        """What was prepared; units that are done, with checksums; how many lost a file."""
-        sizes = self._task.sizes
-        is_there = {}
-        for name, size in sizes.items():
-            try:
-                is_there[name] = os.lstat(self.folder / name).st_size == size
-            except OSError:
-                is_there[name] = False
-        try:
-            line = read_small(self.work / _PREPARED)
-        except OSError:
-            prepared = None
-        else:
-            prepared = unsealed(line, self._task.digest)
-            if prepared is None:  # edited: nobody knows what the units were made from
-                return None, [], len(self._done_units())
-        records = read_records(self.work, self._task.digest)
-        done, num_lost = [], 0
-        for number, record in sorted(records.items()):
-            if not 0 <= number < len(self._task.units):
-                continue
-            if all(is_there[name] for name in self._task.ranges(self._task.units[number])):
-                done.append((number, record.get("crc32", {})))
-            else:
-                num_lost += 1
-        return prepared, done, num_lost
-
-    def _done_units(self) -> set[int]:
-        try:
-            found = read_records(self.work, self._task.digest)
-        except OSError:
-            return set()
-        return {unit for unit in found if 0 <= unit < len(self._task.units)} if found else set()
-
-    def _num_done(self) -> int:
-        return len(self._done_units()) + (self.work / _PREPARED).exists()
 
     def _allocate(self) -> None:
         sizes = self._task.sizes
@@ -356,7 +301,7 @@ class Partial:
                 files.close()
 
     def _remove(self, folder: Path) -> None:
-        """A folder of this task's, if it is there."""
+        """Remove a folder of this task, if it exists."""
         if os.path.lexists(folder):
             check_own_folder(folder)
             with writing(folder):

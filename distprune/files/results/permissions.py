@@ -1,4 +1,4 @@
-"""Permissions of results: those of the source, less the umask, so that nothing private is shown."""
+"""Permissions of results: those of the source, less the umask."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from distprune.files.formats.header import WeightFile
 
 
 def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
-    """Make a folder, and those in it, with the permissions of the source's, less the umask.
+    """Make a folder and its subfolders with the permissions of the source's, less the umask.
 
-    Those that are there stay as they are. The owner may always work in them.
+    Existing folders stay as they are. The owner always has full access.
 
     Args:
-        folders: (name, permissions), sorted, so that a folder comes before those in it; "" is
+        folders: (name, permissions), sorted, so that a folder precedes its subfolders; "" is
             ``folder`` itself.
 
     Raises:
@@ -30,12 +30,12 @@ def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
 
 
 def mask_mode(files: Iterable[WeightFile]) -> int:
-    """Permissions of the masks: whoever may read all of the weights may read them."""
+    """Permissions of the mask file: those that all weight files have in common."""
     return functools.reduce(operator.and_, (file.mode for file in files), 0o666)
 
 
 def top_mode(folders: Iterable[tuple[str, int]]) -> int:
-    """Permissions of the result's own folder, the umask taken off.
+    """Permissions of the result folder itself, less the umask.
 
     Args:
         folders: as for :func:`make_folders`.

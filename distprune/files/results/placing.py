@@ -1,4 +1,4 @@
-"""Where a result may go, and what unfinished ones have left there."""
+"""Checks of a destination and a source, and the removal of unfinished results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DISCARD_HINT = "add --discard to that command to remove it"
 
 
 def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[str, int]]:
-    """Remove what interrupted runs have left of a destination; the destination itself stays.
+    """Remove the unfinished results of a destination; the destination itself stays.
 
     Args:
-        destination: as it was given to ``prune`` or ``apply_masks``.
-        take_over: as there.
+        destination: of ``prune``, ``apply_masks`` or a conversion.
+        take_over: see :meth:`Lock.acquire`.
 
     Returns:
-        Each folder that was removed, and how many bytes of the disk it took.
+        (path, bytes on the disk) of each folder that was removed.
 
     Raises:
         OutputError: a run is at work there, or a folder is a link or another user's.
@@ -53,11 +53,11 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
 
 
 def check_own_folder(path: Path) -> None:
-    """Raise OutputError if a folder is a link, no folder at all, or belongs to another user."""
+    """Raise OutputError if a path is a link, not a folder, or belongs to another user."""
     if path.is_symlink() or not path.is_dir():
-        what = f"is a link to {os.readlink(path)!a}" if path.is_symlink() else "is no folder"
+        problem = f"is a link to {os.readlink(path)!a}" if path.is_symlink() else "is not a folder"
         raise OutputError(
-            f"{path} {what}; expected a folder that distprune made. Nothing was written to it. "
+            f"{path} {problem}; expected a folder that distprune made. Nothing was written to it. "
             "Remove it, or choose another destination."
         )
     with writing(path):
@@ -68,18 +68,18 @@ def check_free(destination: Path) -> None:
     """Raise OutputError if the destination exists."""
     if os.path.lexists(destination):
         is_done = (destination / REPORT_FILE).exists()
-        found = "holds a finished result of distprune" if is_done else "exists"
+        state = "holds a finished result of distprune" if is_done else "exists"
         raise OutputError(
-            f"{destination} {found}; expected a name that is free. Delete it, or choose another."
+            f"{destination} {state}; expected a new name. Delete it, or choose another destination."
         )
 
 
 def check_place(source: str, destination: Path) -> None:
-    """Raise OutputError if the destination is the source, lies inside it, or in no folder."""
-    inside, around = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
-    if inside == around or around in inside.parents:
+    """Raise OutputError if the destination is inside the source, or its parent is not a folder."""
+    target, root = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
+    if target == root or root in target.parents:
         raise OutputError(
-            f"{destination} lies inside the source {source}; expected a place outside of it."
+            f"{destination} is inside the source {source}; expected a path outside of it."
         )
     if not destination.parent.is_dir():
         raise OutputError(f"{destination.parent} is not a folder; create it first.")

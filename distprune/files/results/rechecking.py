@@ -23,7 +23,7 @@ from distprune.files.results.task import Task
 
 _PIECE = 4 << 20
 # Number of a unit, and by name of a file the crc32 of what it wrote there.
-Noted = tuple[int, dict[str, int]]
+Recorded = tuple[int, dict[str, int]]
 
 
 class Rechecker:
@@ -46,13 +46,13 @@ class Rechecker:
         self._outputs = OpenFiles(os.O_RDONLY | os.O_NOFOLLOW)
         self._buffers = [np.empty(_PIECE, np.uint8) for _ in range(2)]
 
-    def steps(self, noted: Sequence[Noted]) -> Iterator[int]:
+    def steps(self, recorded: Sequence[Recorded]) -> Iterator[int]:
         """Check units; yields the bytes that were processed.
 
         Raises:
             CheckpointError: the source cannot be read.
         """
-        for number, checksums in noted:
+        for number, checksums in recorded:
             unit = self._task.units[number]
             seen = 0
             for is_good, num_bytes in self._check(unit, checksums):
@@ -64,6 +64,7 @@ class Rechecker:
             yield unit.num_bytes - seen
 
     def close(self) -> None:
+        """Close the files of the result."""
         self._outputs.close()
 
     def _check(self, unit: Unit, checksums: dict[str, int]) -> Iterator[tuple[bool, int]]:

@@ -1,9 +1,9 @@
-"""Work in units that any number of ranks share, and that goes on after any interruption.
+"""Carrying out a task in units, on any number of ranks; an interrupted run can be resumed.
 
-[Note: resume] Units depend on the task alone. A unit that was done is noted once its bytes are on
-the disk, with their checksum; before a run goes on, all that was noted is compared with the disk.
-What was not noted, or is damaged, is done from the source, which is never changed. So whatever was
-interrupted, and with whatever number of ranks it goes on, the bytes are the same.
+[Note: resume] Units depend on the task alone. A finished unit is recorded in a journal with its
+checksum, once its bytes are on the disk. A resumed run compares all recorded units with the disk,
+and makes the missing and the damaged ones from the source, which never changes. So the bytes of the
+result depend neither on interruptions nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Worker(Protocol):
     outputs: OpenFiles
 
     def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
-        """Do a unit; yields bytes."""
+        """Rewrite a unit; yields numbers of bytes."""
         ...
 
     def record(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Worker(Protocol):
 
 
 class Work(Protocol):
-    """What is made; the same on every rank, and called on all of them together."""
+    """How a task is carried out. Every rank calls the same methods in the same order."""
 
     @property
     def sources(self) -> OpenFiles:
@@ -55,19 +55,19 @@ class Work(Protocol):
         ...
 
     def bytes_to_prepare(self) -> int:
-        """What :meth:`prepare` will deal with, if nothing was prepared; for the progress."""
+        """Bytes that :meth:`prepare` will read if nothing was prepared; for the progress."""
         ...
 
     def prepare(self, partial: Partial, prepared: Any) -> None:
-        """Find out what all units need; ``prepared`` is what an earlier run kept, or None."""
+        """Compute what all units need; ``prepared`` is the value of an earlier run, or None."""
         ...
 
     def worker(self, folder: Path) -> Worker:
-        """Of this rank."""
+        """The worker of this rank, which writes to a folder."""
         ...
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
-        """Write the report; on the leader alone."""
+        """Write the report; called on the leader alone."""
         ...
 
 
@@ -80,26 +80,26 @@ def carry_out(
     take_over: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Make a result, or what is left of it to do.
+    """Make a result, or resume an unfinished one.
 
     Args:
         team: the ranks that share the work.
-        task: what to make.
-        work: how to make it.
+        task: to carry out.
+        work: how to carry it out.
         destination: absolute.
         take_over: see ``Lock.acquire``.
-        tell: is given sentences for the user.
+        tell: called with sentences for the user.
 
     Returns:
         The texts of the report and of its run.
 
     Raises:
-        FilesError: of any kind; on every rank, with what is left on the disk in its text.
+        FilesError: of any kind, on every rank; its text says what is left on the disk.
     """
-    return _CarryingOut(team, task, work, destination, tell or (lambda text: None)).run(take_over)
+    return _Run(team, task, work, destination, tell or (lambda text: None)).run(take_over)
 
 
-class _CarryingOut:
+class _Run:
     """One call of :func:`carry_out`."""
 
     def __init__(
@@ -121,12 +121,13 @@ class _CarryingOut:
     def run(self, take_over: bool) -> list[str]:
         try:
             state = self._team.from_leader(self._partial.start, take_over)
-            if state["finished"] is not None:
+            finished: list[str] | None = state["finished"]
+            if finished is not None:
                 self._tell(
                     f"{self._destination} is finished: this command made it before. Nothing was "
                     "changed."
                 )
-                return state["finished"]
+                return finished
             self._do(state)
             return self._team.from_leader(self._partial.publish)
         except FilesError as error:
@@ -136,23 +137,23 @@ class _CarryingOut:
             self._partial.lock.release()
 
     def _do(self, state: dict[str, Any]) -> None:
-        """All that comes before the rename."""
-        noted = [(number, checksums) for number, checksums in state["done"]]
-        num_noted = sum(self._task.units[number].num_bytes for number, _ in noted)
-        if noted:
-            self._team.expect("check", num_noted)
+        """Everything before the rename."""
+        checksums: dict[int, dict[str, int]] = dict(state["units"])
+        num_recorded = sum(self._task.units[number].num_bytes for number in checksums)
+        if checksums:
+            self._team.expect("check", num_recorded)
         if state["prepared"] is None:
             self._team.expect("count", self._work.bytes_to_prepare())
-        self._team.expect("write", self._task.num_bytes, num_noted)
-        done = set()
-        if noted or state["num_lost"]:
+        self._team.expect("write", self._task.num_bytes, num_recorded)
+        finished: set[int] = set()
+        if checksums or state["num_lost"]:
             with self._timing("check"):
-                done = self._recheck(noted, num_noted)
-            self._say_resuming(done, len(noted) - len(done) + state["num_lost"])
+                finished = self._recheck(checksums, num_recorded)
+            self._tell_resuming(finished, len(checksums) - len(finished) + state["num_lost"])
         with self._timing("count"):
             self._work.prepare(self._partial, state["prepared"])
         with self._timing("write"):
-            self._write(done, state["run"])
+            self._write(finished, state["run"])
         peaks = torch.zeros(self._team.size, dtype=torch.int64)
         peaks[self._team.index] = _peak_rss_bytes()
         run = RunFacts(
@@ -164,9 +165,8 @@ class _CarryingOut:
         )
         self._team.from_leader(self._work.complete, self._partial, run)
 
-    def _recheck(self, noted: list[tuple[int, dict[str, int]]], num_bytes: int) -> set[int]:
-        """Units that are on the disk as they were written; the same on every rank."""
-        checksums = dict(noted)
+    def _recheck(self, checksums: dict[int, dict[str, int]], num_bytes: int) -> set[int]:
+        """The recorded units whose bytes are on the disk; the same on every rank."""
         numbered = [(number, self._task.units[number]) for number in checksums]
         mine = units_by_rank(numbered, self._team.size)[self._team.index]
         checker = Rechecker(self._task, self._partial.folder, self._work.sources)
@@ -180,33 +180,30 @@ class _CarryingOut:
         damaged = self._team.sum(damaged)
         return {number for number in checksums if not damaged[number]}
 
-    def _say_resuming(self, done: set[int], num_damaged: int) -> None:
-        num_bytes = sum(self._task.units[number].num_bytes for number in done)
+    def _tell_resuming(self, finished: set[int], num_damaged: int) -> None:
+        num_bytes = sum(self._task.units[number].num_bytes for number in finished)
         self._tell(
-            f"Going on: {format_size(num_bytes)} of {format_size(self._task.num_bytes)} are done "
-            "already."
+            f"Resuming: {format_size(num_bytes)} of {format_size(self._task.num_bytes)} are "
+            "finished."
         )
         if num_damaged:
-            what = "part" if num_damaged == 1 else "parts"
-            self._tell(
-                f"{num_damaged} {what} of it that had been done before are gone or damaged, and "
-                "are done again."
-            )
+            parts = "finished part is" if num_damaged == 1 else "finished parts are"
+            self._tell(f"{num_damaged} {parts} missing or damaged and will be written again.")
 
-    def _write(self, done: set[int], run: int) -> None:
-        left = [(i, unit) for i, unit in enumerate(self._task.units) if i not in done]
-        mine = units_by_rank(left, self._team.size)[self._team.index]
+    def _write(self, finished: set[int], run: int) -> None:
+        missing = [(i, unit) for i, unit in enumerate(self._task.units) if i not in finished]
+        mine = units_by_rank(missing, self._team.size)[self._team.index]
         worker = self._work.worker(self._partial.folder)
         journal = Journal(
             self._partial.work, self._task.digest, run, self._team.index, worker.outputs
         )
         total = self._task.num_bytes
-        num_done = total - sum(unit.num_bytes for _, unit in left)
+        num_finished = total - sum(unit.num_bytes for _, unit in missing)
         try:
             try:
-                self._team.work(self._steps(mine, worker, journal), "write", num_done, total)
+                self._team.work(self._steps(mine, worker, journal), "write", num_finished, total)
             finally:
-                # What is done counts, whatever stopped the rest; an error here comes second.
+                # Record the finished units, whatever stopped the others; that error comes first.
                 error = error_of(attempt(journal.flush))
             self._team.check(error)
         finally:
@@ -234,9 +231,9 @@ class _CarryingOut:
             journal.add(record, unit.num_bytes)
 
     def _clear_up(self, error: FilesError) -> None:
-        """Remove what no run could use, and say in the error what is left."""
+        """Remove what no run can use, and add to the error what is left."""
         is_lost = isinstance(error, RanksError)
-        if not is_lost:  # until every rank has closed its files
+        if not is_lost:  # wait until every rank has closed its files
             with contextlib.suppress(RanksError):
                 self._team.check(None)
         if not self._team.is_leader:
@@ -259,7 +256,7 @@ class _CarryingOut:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes here."""
+    """Versions of Python and of the packages that compute."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
