@@ -17,9 +17,14 @@ from cost_model import Measured, Model, Point
 from gloo_ranks import on_gloo_ranks
 from measuring import CheckFailed
 
+from helpers.sampling import every
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part, words", [("ranks", "fsdp2_tp-4x4"), ("cost_model", "405B")])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "part, words", every(2, [("cost_model", "405B"), ("ranks", "fsdp2_tp-4x4")])
+)
 def test_parts_run_from_end_to_end(part, words):
     command = [sys.executable, bench.__file__, "--quick", "--parts", part]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -112,7 +112,8 @@ def test_compiled_training_equals_one_process(wrapping):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
-@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wrapping", every(2, ["fsdp2-2", "plain-1"]))
 def test_inductor(wrapping):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, ["inductor"], timeout=300))

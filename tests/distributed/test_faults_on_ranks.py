@@ -26,7 +26,7 @@ from helpers.rank_faults import (
     run_doomed_ranks,
     stop,
 )
-from helpers.sampling import every
+from helpers.sampling import THOROUGH, every
 
 NAMES = ["l1.weight", "l2.weight", "l2.bias", "l3.weight"]
 STEPS = ("before step", "after step")
@@ -212,14 +212,15 @@ def wrong_near(wrapping: str, fault: str, point: int, is_last: bool) -> list[str
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # each lost rank is noticed after some seconds
 @pytest.mark.parametrize("fault", ["killed", "stopped", "fails"])
 @pytest.mark.parametrize("wrapping", ["plain-3", "fsdp1-2", "fsdp2-2", "tp-2"])
 def test_a_rank_is_lost(wrapping, fault):
     """A rank is lost before or after a step or a collective."""
     points = run_ranks(num_points, wrappings.world_size(wrapping), wrapping)[0]
     assert points[-1] == "after reduce" and points.count("before reduce") > 6
-    every = 1 if ALL_POINTS else 3 if fault == "killed" else 12
-    chosen = sorted({*range(len(points) - 1, -1, -every), len(points) - 2, 0})
+    step = 1 if ALL_POINTS else 12 if fault != "killed" else 3 if THOROUGH else 6
+    chosen = sorted({*range(len(points) - 1, -1, -step), len(points) - 2, 0})
     wrong = []
     for point in chosen:
         wrong += wrong_near(wrapping, fault, point, point == len(points) - 1)

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
 from helpers.models import EVEN_HIDDEN, Net, fill
+from helpers.sampling import every
 
 SHARDED = ["fsdp2-2", "fsdp2_root-2", "fsdp1-2", "fsdp1_flat-2", "hsdp-2x2"]
 HOOKS = ["forward pre-hook", "forward hook", "backward hook", "gradient hook"]
@@ -90,9 +92,14 @@ def refused(wrapping: str, where: str, what: str) -> list[str]:
     return caught
 
 
-@pytest.mark.parametrize("what", CALLS)
-@pytest.mark.parametrize("where", HOOKS)
-@pytest.mark.parametrize("wrapping", SHARDED)
+@pytest.mark.parametrize(
+    ("wrapping", "where", "what"),
+    [
+        (wrapping, where, what)
+        for turn, (wrapping, where) in enumerate(product(SHARDED, HOOKS))
+        for what in every(2, CALLS, turn + turn // len(HOOKS))
+    ],
+)
 def test_refused_on_shards(wrapping, where, what):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(refused, size, wrapping, where, what))

@@ -24,6 +24,7 @@ NUM_BATCHES = 20 if THOROUGH else 5  # of 25 sequences
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2000)  # a batch that hangs is run again, one by one
 @pytest.mark.parametrize("number", range(NUM_BATCHES))
 def test_every_operation_does_what_it_does_in_one_process(number):
     outcomes = run_seeds(batch(number))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
+from helpers.sampling import every
 from helpers.training_pair import OPTIMIZERS, Pair, train
 
 WRAPPINGS = [
@@ -44,6 +45,7 @@ def differences(wrapping: str, plans: list[str], **options) -> list[str]:
 def test_training_equals_one_process(wrapping):
     size = wrappings.world_size(wrapping)
     plans = list(PLANS)[: None if size <= 2 else 3]  # more ranks than 2 are dear
+    plans = every(2, plans, WRAPPINGS.index(wrapping))
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans))
 
 
@@ -53,8 +55,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2_root-2", "hsdp-2x2", "fsdp2_tp-2x2"])
+@pytest.mark.parametrize(
+    ("wrapping", "options"),
+    [
+        (wrapping, options)
+        for turn, wrapping in enumerate(["fsdp2-2", "fsdp2_root-2", "hsdp-2x2", "fsdp2_tp-2x2"])
+        for options in every(2, OPTIONS, turn)
+    ],
+)
 def test_training_with_options_of_fsdp2(wrapping, options):
     plans = ["evaluated in between", "accumulated and clipped"]
     size = wrappings.world_size(wrapping)

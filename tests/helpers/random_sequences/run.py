@@ -83,12 +83,13 @@ def shared_meshes() -> Iterator[None]:
 def run_together(plans: Sequence[Plan]) -> list[Outcome]:
     """Run sequences that start on equally many ranks; an outcome for each, with what any rank says.
 
-    Where a rank dies, or hangs, the sequences are run one by one.
+    If a rank dies or hangs, the sequences are run one by one.
     """
     (world_size,) = {wrappings.world_size(plan.wrapping) for plan in plans}
     with tempfile.TemporaryDirectory(prefix="sequences") as folder:
         try:
-            per_rank = run_ranks(run_plans, world_size, plans, folder, timeout=300)
+            timeout = 300 if len(plans) > 1 else 60
+            per_rank = run_ranks(run_plans, world_size, plans, folder, timeout=timeout)
         except RankError as error:
             if len(plans) == 1:
                 return [Outcome(plans[0], wrong=[str(error)])]
