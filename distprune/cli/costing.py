@@ -100,7 +100,7 @@ def _sidecar_bytes(plan: Plan) -> int:
     masks = (
         sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) if plan.recipe.masks else 0
     )
-    names = sum(len(choice.entry.name) + 200 for choice in plan.choices)
+    names = sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
     return masks + 2 * names
 
 

@@ -10,7 +10,7 @@ from distprune.cli.names import shape_text, without_numbers
 from distprune.files.errors import format_size
 from distprune.files.planning import Plan, PlannedTensor
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.policy import Choice
+from distprune.files.selecting.policy import Verdict
 
 
 def show_warnings(terminal: Terminal, plan: Plan) -> None:
@@ -22,16 +22,16 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
     """Write a plan as a table, and a line that sums it up."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
-    lines: dict[tuple[Any, ...], list[Choice]] = {}
-    for choice in plan.choices:
-        entry = choice.entry
+    lines: dict[tuple[Any, ...], list[Verdict]] = {}
+    for verdict in plan.verdicts:
+        entry = verdict.entry
         name = entry.name if one_by_one else without_numbers(entry.name)
-        group = planned[entry.name].group if choice.is_pruned else 0
-        key = (name, entry.dtype, entry.shape, choice.reason, group)
-        lines.setdefault(key, []).append(choice)
+        group = planned[entry.name].group if verdict.is_pruned else 0
+        key = (name, entry.dtype, entry.shape, verdict.reason, group)
+        lines.setdefault(key, []).append(verdict)
     rows = []
-    for (name, dtype, shape, reason, group), choices in lines.items():
-        names = [choice.entry.name for choice in choices]
+    for (name, dtype, shape, reason, group), verdicts in lines.items():
+        names = [verdict.entry.name for verdict in verdicts]
         if reason:
             action = f"keep: {reason}"
         else:
@@ -41,8 +41,8 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool =
             action = f"prune {count(sum(numbers))}" if is_known else "prune"
             if len(plan.groups) > 1:
                 action += f", group {group}"
-        elements = sum(choice.entry.numel for choice in choices)
-        rows.append((name, count(len(choices)), dtype, shape_text(shape), count(elements), action))
+        elements = sum(verdict.entry.numel for verdict in verdicts)
+        rows.append((name, count(len(verdicts)), dtype, shape_text(shape), count(elements), action))
     terminal.table(
         ("tensor", "number", "dtype", "shape", "elements", "plan"),
         rows,
@@ -77,7 +77,7 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
     if not has_amount:
         return (
             f"Selects {count(plan.num_elements)} elements in {count(len(plan.tensors))} of "
-            f"{counted(len(plan.choices), 'tensor')}. No sparsity is given: --sparsity, --pattern "
+            f"{counted(len(plan.verdicts), 'tensor')}. No sparsity is given: --sparsity, --pattern "
             "or --recipe says how many of them are pruned."
         )
     files = counted(len(plan.checkpoint.files), "weight file")
@@ -87,7 +87,7 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
     return (
         f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
         f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
-        f"{counted(len(plan.choices), 'tensor')}, {how}; "
+        f"{counted(len(plan.verdicts), 'tensor')}, {how}; "
         f"{format_size(plan.checkpoint.num_bytes)} in {files}, {others} copied."
     )
 
@@ -96,10 +96,10 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     """A plan as plain values, for JSON; without an amount, all that depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
 
-    def to_prune(choice: Choice) -> int | None:
-        if not choice.is_pruned:
+    def to_prune(verdict: Verdict) -> int | None:
+        if not verdict.is_pruned:
             return 0
-        return _count(planned[choice.entry.name]) if has_amount else None
+        return _count(planned[verdict.entry.name]) if has_amount else None
 
     return {
         "source": plan.checkpoint.folder,
@@ -119,16 +119,16 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
         ],
         "tensors": [
             {
-                "name": choice.entry.name,
-                "file": choice.entry.file,
-                "dtype": choice.entry.dtype,
-                "shape": list(choice.entry.shape),
-                "is_pruned": choice.is_pruned,
-                "reason": choice.reason,
-                "num_to_prune": to_prune(choice),
-                "group": planned[choice.entry.name].group if choice.is_pruned else None,
+                "name": verdict.entry.name,
+                "file": verdict.entry.file,
+                "dtype": verdict.entry.dtype,
+                "shape": list(verdict.entry.shape),
+                "is_pruned": verdict.is_pruned,
+                "reason": verdict.reason,
+                "num_to_prune": to_prune(verdict),
+                "group": planned[verdict.entry.name].group if verdict.is_pruned else None,
             }
-            for choice in plan.choices
+            for verdict in plan.verdicts
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
         **sources.as_values(plan.checkpoint),

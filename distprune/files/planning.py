@@ -1,11 +1,11 @@
 """The plan: what a recipe does to a checkpoint, from headers alone.
 
-[Note: order] Elements are ranked by (score, position of the tensor, row-major index), as in the
-library. A folder says nothing of the order in which a model lists its parameters, so the order of
-tensors is that of their names, "layers.2" before "layers.10": the order that
-``global_unstructured(..., pipeline_parallel=True)`` uses, on one process too. With the names of the
-model's parameters both make the same masks, ties included. Where a recipe has groups, the tensors
-of one group come after those of another, and each group is ranked by itself.
+[Note: order] Elements are ranked by (score, position of the tensor, row-major index), as in a live
+model. A folder does not say in which order a model lists its parameters, so tensors are in the
+order of their names, "layers.2" before "layers.10": the order that
+``global_unstructured(..., pipeline_parallel=True)`` uses, on one process too. If the names are
+those of the model's parameters, both make the same masks, ties included. If a recipe has groups,
+the tensors of one group follow those of another, and each group is ranked by itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pathlib import Path
 
 from distprune._common.amount import resolve_count
 from distprune._common.natural_order import natural_key
-from distprune.files.checkpoints.checkpoint import Checkpoint, OtherFile, open_checkpoint
+from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.grouping import choose_groups, limits_of
+from distprune.files.selecting.grouping import limits_of, select_groups
 from distprune.files.selecting.layouts import Layout, Layouts
-from distprune.files.selecting.policy import Choice
+from distprune.files.selecting.policy import Verdict
 
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
@@ -38,12 +39,12 @@ class PlannedTensor:
     Attributes:
         entry: the tensor.
         offset: elements of the tensors before it in its group.
-        num_groups: how many groups of elements are ranked on their own in it; 0: it is ranked
-            together with the others (scope "global").
-        num_pruned_per_group: ... and how many go in each.
-        group: which group of the plan it is in.
-        lowest, highest: how many of its elements have to, and may, go.
-        layout: where its inputs are; None where that makes no difference.
+        num_groups: how many groups of its elements are ranked on their own; 0: it is ranked
+            together with other tensors (scope "global").
+        num_pruned_per_group: how many elements each of these groups loses.
+        group: number of the group of the plan that it is in.
+        lowest, highest: how many of its elements have to be pruned at least, and at most.
+        layout: where its inputs are; None if that makes no difference.
     """
 
     entry: TensorEntry
@@ -63,8 +64,8 @@ class PlannedGroup:
     Attributes:
         recipe: without groups.
         first, last: its tensors are ``plan.tensors[first:last]``.
-        num_elements: of these.
-        num_to_prune: exactly so many become zero.
+        num_elements: of these tensors.
+        num_to_prune: elements that become zero, exactly.
         has_limits: whether the limits of a tensor may decide how much it loses.
     """
 
@@ -74,7 +75,6 @@ class PlannedGroup:
     num_elements: int
     num_to_prune: int
     has_limits: bool
-    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,18 @@ class Plan:
     Attributes:
         checkpoint: the source.
         recipe: with all defaults.
-        choices: of every tensor in the checkpoint, with reasons.
+        verdicts: whether each tensor of the checkpoint is pruned, with reasons.
         tensors: the selected ones, group by group, in the order of ranking.
         groups: one for each of the recipe's, or a single one.
         num_elements: of the selected tensors.
-        num_to_prune: exactly so many become zero.
-        digest: of all that decides the output: recipe, headers, sizes, times of change.
-        warnings: what is probably not meant, but no error; sentences.
+        num_to_prune: elements that become zero, exactly.
+        digest: of everything that decides the output: recipe, headers, sizes, times of change.
+        warnings: sentences on what is no error, but probably not meant.
     """
 
     checkpoint: Checkpoint
     recipe: FileRecipe
-    choices: tuple[Choice, ...]
+    verdicts: tuple[Verdict, ...]
     tensors: tuple[PlannedTensor, ...]
     groups: tuple[PlannedGroup, ...]
     num_elements: int
@@ -104,12 +104,12 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def recipe_of(self, position: int) -> FileRecipe:
-        """Of the group that a tensor is in."""
+        """The recipe of the group that a tensor is in."""
         return self.groups[self.tensors[position].group].recipe
 
     @property
     def has_card(self) -> bool:
-        """Whether README.md of the result is a model card that tells of the pruning."""
+        """Whether README.md of the result is a model card that describes the pruning."""
         return self.recipe.card and not any(
             other.name.startswith(CARD_FILE + "/")
             or (other.name == CARD_FILE and other.size > MAX_CARD_BYTES)
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def copied(self) -> tuple[OtherFile, ...]:
-        """The files without weights that are copied: all, but for README.md if there is a card."""
+        """The files without weights that are copied: all, except README.md if there is a card."""
         others = self.checkpoint.others
         if not self.has_card:
             return others
@@ -131,7 +131,7 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     Args:
         source: as for :func:`~distprune.files.checkpoints.checkpoint.open_checkpoint`.
         recipe: what to prune.
-        follow_links: take links that lead out of the source, too.
+        follow_links: also follow links that lead out of the source.
 
     Raises:
         CheckpointError: the checkpoint is malformed or of an unsupported kind; all problems.
@@ -140,10 +140,10 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     Cost: reads headers only; some milliseconds for a hundred files.
     """
     checkpoint = open_checkpoint(source, follow_links=follow_links)
-    choices, chosen, warnings = choose_groups(checkpoint, recipe)
+    selection = select_groups(checkpoint, recipe)
     tensors: list[PlannedTensor] = []
     groups: list[PlannedGroup] = []
-    for entries, part in zip(chosen, recipe.parts, strict=True):
+    for entries, part in zip(selection.groups, recipe.parts, strict=True):
         layouts = Layouts(checkpoint, part.input_dims)
         try:
             planned, group = _plan_group(entries, part, layouts, len(groups), len(tensors))
@@ -155,13 +155,13 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     return Plan(
         checkpoint=checkpoint,
         recipe=recipe,
-        choices=tuple(choices),
+        verdicts=selection.verdicts,
         tensors=tuple(tensors),
         groups=tuple(groups),
         num_elements=sum(group.num_elements for group in groups),
         num_to_prune=sum(group.num_to_prune for group in groups),
         digest=digest_of(checkpoint, recipe),
-        warnings=warnings,
+        warnings=selection.warnings,
     )
 
 
@@ -170,16 +170,16 @@ def _plan_group(
 ) -> tuple[list[PlannedTensor], PlannedGroup]:
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     num_elements = sum(entry.numel for entry in entries)
-    laid_out = [layouts.of(entry) if recipe.goes_along_inputs else None for entry in entries]
-    runs = [_groups(entry, layout, recipe) for entry, layout in zip(entries, laid_out, strict=True)]
+    of_tensors = [layouts.of(entry) if recipe.goes_along_inputs else None for entry in entries]
+    counts = [_groups(*pair, recipe) for pair in zip(entries, of_tensors, strict=True)]
     if recipe.is_together:
-        num_to_prune = resolve_count(recipe.sparsity, num_elements)
+        num_to_prune = _count_of(recipe, num_elements)
     else:
-        num_to_prune = sum(count * num_pruned for count, num_pruned in runs)
+        num_to_prune = sum(num_groups * num_pruned for num_groups, num_pruned in counts)
     limits = limits_of(entries, recipe, num_to_prune)
     tensors, offset = [], 0
-    for entry, layout, run, limit in zip(entries, laid_out, runs, limits, strict=True):
-        tensors.append(PlannedTensor(entry, offset, *run, number, *limit, layout))
+    for entry, layout, groups, limit in zip(entries, of_tensors, counts, limits, strict=True):
+        tensors.append(PlannedTensor(entry, offset, *groups, number, *limit, layout))
         offset += entry.numel
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
@@ -192,15 +192,21 @@ def _groups(entry: TensorEntry, layout: Layout | None, recipe: FileRecipe) -> tu
         kept, group = recipe.kept_of
         return entry.numel // group, group - kept
     if recipe.scope == "layer":
-        return 1, resolve_count(recipe.sparsity, entry.numel)
+        return 1, _count_of(recipe, entry.numel)
     if layout is not None:  # scope "row"
         outputs = layout.outputs
-        return outputs, resolve_count(recipe.sparsity, entry.numel // outputs)
+        return outputs, _count_of(recipe, entry.numel // outputs)
     return 0, 0
 
 
+def _count_of(recipe: FileRecipe, num_elements: int) -> int:
+    """How many of some elements the sparsity of a recipe without a pattern prunes."""
+    assert recipe.sparsity is not None  # a recipe has a pattern, or a sparsity
+    return resolve_count(recipe.sparsity, num_elements)
+
+
 def digest_of(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
-    """Of all that decides the output: recipe, names, sizes, headers and times of change."""
+    """Of everything that decides the output: recipe, names, sizes, headers and times of change."""
     facts = {"version": _VERSION, "recipe": asdict(recipe), **source_facts(checkpoint)}
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """``prune``: carry out a plan, on one process or on all ranks together.
 
-plan --units--> deciding --threshold and quotas--> rewriting --> partial folder --> destination
-                (scope "global")                 (each unit once)      (one rename)
+plan --units--> find_cuts --thresholds and quotas--> Rewriter --> partial folder --> destination
+                (scope "global")                 (each unit once)       (one rename)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.planning import CARD_FILE, Plan, plan
-from distprune.files.ranking.deciding import Decision, bytes_to_count, decide
+from distprune.files.ranking.group_cuts import GroupCuts, bytes_to_count, find_cuts
 from distprune.files.ranking.streaming import Source
 from distprune.files.ranking.units import prune_units
 from distprune.files.recipe import FileRecipe
@@ -61,15 +61,15 @@ def prune(
 ) -> Report:
     """Write a pruned copy of a checkpoint.
 
-    Same files, headers and index; every byte is that of the source but for the pruned elements,
-    which become +0. Other files are copied. ``destination/distprune/`` holds the masks, the recipe
-    and the report. All files but ``distprune/run.json`` are the same to the byte for every number
-    of ranks.
+    The copy has the same files, headers and index; every byte is that of the source except in
+    pruned elements, which become +0. Other files are copied. ``destination/distprune/`` has the
+    masks, the recipe and the report. All files but ``distprune/run.json`` are the same to the byte
+    for every number of ranks.
 
-    The destination appears by one rename at the end, or not at all. What an interrupted run leaves
-    (``destination.partial-...``) is compared with its checksums and taken up by the next call with
-    the same plan; :func:`~distprune.files.results.placing.discard` removes it. If this very plan
-    has made the destination already, nothing is done.
+    The destination appears by one rename at the end, or not at all. The next call with the same
+    plan compares what an interrupted run left (``destination.partial-...``) with its checksums, and
+    continues it; :func:`~distprune.files.results.placing.discard` removes it. If the same plan has
+    made the destination already, nothing is done.
 
     Args:
         plan: what to do; the same on every rank.
@@ -77,10 +77,11 @@ def prune(
         communicator: of the ranks that take part; by default of the default process group, or
             this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
-        stop: asked after every few megabytes; True on any rank stops all of them.
-        take_over: do not wait for two minutes until a run of another machine that left its lock
-            behind counts as gone. A run that is at work after all stops with an error.
-        tell: is given sentences for the user: that a run goes on, or that all is done.
+        stop: called after every few megabytes; True on any rank stops all of them.
+        take_over: do not wait two minutes before the lock of a run on another machine counts as
+            abandoned. If that run is at work after all, it stops with an error.
+        tell: called with sentences for the user: that a run continues, or that nothing is left to
+            do.
 
     Returns:
         The report, the same on every rank.
@@ -89,13 +90,14 @@ def prune(
         NaNError: a NaN in a selected tensor.
         SelectionError: more is to be pruned than there are numbers.
         CheckpointError: the source cannot be read, or has changed.
-        OutputError: the destination is taken or in use, something is in the way, or the disk full.
+        OutputError: the destination is taken or in use, something is in the way, or the disk is
+            full.
         RanksError: the ranks were called with different plans, or one was lost.
-        Interrupted: ``stop`` said so.
-        On every rank, but for a lost one. The text says what is left on the disk.
+        Interrupted: ``stop`` returned True.
+        Each is raised on every rank that is left. The text says what is left on the disk.
 
-    Cost: reads 16-bit weights twice and writes them once (fp32 three times in scope "global"; row
-    and N:M once), and reads once what an interrupted run had done; a few hundred megabytes of
+    Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global";
+    row and N:M once), and reads once what an interrupted run had done; a few hundred megabytes of
     memory per process, whatever the size. Communication: an all-reduce of 32 bytes twice a second,
     and a few of up to 512 KiB.
     """
@@ -132,7 +134,7 @@ class _Pruning:
         self._task = task
         self._source = Source(plan)
         self._prune_units = prune_units(plan)
-        self._decision: Decision | None = None
+        self._group_cuts: GroupCuts | None = None
 
     @property
     def sources(self) -> OpenFiles:
@@ -146,21 +148,21 @@ class _Pruning:
         return bytes_to_count(self._plan, self._source, self._prune_units)
 
     def prepare(self, partial: Partial, prepared: Any) -> None:
-        """Of tensors that are ranked together: where the ranking is cut; found once per plan."""
+        """Find where groups that are ranked together are cut; once for all runs of a plan."""
         if not self._is_ranked_together:
             return
         if prepared is not None:
-            self._decision = Decision(**prepared)
+            self._group_cuts = GroupCuts.from_json(prepared)
             return
-        self._decision = decide(self._team, self._plan, self._source, self._prune_units)
-        self._team.from_leader(partial.finished_units.write_prepared, asdict(self._decision))
+        self._group_cuts = find_cuts(self._team, self._plan, self._source, self._prune_units)
+        self._team.from_leader(partial.finished_units.write_prepared, asdict(self._group_cuts))
 
     def worker(self, folder: Path) -> Rewriter:
-        return Rewriter(self._plan, self._source, folder, self._task.layout, self._decision)
+        return Rewriter(self._plan, self._source, folder, self._task.layout, self._group_cuts)
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
         report = make_report(
-            self._plan, self._source, self._decision, partial.finished_units.records(), run
+            self._plan, self._source, self._group_cuts, partial.finished_units.records(), run
         )
         recipe = self._plan.recipe.to_yaml().encode()
         card = card_of(self._plan, report)

@@ -30,7 +30,7 @@ from distprune.files.checks.side_by_side import SideBySide
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.planning import CARD_FILE, Plan, plan
-from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.searching import Cut, TensorCut
 from distprune.files.ranking.streaming import Source
 from distprune.files.ranking.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
@@ -258,10 +258,10 @@ class _Checking:
             for position, count in findings.num_nan.items()
             if self._plan.tensors[position].group in orders
         }
-        decision = Decision(tuple(cuts), (), tuple(tensors), num_nan) if orders else None
+        group_cuts = GroupCuts(tuple(cuts), (), tuple(tensors), num_nan) if orders else None
         opened = self._opened
         derived = derive_report(
-            self._plan, self._source, decision, findings.records(), opened.report.run
+            self._plan, self._source, group_cuts, findings.records(), opened.report.run
         )
         derived = with_digest(derived, opened.report, self._plan)
         are_cut = all(order.is_ordered for order in orders.values())

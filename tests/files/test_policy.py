@@ -33,7 +33,7 @@ def make(tmp_path, tensors=LLAMA, **config):
 
 
 def reasons(found):
-    return {choice.entry.name: choice.reason for choice in found.choices}
+    return {verdict.entry.name: verdict.reason for verdict in found.verdicts}
 
 
 def test_the_default_selection_and_its_order(tmp_path):

@@ -9,7 +9,7 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.policy import choose
+from distprune.files.selecting.policy import select_tensors
 from helpers.tiny_checkpoints import save
 
 HEAD = "the output head"
@@ -45,9 +45,8 @@ PRUNED = [
 def test_names(tmp_path):
     tensors = {name: torch.ones(4, 4) for name in [*KEPT, *PRUNED]}
     source = save(tmp_path / "source", tensors)
-    found = {
-        each.entry.name: each.reason for each in choose(open_checkpoint(source), FileRecipe(0.5))
-    }
+    verdicts = select_tensors(open_checkpoint(source), FileRecipe(0.5))
+    found = {verdict.entry.name: verdict.reason for verdict in verdicts}
     assert {name: found[name] for name in KEPT} == KEPT
     assert {name: found[name] for name in PRUNED} == dict.fromkeys(PRUNED, "")
 
@@ -71,12 +70,12 @@ def test_shapes(tmp_path, shape, reason):
     source = save(
         tmp_path / "source", {"a.weight": torch.ones(shape), "b.weight": torch.ones(4, 4)}
     )
-    choices = choose(open_checkpoint(source), FileRecipe(0.5))
-    assert [each.reason for each in choices] == [reason, ""]
+    verdicts = select_tensors(open_checkpoint(source), FileRecipe(0.5))
+    assert [each.reason for each in verdicts] == [reason, ""]
     # Named one by one they are pruned; the number of dimensions is asked for on its own.
     for recipe in ({"include": ("*",)}, {"also": ("a",)}):
-        choices = choose(open_checkpoint(source), FileRecipe(0.5, min_ndim=1, **recipe))
-        assert [each.reason for each in choices] == ["", ""]
+        verdicts = select_tensors(open_checkpoint(source), FileRecipe(0.5, min_ndim=1, **recipe))
+        assert [each.reason for each in verdicts] == ["", ""]
 
 
 ADAPTER = {

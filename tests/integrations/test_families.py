@@ -11,7 +11,7 @@ from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.layouts import Layouts
-from distprune.files.selecting.policy import choose
+from distprune.files.selecting.policy import select_tensors
 from distprune.files.verifying import verify
 from helpers import file_oracle
 from helpers.tiny_checkpoints import load
@@ -333,13 +333,13 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_pruned_by_default(saved, family):
-    choices = choose(open_checkpoint(saved(family)), FileRecipe(0.5))
-    matrices = [choice for choice in choices if len(choice.entry.shape) > 1]
-    pruned = {kind(choice.entry.name) for choice in matrices if choice.is_pruned}
-    kept = {kind(choice.entry.name) for choice in matrices if not choice.is_pruned}
+    verdicts = select_tensors(open_checkpoint(saved(family)), FileRecipe(0.5))
+    matrices = [verdict for verdict in verdicts if len(verdict.entry.shape) > 1]
+    pruned = {kind(verdict.entry.name) for verdict in matrices if verdict.is_pruned}
+    kept = {kind(verdict.entry.name) for verdict in matrices if not verdict.is_pruned}
     assert pruned == set(PRUNED[family].split())
     assert kept == set(KEPT[family].split())
-    assert not any(choice.is_pruned for choice in choices if choice not in matrices)
+    assert not any(verdict.is_pruned for verdict in verdicts if verdict not in matrices)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

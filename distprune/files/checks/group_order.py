@@ -66,7 +66,7 @@ class GroupOrder:
     def cuts(self) -> tuple[Cut | None, list[TensorCut]]:
         """Where the ranking and each tensor of a group with limits were cut.
 
-        They are those that ``decide`` finds, if there are no problems. Of a tensor that a limit
+        They are those that ``find_cuts`` finds, if there are no problems. Of a tensor that a limit
         held, ``num_ties`` and ``num_most`` are all elements that went with its threshold.
         """
         cut = self._cut()

@@ -1,8 +1,8 @@
 """Groups that are the columns of a block too large for memory.
 
-In a matrix that is stored [in, out], what one output sums over is a column. A few columns at a time
-are read, a piece of each row, and cut; the cuts are kept: a threshold for each column, and
-how many of the elements equal to it go. With them the block is read once more, in its order.
+In a matrix that is stored [in, out], one output sums over a column. A few columns at a time are
+read, a piece of each row, and cut; of each column only its threshold is kept, and how many of the
+elements equal to it are pruned. Then the block is read once more, in its order, and pruned.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
 def is_too_large(groups: Groups) -> bool:
     """Whether groups are columns of blocks that are too large to rank in memory.
 
-    The limit is half of that of a group that is a run: with the same limit, a process takes 285 MB
-    in all instead of 255 MB.
+    The limit is half of that of a group that is a run: with the same limit, a process would take
+    285 MB in all instead of 255 MB.
     """
     return groups.columns > 1 and groups.block > MAX_IN_MEMORY // 2
 
@@ -31,7 +31,7 @@ class ColumnCuts:
     Args:
         source: of the plan.
         position: of the tensor.
-        first: element that the block begins with.
+        first: index of the block's first element.
         groups: of the tensor.
     """
 
@@ -46,7 +46,7 @@ class ColumnCuts:
 
     @property
     def step(self) -> int:
-        """How many elements to show :meth:`lowest` at a time: whole rows, about a chunk."""
+        """How many elements to pass to :meth:`lowest` at a time: whole rows, about a chunk."""
         return max(CHUNK // self._groups.stride, 1) * self._groups.stride
 
     def find(self) -> Iterator[None]:
@@ -62,26 +62,29 @@ class ColumnCuts:
         for column in range(0, groups.columns, width):
             last = min(column + width, groups.columns)
             keys = self._columns(column, last)
-            few = max(CHUNK // groups.size, 1)
-            for start in range(0, last - column, few):
-                some = keys[:, start : start + few].swapaxes(0, 1).reshape(-1, groups.size)
-                some.partition(groups.num_pruned - 1, axis=1)
-                cut = some[:, groups.num_pruned - 1 : groups.num_pruned]
-                done = slice(column + start, column + start + len(some))
-                self._thresholds[done] = cut
-                below = np.count_nonzero(some < cut, axis=1)
-                self._num_ties[done] = groups.num_pruned - below
+            step = max(CHUNK // groups.size, 1)
+            for start in range(0, last - column, step):
+                rows = keys[:, start : start + step].swapaxes(0, 1).reshape(-1, groups.size)
+                rows.partition(groups.num_pruned - 1, axis=1)
+                thresholds = rows[:, groups.num_pruned - 1 : groups.num_pruned]
+                columns = slice(column + start, column + start + len(rows))
+                self._thresholds[columns] = thresholds
+                num_below = np.count_nonzero(rows < thresholds, axis=1)
+                self._num_ties[columns] = groups.num_pruned - num_below
             yield None
 
     def lowest(self, keys: Array) -> Array:
-        """Which of the next elements go; they have to be shown in their order, in whole rows.
+        """Which of the next elements are pruned.
+
+        Args:
+            keys: of whole rows, in their order.
 
         Returns:
             bool, like keys.
         """
         groups = self._groups
         rows = keys.reshape(-1, groups.columns, groups.kernel)
-        lowest = rows < self._thresholds
+        lowest: Array = rows < self._thresholds
         if self._num_ties.any():
             ties = rows == self._thresholds
             count = np.count_nonzero(ties, axis=(0, 2))

@@ -1,11 +1,11 @@
-"""Which elements of a unit are pruned, in groups that are ranked together: a decision, applied."""
+"""Which elements of a unit are pruned, in groups that are ranked together: their cuts, applied."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from distprune.files.planning import Plan
-from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.scores import Array, Threshold
 from distprune.files.ranking.searching import TensorCut
 from distprune.files.ranking.units import Span
@@ -16,24 +16,24 @@ class Cutting:
 
     Args:
         plan: what to do.
-        decision: of the plan.
+        group_cuts: of the plan.
         group: number of a group that is ranked together.
         unit: number of a unit of this group.
     """
 
-    def __init__(self, plan: Plan, decision: Decision, group: int, unit: int) -> None:
+    def __init__(self, plan: Plan, group_cuts: GroupCuts, group: int, unit: int) -> None:
         self._plan = plan
         planned = plan.groups[group]
         self._has_limits = planned.has_limits
         self._first = planned.first
-        # The decision has the tensors of groups with limits only, in the order of the plan.
+        # There are cuts for tensors of groups with limits only, in the order of the plan.
         num_earlier = sum(g.last - g.first for g in plan.groups[:group] if g.has_limits)
         num_tensors = planned.last - planned.first
-        self._tensors = decision.tensors[num_earlier : num_earlier + num_tensors]
-        cut = decision.cuts[group]
+        self._tensors = group_cuts.tensors[num_earlier : num_earlier + num_tensors]
+        cut = group_cuts.cuts[group]
         # Without a cut only limits prune: no key is below 0.
         key = 0 if cut is None else cut.threshold
-        self._shared = Threshold(key, decision.quotas[unit])
+        self._shared = Threshold(key, group_cuts.quotas[unit])
 
     def threshold(self, span: Span) -> Threshold:
         """Where a span is cut."""

@@ -1,4 +1,4 @@
-"""Groups of elements that are ranked each on its own: layers, rows, and N:M along the inputs."""
+"""Groups of elements that are each ranked on their own: layers, rows, and N:M along the inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distprune.files.planning import PlannedTensor
 from distprune.files.ranking.scores import Array, lowest_in_rows
 from distprune.files.recipe import FileRecipe
 
-# Elements that are ranked at a time where groups are interleaved, which takes copies of them.
+# Elements that are ranked at a time if groups are interleaved, because ranking copies them.
 _STRIPE = 1 << 19
 
 
@@ -18,8 +18,14 @@ _STRIPE = 1 << 19
 class Groups:
     """The groups of one tensor.
 
-    The tensor is a sequence of blocks [length, columns, kernel], row-major. A block holds a group
-    for each column; with one column, it is a group itself.
+    The tensor is a sequence of blocks [length, columns, kernel], row-major. A block has a group for
+    each column; with one column, it is a group itself. N:M = 2:4 with inputs stored first, that is
+    length 4, columns 3, kernel 1::
+
+        a b c        elements of the same letter are one group of 4 inputs; each letter is the
+        a b c        column of an output
+        a b c
+        a b c
 
     Attributes:
         length, columns, kernel: of a block.
@@ -38,7 +44,7 @@ class Groups:
 
     @property
     def block(self) -> int:
-        """Elements of the shortest run that holds whole groups."""
+        """Elements of the shortest run of whole groups."""
         return self.size * self.columns
 
     @property
@@ -47,7 +53,7 @@ class Groups:
         return self.columns * self.kernel
 
     def lowest(self, keys: Array) -> Array:
-        """Which elements go.
+        """Which elements are pruned.
 
         Args:
             keys: 1-d, of whole blocks.
@@ -71,7 +77,7 @@ class Groups:
 
 
 def groups_of(tensor: PlannedTensor, recipe: FileRecipe) -> Groups:
-    """The groups of a tensor that is not ranked together with others."""
+    """The groups of a tensor that is ranked on its own."""
     layout, num_pruned = tensor.layout, tensor.num_pruned_per_group
     if layout is None:
         return Groups(tensor.entry.numel // tensor.num_groups, 1, 1, num_pruned)

@@ -1,8 +1,9 @@
-"""Stored numbers as integers in the order of their scores, 16 bits of which are counted at a time.
+"""Stored numbers as keys: integers in the order of their scores.
 
-The keys are those of selection.keys: magnitude bits, or a hash of the index. Keys of all tensors
-that are ranked together have one width: 16 bits if all are bf16, or all fp16; 32 if fp16, bf16 and
-fp32 mix; 64 with fp64 and for hashes. Widening is exact.
+The keys are those of ``selection.keys``: magnitude bits, or a hash of the index. The keys of all
+tensors that are ranked together have one width: 16 bits if all are bf16, or all fp16; 32 if fp16,
+bf16 and fp32 mix; 64 with fp64, and for hashes. Widening is exact. A pass over the keys counts 16
+of their bits.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from distprune.files.errors import CheckpointError
 
 Array = np.ndarray
 
-# Rows of so few keys are not partitioned: all pairs are compared, five times as fast.
+# Shorter rows are not partitioned: to compare all pairs is five times as fast.
 _FEW = 16
 # Bits of a key that one pass over the keys decides.
 _DIGIT = 16
-# Hashed at a time: stays in the cache, and too few for torch to wait for its other threads.
+# Indices that are hashed at a time: they stay in the cache.
 _HASHED = 1 << 14
 
 
 @dataclass(frozen=True)
 class KeyFormat:
-    """The keys of everything that is ranked together.
+    """The format of keys that are ranked together.
 
     Attributes:
         width: bits of a key, the highest of which is 0.
-        value_dtype: what the keys are magnitude bits of; "" for hashes.
+        value_dtype: the format whose magnitude bits the keys are; "" for hashes.
     """
 
     width: int
@@ -80,21 +81,22 @@ def key_format(dtypes: Iterable[str]) -> KeyFormat:
 
 
 def bits_dtype(dtype: str) -> np.dtype:
-    """The unsigned integer, little-endian, that an element is read as."""
+    """The unsigned integer, little-endian, as which an element is read."""
     return np.dtype(PLAIN_FLOATS[dtype].bits).newbyteorder("<")
 
 
-def magnitude_keys(bits: Array, dtype: str, wanted: KeyFormat) -> Array:
-    """Keys of stored elements; NaN are above ``wanted.largest_number``.
+def magnitude_keys(bits: Array, dtype: str, key_format: KeyFormat) -> Array:
+    """Keys of stored elements; those of NaN are above ``key_format.largest_number``.
 
     Args:
-        bits: as ``bits_dtype(dtype)``.
+        bits: of ``bits_dtype(dtype)``.
+        dtype: of the elements.
+        key_format: of the keys.
     """
-    own = 8 * bits.itemsize
-    if dtype != wanted.value_dtype:
-        bits = _widened(bits, dtype, wanted.width)
-        own = wanted.width
-    return bits & unsigned_type(own)(magnitude_mask(own))
+    if dtype != key_format.value_dtype:
+        bits = _widened(bits, dtype, key_format.width)
+    keys: Array = bits & key_format.dtype(magnitude_mask(key_format.width))
+    return keys
 
 
 def _widened(bits: Array, dtype: str, width: int) -> Array:
@@ -146,22 +148,23 @@ def lowest_in_rows(keys: Array, k: int) -> Array:
     threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
     lowest = keys < threshold
     ties = keys == threshold
-    wanted = k - np.count_nonzero(lowest, axis=1, keepdims=True)
-    if not np.array_equal(wanted, np.count_nonzero(ties, axis=1, keepdims=True)):
-        ties &= np.cumsum(ties, axis=1, dtype=np.int32) <= wanted
-    return lowest | ties
+    num_missing = k - np.count_nonzero(lowest, axis=1, keepdims=True)
+    if not np.array_equal(num_missing, np.count_nonzero(ties, axis=1, keepdims=True)):
+        ties &= np.cumsum(ties, axis=1, dtype=np.int32) <= num_missing
+    lowest |= ties
+    return lowest
 
 
 def _lowest_of_few(keys: Array, k: int) -> Array:
     """:func:`lowest_in_rows` by comparing all pairs of a row, in all rows at once."""
     columns = np.ascontiguousarray(keys.T)
-    num_before = np.zeros(columns.shape, dtype=np.uint8)
+    num_earlier = np.zeros(columns.shape, dtype=np.uint8)
     for left in range(len(columns)):
         for right in range(left + 1, len(columns)):
             is_lower = columns[right] < columns[left]
-            num_before[left] += is_lower
-            num_before[right] += ~is_lower
-    return np.ascontiguousarray((num_before < k).T)
+            num_earlier[left] += is_lower
+            num_earlier[right] += ~is_lower
+    return np.ascontiguousarray((num_earlier < k).T)
 
 
 def descent_to(width: int, k: int) -> Descent:
@@ -178,12 +181,14 @@ def key_histogram(keys: Array, descent: Descent) -> Array:
 
 
 def digit_histogram(keys: Array, prefix: int, shift: int) -> Array:
-    """How many keys have which sixteen bits at a place.
+    """Count the keys with a prefix by their next sixteen bits::
+
+        key    | prefix | sixteen bits | shift bits |
 
     Args:
         keys: 1-d.
-        prefix: the bits above, of the keys that are counted; 0 if there are none above.
-        shift: how many bits are below.
+        prefix: the bits above; keys with another prefix are not counted. 0 if there are none.
+        shift: the number of bits below.
 
     Returns:
         int64 [2**16]; [2**15] without bits above, as the highest bit of a key is 0.
@@ -197,7 +202,8 @@ def digit_histogram(keys: Array, prefix: int, shift: int) -> Array:
     digits = keys.astype(np.uint16, copy=False)
     digits = digits.view(np.int16) if is_first else digits.astype(np.int32)
     num_bins = 1 << (_DIGIT - is_first)
-    return torch.bincount(torch.from_numpy(digits), minlength=num_bins).numpy()
+    histogram: Array = torch.bincount(torch.from_numpy(digits), minlength=num_bins).numpy()
+    return histogram
 
 
 def narrowed(descent: Descent, histogram: Array) -> tuple[Descent, int]:
@@ -216,9 +222,9 @@ def narrowed(descent: Descent, histogram: Array) -> tuple[Descent, int]:
 
 
 class Threshold:
-    """A cut of the total order: keys below it go, and the first ``num_ties`` of the equal ones.
+    """A cut of the total order: it prunes smaller keys, and the first ``num_ties`` equal ones.
 
-    Elements have to be shown in their order.
+    Pass the elements to :meth:`lowest` in their order.
     """
 
     def __init__(self, key: int, num_ties: int) -> None:
@@ -226,11 +232,11 @@ class Threshold:
         self.num_ties = num_ties
 
     def lowest(self, keys: Array) -> Array:
-        """bool, like keys, 1-d: which of the next elements go."""
+        """bool, like keys, 1-d: which of the next elements are pruned."""
         key = keys.dtype.type(self.key)
-        lowest = keys < key
+        lowest: Array = keys < key
         if self.num_ties:
-            places = np.flatnonzero(keys == key)[: self.num_ties]
-            lowest[places] = True
-            self.num_ties -= len(places)
+            ties = np.flatnonzero(keys == key)[: self.num_ties]
+            lowest[ties] = True
+            self.num_ties -= len(ties)
         return lowest

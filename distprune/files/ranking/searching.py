@@ -1,6 +1,6 @@
-"""The search for the cut of a group's ranking: sixteen bits of the keys in each pass over them.
+"""The search for the cut of a group's ranking: each pass over the keys decides 16 of their bits.
 
-A search is told of all keys in every pass, by the ranks together, and narrows itself between two.
+In every pass, the ranks together count all keys; between two passes the search narrows to one bin.
 :class:`Search` cuts one ranking; ``limited_search`` does so within limits of each tensor.
 """
 
@@ -22,9 +22,9 @@ class Cut:
     """Where the ranking of a group is cut.
 
     Attributes:
-        threshold: elements with a smaller key go.
-        num_ties: elements with this key; within limits, those that are free to go or to stay.
-        num_ties_pruned: how many of them go.
+        threshold: elements with a smaller key are pruned.
+        num_ties: elements with this key; within limits, those that no limit decides on.
+        num_ties_pruned: how many of these ties are pruned.
     """
 
     threshold: int
@@ -38,12 +38,12 @@ class TensorCut:
 
     Attributes:
         position: of the tensor.
-        threshold: its elements with a smaller key go.
-        held_at: the limit that decided how many elements go, "min_sparsity" or "max_sparsity";
-            None: the threshold is that of the group.
-        num_ties: elements with this key that go whatever becomes of the others: all that go if
-            a limit decided.
-        num_most: how many with this key may go.
+        threshold: its elements with a smaller key are pruned.
+        held_at: the limit that decided how many elements are pruned, "min_sparsity" or
+            "max_sparsity"; None: the threshold is that of the group.
+        num_ties: elements with this key that are pruned in any case: all that are pruned, if a
+            limit decided.
+        num_most: how many elements with this key may be pruned.
     """
 
     position: int
@@ -54,13 +54,14 @@ class TensorCut:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search came to.
+class SearchResult:
+    """Where a group is cut.
 
     Attributes:
-        cut: None if all is decided by limits.
-        quotas: per unit of the group, how many of the ties go, the first ones: with the threshold
-            of the group in a unit of whole tensors, with that of the tensor in a part of one.
+        cut: None if limits decide everything.
+        quotas: by number of a unit, how many of its ties are pruned, the first ones. The ties are
+            elements with the group's threshold in a unit of whole tensors, with the tensor's
+            threshold in a part of a tensor.
         tensors: where each tensor is cut; empty without limits.
     """
 
@@ -74,12 +75,12 @@ class Search:
 
     Args:
         team: the ranks.
-        units: of pruning, all; by number.
-        numbers: of those of the group.
+        units: all units of pruning.
+        numbers: which of them belong to the group.
         width: bits of the keys.
-        k: how many elements go; at least one.
+        k: how many elements are pruned; at least one.
 
-    Memory: a histogram for each unit that this rank counts, of at most 256 KiB if no number occurs
+    Memory: a histogram for each unit that this rank counts, of at most 256 KiB if no key occurs
     more often than 2**32 times in it, and of half of that or less for most weights.
     """
 
@@ -107,39 +108,39 @@ class Search:
         return self._descent.num_bins
 
     def counting(self, number: int) -> Counting:
-        """What is to be told of the keys of a unit, once in every pass."""
+        """A counter for the keys of a unit, once in every pass."""
         return Counting(self, number)
 
     def digits_of(self, span: Span, keys: Array) -> Array:
-        """The histogram of the keys of a piece, of those that are not decided yet."""
+        """The histogram of the keys of a piece that are not decided yet."""
         return key_histogram(keys, self._descent)
 
     def add_unit(self, number: int, row: Array) -> None:
-        """A unit has been counted."""
+        """Store the histogram of a unit."""
         # Most counts are small: as few bytes for each as the largest needs.
         self._rows[number] = row.astype(np.min_scalar_type(int(row.max())))
 
     def narrow(self) -> None:
-        """All ranks have counted all units: go on in one bin."""
+        """Continue in one bin, after all ranks have counted all units."""
         self._descent, digit = narrowed(self._descent, self._sum(self._rows))
         if self.is_done:
-            for place, number in enumerate(self._numbers):
+            for index, number in enumerate(self._numbers):
                 if number in self._rows:
-                    self._ties[place] = int(self._rows[number][digit])
+                    self._ties[index] = int(self._rows[number][digit])
         self._rows.clear()
 
-    def found(self) -> Found:
-        """The cut; on all ranks together."""
+    def result(self) -> SearchResult:
+        """The cut; call this on all ranks together."""
         ties = self._team.sum(self._ties).tolist()
-        wanted = self._descent.rank + 1
-        quotas, left = {}, wanted
-        for number, count in zip(self._numbers, ties, strict=True):
-            quotas[number] = min(count, left)
-            left -= quotas[number]
-        return Found(Cut(self._descent.low, sum(ties), wanted), quotas, [])
+        num_ties_pruned = self._descent.rank + 1
+        quotas, num_left = {}, num_ties_pruned
+        for number, num_ties in zip(self._numbers, ties, strict=True):
+            quotas[number] = min(num_ties, num_left)
+            num_left -= quotas[number]
+        return SearchResult(Cut(self._descent.low, sum(ties), num_ties_pruned), quotas, [])
 
     def _sum(self, rows: Mapping[int, Array]) -> Array:
-        """The histogram of all ranks."""
+        """The sum of histograms, over all ranks."""
         histogram = np.zeros(self.num_bins, dtype=np.int64)
         for row in rows.values():
             histogram += row
@@ -147,7 +148,7 @@ class Search:
 
 
 class Counting:
-    """One unit in one pass: show it the keys of its spans, piece by piece and in their order."""
+    """Counts one unit in one pass: add the keys of its spans, piece by piece, in their order."""
 
     def __init__(self, search: Search, number: int) -> None:
         self._search = search
@@ -158,7 +159,7 @@ class Counting:
         self._row += self._search.digits_of(span, keys)
 
     def end_span(self, span: Span) -> None:
-        """All keys of a span have been shown."""
+        """Called when all keys of a span have been added."""
 
     def end_unit(self) -> None:
         self._search.add_unit(self._number, self._row)

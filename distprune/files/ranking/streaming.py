@@ -76,8 +76,7 @@ class Source:
         dtype = bits_dtype(entry.dtype)
         bits = np.empty(last - first, dtype=dtype)
         offset = entry.start + first * dtype.itemsize
-        view = memoryview(bits).cast("B")
-        read_into(self._files, self._paths[entry.file], offset, view)
+        read_into(self._files, self._paths[entry.file], offset, bits.data.cast("B"))
         return bits
 
     def keys_of(self, position: int, first: int, bits: Array) -> Array:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
-from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.scores import KeyFormat
 from distprune.files.ranking.streaming import Source
 from distprune.files.reports.records import Record, summed
@@ -25,7 +25,7 @@ from distprune.files.reports.warning import warnings_about
 def make_report(
     plan: Plan,
     source: Source,
-    decision: Decision | None,
+    group_cuts: GroupCuts | None,
     records: Sequence[Record],
     run: RunFacts,
 ) -> Report:
@@ -34,14 +34,14 @@ def make_report(
     Args:
         plan: what was done.
         source: of the plan.
-        decision: of the groups that are ranked together; None if there are none.
+        group_cuts: of the groups that are ranked together; None if there are none.
         records: of all units, each once.
         run: how the result was made.
 
     Raises:
         OutputError: the records do not add up to what was planned.
     """
-    report = derive_report(plan, source, decision, records, run)
+    report = derive_report(plan, source, group_cuts, records, run)
     for group, planned in zip(report.groups, plan.groups, strict=True):
         if group.num_pruned != planned.num_to_prune:
             raise OutputError(
@@ -55,13 +55,13 @@ def make_report(
 def derive_report(
     plan: Plan,
     source: Source,
-    decision: Decision | None,
+    group_cuts: GroupCuts | None,
     records: Sequence[Record],
     run: RunFacts,
 ) -> Report:
     """:func:`make_report` for counts that may differ from those of the plan."""
-    tensors = _tensor_reports(plan, source, decision, records)
-    groups = [_group_report(plan, source, decision, i, tensors) for i in range(len(plan.groups))]
+    tensors = _tensor_reports(plan, source, group_cuts, records)
+    groups = [_group_report(plan, source, group_cuts, i, tensors) for i in range(len(plan.groups))]
     only = groups[0] if len(groups) == 1 else None
     return Report(
         digest=plan.digest,
@@ -73,7 +73,7 @@ def derive_report(
         num_ties=only.num_ties if only else None,
         num_ties_pruned=only.num_ties_pruned if only else None,
         tensors=tuple(tensors),
-        kept=tuple((c.entry.name, c.reason) for c in plan.choices if not c.is_pruned),
+        kept=tuple((v.entry.name, v.reason) for v in plan.verdicts if not v.is_pruned),
         source=identity_of(plan.checkpoint),
         mtimes_ns=mtimes_of(plan),
         copied=tuple(other.name for other in plan.copied),
@@ -90,15 +90,15 @@ def mtimes_of(plan: Plan) -> dict[str, int]:
 
 
 def _tensor_reports(
-    plan: Plan, source: Source, decision: Decision | None, records: Sequence[Record]
+    plan: Plan, source: Source, group_cuts: GroupCuts | None, records: Sequence[Record]
 ) -> list[TensorReport]:
     num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
-    thresholds = _thresholds(source, decision, records)
+    thresholds = _thresholds(source, group_cuts, records)
     tensors = []
     for position, tensor in enumerate(plan.tensors):
         entry, group = tensor.entry, plan.groups[tensor.group]
-        if group.recipe.is_together and decision is not None:
-            num_nan[position] = decision.num_nan.get(entry.name, 0)
+        if group.recipe.is_together and group_cuts is not None:
+            num_nan[position] = group_cuts.num_nan.get(entry.name, 0)
         threshold, held_at = thresholds.get(position, (None, None))
         tensors.append(
             TensorReport(
@@ -122,12 +122,12 @@ def _tensor_reports(
 def _group_report(
     plan: Plan,
     source: Source,
-    decision: Decision | None,
+    group_cuts: GroupCuts | None,
     index: int,
     tensors: Sequence[TensorReport],
 ) -> GroupReport:
     group = plan.groups[index]
-    cut = None if decision is None else decision.cuts[index]
+    cut = None if group_cuts is None else group_cuts.cuts[index]
     return GroupReport(
         index=index,
         num_elements=group.num_elements,
@@ -140,7 +140,7 @@ def _group_report(
 
 
 def _thresholds(
-    source: Source, decision: Decision | None, records: Sequence[Record]
+    source: Source, group_cuts: GroupCuts | None, records: Sequence[Record]
 ) -> dict[int, tuple[float | None, str | None]]:
     """Of tensors with a threshold of their own, by position: it, and the limit that set it."""
     thresholds: dict[int, tuple[float | None, str | None]] = {}
@@ -148,7 +148,7 @@ def _thresholds(
         for text, key in record.get("threshold", {}).items():
             position = int(text)
             thresholds[position] = _magnitude(source.format_of(position), key), None
-    for cut in decision.tensors if decision is not None else ():
+    for cut in group_cuts.tensors if group_cuts is not None else ():
         if cut.held_at is not None:
             key_format = source.format_of(cut.position)
             magnitude = _magnitude(key_format, cut.threshold) if cut.num_ties else None

@@ -15,7 +15,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.cutting import Cutting
-from distprune.files.ranking.deciding import Decision
+from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.groups import Groups, groups_of
 from distprune.files.ranking.scores import Array, Threshold, descent_to, key_histogram, narrowed
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
@@ -33,7 +33,7 @@ class Rewriter:
         source: of the plan.
         folder: where to write; its files exist and have their sizes.
         layout: of the mask file; None: no masks.
-        decision: of the groups that are ranked together; None if there are none.
+        group_cuts: of the groups that are ranked together; None if there are none.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Rewriter:
         source: Source,
         folder: Path,
         layout: MaskLayout | None,
-        decision: Decision | None,
+        group_cuts: GroupCuts | None,
     ) -> None:
         self.outputs = OpenFiles(WRITE)
         self._plan = plan
         self._source = source
         self._folder = folder
         self._layout = layout
-        self._decision = decision
+        self._group_cuts = group_cuts
         self._record: dict[str, dict[int, int]] = {}
 
     def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
@@ -58,8 +58,8 @@ class Rewriter:
         group = self._plan.tensors[unit.spans[0].position].group
         cutting = None
         if self._plan.groups[group].recipe.is_together:
-            assert self._decision is not None
-            cutting = Cutting(self._plan, self._decision, group, number)
+            assert self._group_cuts is not None
+            cutting = Cutting(self._plan, self._group_cuts, group, number)
         for span in unit.spans:
             masks = self._mask_writer(span)
             for piece in self._pieces(span, cutting):

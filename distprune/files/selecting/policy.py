@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are pruned, and of each other one why not.
+"""Which tensors of a checkpoint are pruned, and why the others are not.
 
-By name and header alone: a file does not say what a tensor is for. ``default_selection`` has the
-rules for names; ``include`` takes their place, and ``also`` adds to what they select.
+Names and headers decide: a file does not say what a tensor is for. ``default_selection`` has the
+rules for names; ``include`` replaces them, and ``also`` adds to what they select.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from distprune.files.selecting.matching import matched
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_PROBLEMS = 12
-# Elements that lie between neighbours along the inputs: a pass has a counter for each.
+# Elements between neighbours along the inputs: a pass has a counter for each.
 _MAX_STRIDE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A tensor and what becomes of it.
+class Verdict:
+    """Whether a tensor is pruned.
 
     Attributes:
         entry: the tensor.
         is_pruned: whether it takes part.
-        reason: why not; "" if it does.
+        reason: why it is left alone; "" if it is pruned.
     """
 
     entry: TensorEntry
@@ -40,89 +40,104 @@ class Choice:
     reason: str
 
 
-def choose(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Choice]:
-    """Decide for every tensor, in the order of the checkpoint.
+def select_tensors(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Verdict]:
+    """Decide for every tensor whether it is pruned, in the order of the checkpoint.
 
     Raises:
         SelectionError: with every problem: an ``include``, an ``also`` or an ``input_dims`` that
             matches nothing, a selected tensor that is no plain float or does not fit the pattern,
-            inputs along a dimension that is not known, tied weights stored twice, an adapter that
-            was not asked for, nothing selected. An ``exclude`` that matches nothing is none; see
+            inputs along an unknown dimension, tied weights stored twice, an adapter that the recipe
+            does not name, nothing selected. An ``exclude`` that matches nothing is no error; see
             :func:`warnings_of`.
     """
     problems: list[str] = []
+    unmatched: list[str] = []
+    verdicts = _verdicts(checkpoint, recipe, problems, unmatched)
+    selected = [verdict.entry for verdict in verdicts if verdict.is_pruned]
+    problems += _adapter_problems(checkpoint, recipe, verdicts)
+    bad = _entry_problems(checkpoint, selected, recipe)
+    problems += bad[:_MAX_PROBLEMS]
+    if len(bad) > _MAX_PROBLEMS:
+        problems.append(f"{len(bad) - _MAX_PROBLEMS} more tensors have the same problems.")
+    problems += _tied_problems(checkpoint, selected)
+    if not selected and not problems:
+        reasons = sorted({verdict.reason for verdict in verdicts})
+        problems.append(
+            f"nothing is selected: the {len(verdicts)} tensors are left out as "
+            f"{'; '.join(reasons)}."
+        )
+    if problems:
+        problems += unmatched  # no error by itself, but perhaps the cause of one
+        raise SelectionError(headline(f"the selection in {checkpoint.folder}", problems), problems)
+    return verdicts
+
+
+def _verdicts(
+    checkpoint: Checkpoint, recipe: FileRecipe, problems: list[str], unmatched: list[str]
+) -> list[Verdict]:
+    """Apply the patterns and the default selection.
+
+    Args:
+        problems: gets the patterns of ``include`` and ``also`` that match nothing.
+        unmatched: gets those of ``exclude``.
+    """
     names = [entry.name for entry in checkpoint.tensors]
     included = matched("include", recipe.include or (), names, problems)
     also = matched("also", recipe.also, names, problems)
-    excluded = matched("exclude", recipe.exclude, names, unmatched := [])
-    choices = []
+    excluded = matched("exclude", recipe.exclude, names, unmatched)
+    verdicts = []
     for entry in checkpoint.tensors:
-        is_asked_for = entry.name in (also if recipe.include is None else included)
+        is_named = entry.name in (also if recipe.include is None else included)
         if entry.name in excluded:
             reason = "excluded"
-        elif recipe.include is not None and not is_asked_for:
+        elif recipe.include is not None and not is_named:
             reason = "not included"
         elif sum(size > 1 for size in entry.shape) < recipe.min_ndim and entry.numel:
             reason = _too_few(entry, recipe.min_ndim)
         elif entry.numel == 0:
             reason = "no elements"
         else:
-            reason = "" if is_asked_for else reason_to_keep(entry)
-        choices.append(Choice(entry, not reason, reason))
-    chosen = [choice.entry for choice in choices if choice.is_pruned]
-    problems += _adapter_problems(checkpoint, recipe, choices)
-    bad = _entry_problems(checkpoint, chosen, recipe)
-    problems += bad[:_MAX_PROBLEMS]
-    if len(bad) > _MAX_PROBLEMS:
-        problems.append(f"{len(bad) - _MAX_PROBLEMS} more tensors have the same problems.")
-    problems += _tied_problems(checkpoint, chosen)
-    if not chosen and not problems:
-        reasons = sorted({choice.reason for choice in choices})
-        problems.append(
-            f"nothing is selected: the {len(choices)} tensors are left out as {'; '.join(reasons)}."
-        )
-    if problems:
-        problems += unmatched  # no error by itself, but perhaps the cause of one
-        raise SelectionError(headline(f"the selection in {checkpoint.folder}", problems), problems)
-    return choices
+            reason = "" if is_named else reason_to_keep(entry)
+        verdicts.append(Verdict(entry, not reason, reason))
+    return verdicts
 
 
 def warnings_of(
-    checkpoint: Checkpoint, recipe: FileRecipe, choices: Sequence[Choice]
+    checkpoint: Checkpoint, recipe: FileRecipe, verdicts: Sequence[Verdict]
 ) -> tuple[str, ...]:
-    """What is probably not meant in a selection, but no error; sentences.
+    """Sentences on what is no error in a selection, but probably not meant.
 
     Args:
-        checkpoint, recipe: as for :func:`choose`.
-        choices: that it returned.
+        checkpoint, recipe: as for :func:`select_tensors`.
+        verdicts: that it returned.
     """
     names = [entry.name for entry in checkpoint.tensors]
     warnings: list[str] = []
     matched("exclude", recipe.exclude, names, warnings)
     also = matched("also", recipe.also, names, [])
     left_out = [
-        f"also: {choice.entry.name} is left alone all the same: {choice.reason}."
-        for choice in choices
-        if choice.entry.name in also and choice.reason not in ("", "excluded")
+        f"also: {verdict.entry.name} is left alone all the same: {verdict.reason}."
+        for verdict in verdicts
+        if verdict.entry.name in also and verdict.reason not in ("", "excluded")
     ]
     return (*warnings, *left_out[:_MAX_PROBLEMS])
 
 
-def _too_few(entry: TensorEntry, wanted: int) -> str:
-    ones = " that are larger than 1" if len(entry.shape) >= wanted else ""
-    return f"fewer than {wanted} dimensions{ones}"
+def _too_few(entry: TensorEntry, min_ndim: int) -> str:
+    ones = " that are larger than 1" if len(entry.shape) >= min_ndim else ""
+    return f"fewer than {min_ndim} dimensions{ones}"
 
 
 def _entry_problems(
-    checkpoint: Checkpoint, chosen: Iterable[TensorEntry], recipe: FileRecipe
+    checkpoint: Checkpoint, selected: Iterable[TensorEntry], recipe: FileRecipe
 ) -> list[str]:
-    """Of the selected tensors one by one; tensors of several layers share a sentence."""
+    """Problems of single tensors; tensors of several layers share a sentence."""
     problems: dict[str, None] = {}
     try:
         layouts = Layouts(checkpoint, recipe.input_dims)
     except SelectionError as error:
         return [error.headline, *error.problems]
-    for entry in chosen:
+    for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
             problem = (
                 f"tensor {entry.name} is {entry.dtype}; expected one of "
@@ -154,27 +169,27 @@ def _layout_problems(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> 
 
 
 def _adapter_problems(
-    checkpoint: Checkpoint, recipe: FileRecipe, choices: Sequence[Choice]
+    checkpoint: Checkpoint, recipe: FileRecipe, verdicts: Sequence[Verdict]
 ) -> list[str]:
-    """Factors of an update are no weights of a layer: to prune them is hardly ever meant."""
+    """An adapter has factors of an update, not weights of a layer: pruning it is hardly meant."""
     if recipe.include is not None or recipe.also:
         return []
     is_folder = any(other.name == _ADAPTER_CONFIG for other in checkpoint.others) and all(
         file.name.startswith("adapter_model") for file in checkpoint.files
     )
-    is_one = any(choice.reason == ADAPTER for choice in choices)
-    if is_folder or (is_one and not any(choice.is_pruned for choice in choices)):
-        found = f" ({_ADAPTER_CONFIG})" if is_folder else " (names such as lora_A)"
+    has_factors = any(verdict.reason == ADAPTER for verdict in verdicts)
+    if is_folder or (has_factors and not any(verdict.is_pruned for verdict in verdicts)):
+        sign = f" ({_ADAPTER_CONFIG})" if is_folder else " (names such as lora_A)"
         return [
-            f"the checkpoint is an adapter{found}: its tensors are factors of an update, and "
+            f"the checkpoint is an adapter{sign}: its tensors are factors of an update, and "
             "pruning them is seldom meant. Merge it into its model and prune that, or name the "
             "tensors to prune with include."
         ]
     return []
 
 
-def _tied_problems(checkpoint: Checkpoint, chosen: Iterable[TensorEntry]) -> list[str]:
-    """An embedding and a head that a model joins are one tensor; two on disk would drift apart."""
+def _tied_problems(checkpoint: Checkpoint, selected: Iterable[TensorEntry]) -> list[str]:
+    """A tied embedding and head are one tensor in the model; stored twice, they would differ."""
     text = checkpoint.config.get("text_config")
     configs = [checkpoint.config, text if isinstance(text, dict) else {}]
     if not any(config.get("tie_word_embeddings") is True for config in configs):
@@ -184,11 +199,11 @@ def _tied_problems(checkpoint: Checkpoint, chosen: Iterable[TensorEntry]) -> lis
     inputs = [
         n for n in names if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.", n)
     ]
-    taken = {entry.name for entry in chosen} & {*heads, *inputs}
-    if heads and inputs and taken:
-        names = " and ".join(sorted(taken))
+    pruned = {entry.name for entry in selected} & {*heads, *inputs}
+    if heads and inputs and pruned:
+        names_of_both = " and ".join(sorted(pruned))
         return [
             f"config.json ties {inputs[0]} and {heads[0]} (tie_word_embeddings), but both are "
-            f"stored, and a model loads one of them for both. Exclude {names}."
+            f"stored, and a model loads one of them for both. Exclude {names_of_both}."
         ]
     return []

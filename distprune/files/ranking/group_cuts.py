@@ -1,14 +1,18 @@
 """Where the ranking of each group is cut: found exactly, in one read of 16-bit weights.
 
-All groups are counted in the same read. Histograms of sixteen bits of the keys at a time are kept
-for each unit and summed over all ranks; that of the last sixteen bits of a unit says how many ties
-at the threshold it has, so that these need no other read.
+All groups are counted in the same read. Each pass makes a histogram of sixteen bits of the keys for
+each unit; their sum over all units and ranks decides these bits. The histogram of a unit's last
+sixteen bits has the number of its ties at the threshold, so ties need no further read::
+
+    units of this rank    |0    |1    |2    |      a histogram for each
+    all ranks             |  all-reduced sum |  -> bin of the k-th key -> next sixteen bits
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +21,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.ranking.limited_search import LimitedSearch
 from distprune.files.ranking.scores import Array
-from distprune.files.ranking.searching import Cut, Found, Search, TensorCut
+from distprune.files.ranking.searching import Cut, Search, TensorCut
 from distprune.files.ranking.streaming import Source, nan_error
 from distprune.files.ranking.units import PruneUnit, units_by_rank
 from distprune.files.selecting.grouping import check_budget
@@ -25,15 +29,15 @@ from distprune.files.team import Team
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The cuts of all groups, the same on every rank; ``Decision(**asdict(decision))`` is equal.
+class GroupCuts:
+    """Where all groups are cut, the same on every rank.
 
     Attributes:
-        cuts: per group; None: its tensors are not ranked together, nothing of it goes, or limits
-            decide all.
-        quotas: per unit of pruning, how many of its ties go, the first ones.
+        cuts: per group; None: its tensors are not ranked together, nothing of it is pruned, or
+            limits decide everything.
+        quotas: per unit of pruning, how many of its ties are pruned, the first ones.
         tensors: where each tensor in a group with limits is cut.
-        num_nan: by name of a tensor that holds some, in groups that are ranked together.
+        num_nan: by name of a tensor that has NaN, in groups that are ranked together.
     """
 
     cuts: tuple[Cut | None, ...]
@@ -41,39 +45,43 @@ class Decision:
     tensors: tuple[TensorCut, ...]
     num_nan: dict[str, int]
 
-    def __post_init__(self) -> None:  # of lists and mappings, as JSON has them
-        cuts = (Cut(**cut) if isinstance(cut, Mapping) else cut for cut in self.cuts)
-        tensors = (TensorCut(**t) if isinstance(t, Mapping) else t for t in self.tensors)
-        for field, values in (("cuts", cuts), ("quotas", self.quotas), ("tensors", tensors)):
-            object.__setattr__(self, field, tuple(values))
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> GroupCuts:
+        """The cuts whose ``asdict`` was written as JSON."""
+        return cls(
+            cuts=tuple(None if cut is None else Cut(**cut) for cut in values["cuts"]),
+            quotas=tuple(values["quotas"]),
+            tensors=tuple(TensorCut(**tensor) for tensor in values["tensors"]),
+            num_nan=values["num_nan"],
+        )
 
 
-def decide(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -> Decision:
+def find_cuts(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -> GroupCuts:
     """Find where the ranking of each group is cut.
 
     Args:
         team: the ranks.
-        plan: what is to be done.
+        plan: what to do.
         source: of the plan.
-        units: of pruning, all.
+        units: all units of pruning.
 
     Raises:
-        NaNError: a selected tensor holds NaN, and they are not to be kept; on every rank.
+        NaNError: a selected tensor has NaN, and the recipe does not keep them; on every rank.
         SelectionError: more is to be pruned than there are numbers, or than limits allow without
             NaN; on every rank.
         CheckpointError: the source cannot be read; on every rank.
 
-    Cost: one read for every 16 bits of a key of those groups that have so many, and for each group
-    as many all-reduces of up to 512 KiB; no read for random scores; see :class:`LimitedSearch`
-    for limits. Memory: the histograms of this rank's units.
+    Cost: one read of a group for every 16 bits of its keys, and as many all-reduces of up to
+    512 KiB for each group; no read for random scores; see :class:`LimitedSearch` for limits.
+    Memory: the histograms of this rank's units.
     """
-    deciding = _Deciding(team, plan, source, units)
-    deciding.run()
-    return deciding.decision()
+    searching = _Searching(team, plan, source, units)
+    searching.run()
+    return searching.group_cuts()
 
 
 def bytes_to_count(plan: Plan, source: Source, units: Sequence[PruneUnit]) -> int:
-    """What :func:`decide` reads, over all ranks and passes."""
+    """How many bytes :func:`find_cuts` reads, over all ranks and passes."""
     num_passes = {
         number: source.group_format(number).width // 16 for number in _counted_groups(plan, source)
     }
@@ -81,8 +89,8 @@ def bytes_to_count(plan: Plan, source: Source, units: Sequence[PruneUnit]) -> in
 
 
 def _counted_groups(plan: Plan, source: Source) -> list[int]:
-    """The groups whose elements have to be counted before any of them can go."""
-    # Even if nothing is to go, a NaN is to be found.
+    """The groups whose elements have to be counted before any of them can be pruned."""
+    # Even if nothing is pruned, a NaN has to be found.
     return [
         number
         for number, group in enumerate(plan.groups)
@@ -91,7 +99,7 @@ def _counted_groups(plan: Plan, source: Source) -> list[int]:
     ]
 
 
-class _Deciding:
+class _Searching:
     """The search in all groups that are ranked together, side by side."""
 
     def __init__(self, team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]) -> None:
@@ -117,23 +125,23 @@ class _Deciding:
             for search in unfinished.values():
                 search.narrow()
 
-    def decision(self) -> Decision:
-        found: dict[int, Found] = {n: search.found() for n, search in self._searches.items()}
+    def group_cuts(self) -> GroupCuts:
+        results = {number: search.result() for number, search in self._searches.items()}
         cuts: list[Cut | None] = [None] * len(self._plan.groups)
         quotas = [0] * len(self._units)
         tensors: list[TensorCut] = []
-        for number, each in found.items():
+        for number, result in results.items():
             if self._plan.groups[number].num_to_prune:
-                cuts[number] = each.cut
-                for unit, quota in each.quotas.items():
+                cuts[number] = result.cut
+                for unit, quota in result.quotas.items():
                     quotas[unit] = quota
-            tensors += each.tensors
+            tensors += result.tensors
         num_nan = {
             tensor.entry.name: count
             for tensor, count in zip(self._plan.tensors, self._num_nan.tolist(), strict=True)
             if count
         }
-        return Decision(tuple(cuts), tuple(quotas), tuple(tensors), num_nan)
+        return GroupCuts(tuple(cuts), tuple(quotas), tuple(tensors), num_nan)
 
     def _begin(self) -> dict[int, Search]:
         searches: dict[int, Search] = {}
