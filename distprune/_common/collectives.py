@@ -21,13 +21,16 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distprune._common.exclusive import exclusively, raise_waiting_interrupt
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -295,8 +298,8 @@ def world(group: dist.ProcessGroup | None = None) -> Communicator:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Communicator(())
-    if group is None:
-        group = dist.group.WORLD
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None  # is_initialized
     if dist.get_rank(group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of group={group}; "
@@ -310,7 +313,7 @@ def world(group: dist.ProcessGroup | None = None) -> Communicator:
     )
 
 
-def over_mesh(mesh: dist.DeviceMesh) -> Communicator:
+def over_mesh(mesh: DeviceMesh) -> Communicator:
     """The ranks of a device mesh: reductions go over one axis after the other.
 
     Raises:

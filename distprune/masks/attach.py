@@ -22,6 +22,7 @@ from distprune._common.pruned_form import local_tensor, mask_key, orig_key
 from distprune.masks import loading, survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
+from distprune.torch_private.wrapper import masked_by
 
 
 class Transaction:
@@ -207,7 +208,7 @@ def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Any)
     # The gathered copy, if there is one, was made without this mask.
     managed.reshard()
     previous = owners[0].__dict__.get(key)
-    shard_mask = managed.masked_by(mask)
+    shard_mask = masked_by(managed, mask)
     # Pruned before it was wrapped, the parameter has its new name already.
     is_renamed = _is_renamed(managed, name)
     for owner in owners:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from distprune._common.pruned_form import is_dtensor
+from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
 from distprune.shards.shard import LocalShard
 
@@ -195,7 +195,7 @@ def splits_of(
     coordinate: Sequence[int] | None,
     placements: Sequence[Placement],
 ) -> list[Split] | None:
-    """The cuts that placements stand for, in the order in which they were made.
+    """The cuts that placements describe, in the order in which they were made.
 
     FSDP2 over tensor parallelism records its cut as ``_StridedShard`` on the
     *left* mesh axis although it is made *after* those of the axes to its right.
@@ -208,7 +208,8 @@ def splits_of(
     Raises:
         NotImplementedError: a placement that is neither Shard nor Replicate.
     """
-    plain, strided = [], []
+    plain: list[Split] = []
+    strided: list[Split] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, (Shard, _StridedShard)):
             if coordinate is not None:
@@ -252,4 +253,5 @@ def local_part(name: str, what: str, tensor: DTensor, shard: LocalShard) -> Tens
             f"with {shard.placements} on {shard.mesh}, as the parameter. "
             "Redistribute it, or pass the full tensor."
         )
-    return tensor.detach().to_local()
+    detached: Tensor = tensor.detach()
+    return local_tensor(detached)

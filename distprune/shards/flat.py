@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from distprune.shards.geometry import run_index_map
 from distprune.shards.shard import FlatShard
+from distprune.torch_private.managed import ManagedRun
 
 
-def local_shard(name: str, piece: Any, mask: Tensor | None, ranks: tuple[int, ...]) -> FlatShard:
+def local_shard(
+    name: str, piece: ManagedRun, mask: Tensor | None, ranks: tuple[int, ...]
+) -> FlatShard:
     """Read this rank's run of a parameter.
 
     Args:
         name: for messages.
-        piece: FSDP1's record (torch_private.fsdp1.FlatPiece) of the parameter.
+        piece: the wrapper's record of the parameter.
         mask: the mask in force: this rank's run of it, or, on a parameter that was pruned
             before it was wrapped, the whole.
         ranks: those of the piece, one tuple for all pieces of a wrapper.

@@ -127,5 +127,6 @@ def memory_order(tensor: Tensor) -> list[int] | None:
     if tensor.is_contiguous():
         # Dimensions of size 1 may have any stride: the natural order is one.
         return list(range(tensor.ndim))
-    dims = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), -tensor.size(dim), dim))
+    strides, sizes = tensor.stride(), tensor.shape
+    dims = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], -sizes[dim], dim))
     return dims if tensor.permute(dims).is_contiguous() else None

@@ -20,6 +20,7 @@ from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, or
 from distprune.shards.checksum import checksums
 from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private.live_property import shard_mask_key
+from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
 
@@ -34,14 +35,14 @@ class ShardReader:
     def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
         self._replica = replica
         self._num_replicas = num_replicas
-        # Made when it is needed: a call for one parameter need not look at all others.
-        self._managed: dict[tuple[int, str], Any] | None = None
+        # Made on demand: a call for one parameter may not need the records of all others.
+        self._managed: dict[tuple[int, str], Managed] | None = None
         # By mesh and by FSDP1 module: lists of ranks are long, and parameters share them.
         self._places: dict[Any, Any] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
 
-    def managed(self, module: nn.Module, name: str) -> Any | None:
-        """A wrapper's record (torch_private.wrapper.Managed) of a parameter, pruned or not.
+    def managed(self, module: nn.Module, name: str) -> Managed | None:
+        """A wrapper's record of a parameter, pruned or not.
 
         Raises:
             NotImplementedError: the parameter belongs to an FSDP1 wrapper that is gone.
@@ -51,22 +52,22 @@ class ShardReader:
             return record
         if self._managed is None:
             self._managed = managed_parameters()
-        found = self._find(module, name)
-        if found is None and is_flattened(module, name):
+        record = self._find(module, name)
+        if record is None and is_flattened(module, name):
             self._managed = managed_parameters(everywhere=True)
-            found = self._find(module, name)
-            if found is None:
+            record = self._find(module, name)
+            if record is None:
                 raise NotImplementedError(
                     f"{type(module).__name__}.{name} is a piece of an FSDP1 flat parameter whose "
                     "FullyShardedDataParallel module is gone; expected that the wrapped model is "
                     "kept and used, not the module inside it."
                 )
-        return found
+        return record
 
-    def _find(self, module: nn.Module, name: str) -> Any | None:
+    def _find(self, module: nn.Module, name: str) -> Managed | None:
         assert self._managed is not None
-        found = self._managed.get((id(module), name))
-        return found if found is not None else self._managed.get((id(module), orig_key(name)))
+        record = self._managed.get((id(module), name))
+        return record if record is not None else self._managed.get((id(module), orig_key(name)))
 
     def read(self, module: nn.Module, name: str, label: str) -> LocalShard:
         """This rank's part of ``module.name``.
@@ -102,15 +103,24 @@ class ShardReader:
         return is_dtensor(parameter) and mask.placements != parameter.placements
 
     def _read(
-        self, module: nn.Module, name: str, label: str, managed: Any | None, mask: Tensor | None
+        self,
+        module: nn.Module,
+        name: str,
+        label: str,
+        managed: Managed | None,
+        mask: Tensor | None,
     ) -> LocalShard:
-        if _is_flat(managed):
+        if isinstance(managed, ManagedRun):
             from distprune.shards import flat
 
-            if managed.state not in self._ranks:
-                self._ranks[managed.state] = managed.ranks
-            return flat.local_shard(label, managed, mask, self._ranks[managed.state])
-        parameter = managed.sharded if managed is not None else _registered(module, name, label)
+            if managed.wrapper not in self._ranks:
+                self._ranks[managed.wrapper] = managed.ranks
+            return flat.local_shard(label, managed, mask, self._ranks[managed.wrapper])
+        parameter: Tensor
+        if isinstance(managed, ManagedDTensor):
+            parameter = managed.sharded
+        else:
+            parameter = _registered(module, name, label)
         _check_kind(label, parameter)
         if is_dtensor(parameter):
             from distprune.shards import dtensor
@@ -146,11 +156,12 @@ class ShardReader:
     def communicator(self, module: nn.Module, name: str) -> Communicator:
         """The ranks that hold a sharded parameter together."""
         managed = self.managed(module, name)
-        if _is_flat(managed):
+        if isinstance(managed, ManagedRun):
             return over_groups(managed.groups, managed.ranks)
         parameters = module._parameters
         registered = parameters.get(name, parameters.get(orig_key(name)))
-        parameter = managed.sharded if managed is not None else registered
+        parameter = managed.sharded if isinstance(managed, ManagedDTensor) else registered
+        assert is_dtensor(parameter)
         return over_mesh(parameter.device_mesh)
 
 
@@ -219,21 +230,16 @@ def unflattened(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Ten
     return tensor.view(shard.shape)
 
 
-def _record_with_mask(module: nn.Module, name: str) -> Any | None:
-    """The wrapper's record of a pruned parameter, which its mask knows."""
-    shard_mask = module.__dict__.get(shard_mask_key(name))
+def _record_with_mask(module: nn.Module, name: str) -> Managed | None:
+    """The wrapper's record of a pruned parameter, which its mask refers to."""
+    shard_mask: ShardMask | None = module.__dict__.get(shard_mask_key(name))
     record = None if shard_mask is None else shard_mask.managed()
-    # The mask of a copied module knows the original's.
+    # The mask of a copied module refers to the original's.
     if record is None or not any(
         owner is module and registered == orig_key(name) for owner, registered in record.owners
     ):
         return None
     return record
-
-
-def _is_flat(managed: Any | None) -> bool:
-    """Whether a wrapper's record is one of FSDP1's, which has no DTensor."""
-    return managed is not None and not hasattr(managed, "sharded")
 
 
 def _registered(module: nn.Module, name: str, label: str) -> Tensor:
@@ -242,9 +248,9 @@ def _registered(module: nn.Module, name: str, label: str) -> Tensor:
         parameter = module._parameters.get(key)
         if parameter is not None and (key == name or mask_key(name) in module._buffers):
             return parameter
-    found = getattr(module, name)  # AttributeError, as in torch
+    value = getattr(module, name)  # AttributeError, as in torch
     raise TypeError(
-        f"{label} is {'None' if found is None else f'a {type(found).__name__}'}; "
+        f"{label} is {'None' if value is None else f'a {type(value).__name__}'}; "
         "expected a parameter of the module."
     )
 
@@ -257,7 +263,7 @@ def _check_kind(label: str, parameter: Tensor) -> None:
         problem = f"layout {parameter.layout} is sparse already; expected torch.strided"
     elif parameter.is_meta:
         problem = "it is on the meta device and has no values; materialise the model first"
-    elif isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    elif nn.parameter.is_lazy(parameter):
         problem = "it is a lazy parameter without a shape; run one forward first"
     if problem:
         raise NotImplementedError(f"{label}: {problem}.")

@@ -14,7 +14,7 @@ from distprune.shards.geometry import IndexMap
 from distprune.torch_private.live_graphs import undisturbed
 
 if TYPE_CHECKING:  # importing DTensor costs more than all the rest
-    from torch.distributed.tensor import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 

@@ -15,9 +15,9 @@ def active_wrapper() -> DistributedDataParallel | None:
 def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> None:
     """Stop DDP from broadcasting buffers before every forward.
 
-    Masks are equal on all ranks when they are made; broadcasting them would
-    double the traffic of a step for nothing.
+    Masks are equal on all ranks from the beginning; broadcasting them would double the traffic
+    of a step.
     """
     wrapper.parameters_to_ignore.update(fqns)
-    # It decides by its list of last time whether to broadcast, and fails on an empty new one.
-    wrapper._assign_modules_buffers()
+    # DDP decides by its previous list whether to broadcast, and fails on an empty new one.
+    wrapper._assign_modules_buffers()  # type: ignore[no-untyped-call]

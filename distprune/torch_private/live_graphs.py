@@ -43,7 +43,8 @@ def reaches(parameter: Tensor) -> bool:
     Cost: nothing while no graph refers to the parameter. Else one walk over all Python objects and
     the graphs of this process, for all parameters of a call: 0.3 s for a million objects.
     """
-    if parameter._use_count() <= 1 or not _reaches(parameter):
+    num_references: int = parameter._use_count()  # type: ignore[attr-defined]
+    if num_references <= 1 or not _reaches(parameter):
         return False
     # What was seen may have been dropped since, and a dropped graph may wait in a cycle.
     gc.collect()
@@ -106,13 +107,13 @@ def _look() -> None:
 
 def _roots() -> list[Any]:
     roots = []
-    for each in gc.get_objects():
-        if not issubclass(type(each), Tensor):
+    for value in gc.get_objects():
+        if not issubclass(type(value), Tensor):
             continue
         try:
             # A mere view of a leaf is no forward: FSDP1 keeps views of its flat parameter.
-            is_view_of_leaf = each._is_view() and each._base is not None and each._base.is_leaf
-            node = None if each.is_leaf or is_view_of_leaf else each.grad_fn
+            is_view_of_leaf = value._is_view() and value._base is not None and value._base.is_leaf
+            node = None if value.is_leaf or is_view_of_leaf else value.grad_fn
         except RuntimeError:  # a view that was changed where autograd does not allow it
             continue
         if node is not None:
@@ -121,22 +122,23 @@ def _roots() -> list[Any]:
 
 
 def _saved(node: Any) -> list[Any] | None:
-    """What a node keeps for its backward, as it is packed; None if that has been freed."""
-    found: list[Any] = []
-    names = _saved_names(type(node))
+    """What a node saves for its backward, as it is packed; None if that has been freed."""
+    values: list[Any] = []
+    kind: type = type(node)
+    names = _saved_names(kind)
     try:
         for name in names:
             saved = getattr(node, name)  # a function in Python raises once it is freed
             if saved is not None:
-                many = saved if isinstance(saved, (tuple, list)) else (saved,)
-                found += [data for data in (each.data for each in many) if data is not None]
-        if names and not found:
-            # Freed, or nothing was saved; there is nothing that could be unpacked.
+                variables = saved if isinstance(saved, (tuple, list)) else (saved,)
+                values += [variable.data for variable in variables if variable.data is not None]
+        if names and not values:
+            # It was freed, or nothing was saved: nothing can be unpacked.
             for name in names:
                 getattr(node, name.replace(_SAVED, "_saved_"), None)
     except RuntimeError:
         return None
-    return found
+    return values
 
 
 @functools.cache
@@ -149,6 +151,7 @@ def _storage(tensor: Tensor) -> int:
     try:
         with torch.no_grad():  # else to_local() is a node itself
             local = local_tensor(tensor)
-        return local.untyped_storage()._cdata
+        address: int = local.untyped_storage()._cdata
+        return address
     except (NotImplementedError, RuntimeError):  # sparse
         return 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
+from distprune.torch_private.managed import ShardMask
 
 _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"
@@ -55,7 +56,7 @@ def uninstall(module: nn.Module, name: str) -> None:
 
 def masked_value(module: nn.Module, name: str) -> Tensor:
     """The parameter as the mask leaves it, in whatever state a wrapper has it."""
-    shard_mask = module.__dict__.get(shard_mask_key(name))
+    shard_mask: ShardMask | None = module.__dict__.get(shard_mask_key(name))
     if shard_mask is not None:
         return shard_mask.value(module, name)
     original = module._parameters[orig_key(name)]
@@ -65,7 +66,8 @@ def masked_value(module: nn.Module, name: str) -> Tensor:
 
 
 def _base_class(module: nn.Module) -> type:
-    return getattr(type(module), _BASE, type(module))
+    base: type = getattr(type(module), _BASE, type(module))
+    return base
 
 
 @functools.cache
@@ -105,12 +107,13 @@ def _refuse(module: nn.Module, value: Any) -> None:
 
 def _reduce(module: nn.Module, protocol: int) -> Any:
     """Pickle and deepcopy through the original class: the generated one cannot be imported."""
-    state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
+    own_state = getattr(module, "__getstate__", None)
+    state = module.__dict__ if own_state is None else own_state()
     if state is module.__dict__:
         state = dict(state)
     return _restore, (_base_class(module), getattr(type(module), _NAMES)), state
 
 
 def _restore(base: type, names: tuple[str, ...]) -> nn.Module:
-    cls = _live_class(base, names)
-    return cls.__new__(cls)
+    module: nn.Module = object.__new__(_live_class(base, names))
+    return module
