@@ -266,7 +266,7 @@ def _check_arguments(args: TrainingArguments) -> None:
         raise NotImplementedError(
             "the Trainer cannot resume a pruned model under FSDP: it loads a checkpoint in one go "
             'with wrapping the model. Set save_strategy="no", or save and resume in a loop of your '
-            "own (see the README)."
+            "own (docs/saving.md has one)."
         )
     if args.load_best_model_at_end:
         raise NotImplementedError(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-# The oldest and the newest torch that distprune is tested with; the README says by which tests.
+# The oldest and the newest torch that distprune is tested with; docs/support.md says what was run.
 TESTED = ("2.11", "2.15")
 
 # By wrapper, the attributes of its objects. "new or old": one of them will do.
