@@ -56,12 +56,9 @@ quick: $(READY)
 	@echo "== testing what starts no processes"
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" tests/unit tests/docs
 
-# The scripts make what pages include: a trace of one call, and the help of every command.
-# Material warns about a coming MkDocs 2, which `make docs` does not install.
+# Material warns about a coming MkDocs 2, which is not installed here.
 docs: $(READY)
 	@echo "== building the documentation into build/docs"
-	$(BIN)/python docs/trace_of_a_call.py build/docs_parts/trace_of_a_call.txt
-	$(BIN)/python docs/help_of_commands.py build/docs_parts/help_of_commands.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/docs
 	@echo "open build/docs/index.html"
 

@@ -2,7 +2,7 @@
 
 python docs/help_of_commands.py [FILE]
 
-``make docs`` runs it, so that the page cannot differ from the program.
+The build of the documentation runs it (hooks.py), so that the page cannot differ from the program.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 python docs/trace_of_a_call.py [FILE]
 
 One gloo rank, on the CPU. A profile function sees every call of a function of distprune; what is
-written, to FILE or to stdout, is included by docs/one_call.md. ``make docs`` runs it.
+written, to FILE or to stdout, is included by docs/one_call.md. The build of
+the documentation runs it (hooks.py).
 
 A kernel is a function of ``distprune/selection/cpu.py``: the code that touches elements. Frames of
 torch and of the standard library are not counted, and neither are comprehensions, which Python 3.12

@@ -15,7 +15,6 @@ MAX_FRAMES = 11  # from global_unstructured to the kernel that reads every eleme
 MODULES = ("schedule", "checkpoint", "testing")
 PACKAGE = ROOT / "distprune"
 NOT_OF_THE_REPOSITORY = {"DST/distprune/", "build/", "dist/", "test_pruning.py", "torch.py"}
-PARTS = ROOT / "build" / "docs_parts"
 
 
 def run(*arguments):
@@ -82,8 +81,6 @@ def test_links_of_the_readme_lead_to_pages_and_headings():
 @pytest.mark.slow
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
-    run("docs/trace_of_a_call.py", PARTS / "trace_of_a_call.txt")
-    run("docs/help_of_commands.py", PARTS / "help_of_commands.md")
     run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path)
     page = (tmp_path / "one_call.html").read_text()
     assert "from global_unstructured to the kernel scan" in page
