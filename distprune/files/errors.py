@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint on disk; each kind has the exit code of a program."""
+"""Errors of checkpoints on disk, each kind with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 
 class FilesError(Exception):
-    """Base of the errors here.
+    """Base of the errors of checkpoints on disk.
 
     Attributes:
-        headline: what is wrong, without the details.
-        problems: the details, all that were found; may be empty.
-        exit_code: what a command line program should return.
+        headline: the message without the problems.
+        problems: all details; may be empty.
+        exit_code: of a command that ends with this error.
     """
 
     exit_code = 1
@@ -25,24 +25,24 @@ class FilesError(Exception):
         super().__init__("\n  - ".join([headline, *self.problems]))
 
     def say_more(self, text: str) -> None:
-        """Add a sentence at the end, for whoever reads the message."""
+        """Append a sentence to the message."""
         self.args = (f"{self}{chr(10) if self.problems else ' '}{text}",)
 
 
 class SelectionError(FilesError):
-    """The recipe does not fit the checkpoint, or is wrong in itself."""
+    """The recipe is invalid, or does not fit the checkpoint."""
 
     exit_code = 2
 
 
 class CheckpointError(FilesError):
-    """The source is malformed, incomplete, of a kind that is not supported, or has changed."""
+    """The source is malformed, incomplete, not supported, or has changed."""
 
     exit_code = 3
 
 
 class NaNError(CheckpointError):
-    """A selected tensor holds NaN, and the recipe does not say to keep them."""
+    """A selected tensor holds NaN, and the recipe does not say ``nan: keep``."""
 
 
 class OutputError(FilesError):
@@ -52,19 +52,19 @@ class OutputError(FilesError):
 
 
 class RanksError(FilesError):
-    """The ranks disagree in what they are to do, or one of them was lost."""
+    """The ranks disagree on what to do, or one of them was lost."""
 
     exit_code = 5
 
 
 class MachineError(FilesError):
-    """This machine has too little memory, or allows too few open files or processes."""
+    """The machine has too little memory, or allows too few open files or processes."""
 
     exit_code = 7
 
 
 class Interrupted(FilesError):
-    """The caller asked to stop; what is written so far is kept for the next run."""
+    """The caller asked to stop; finished work is kept for the next run."""
 
     exit_code = 143
 
@@ -77,10 +77,13 @@ _NO_THREAD = "can't start new thread"
 
 
 def explained(error: BaseException) -> FilesError | None:
-    """An error as one of those here, if it comes from the machine or a file; None: a defect.
+    """The FilesError for an error that the machine or a file has caused.
 
     Args:
-        error: any; one of those here is returned as it is.
+        error: any; a FilesError is returned as it is.
+
+    Returns:
+        None if the error is a defect of distprune.
     """
     if isinstance(error, FilesError):
         return error
@@ -94,34 +97,35 @@ def explained(error: BaseException) -> FilesError | None:
         )
     if not isinstance(error, OSError):
         return None
-    what = error.strerror or str(error)
-    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    reason = error.strerror or str(error)
+    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return MachineError(f"{where}{what}. Allow more open files (`ulimit -n`).")
-    return OutputError(f"{where}{what}.")
+        return MachineError(f"{path}{reason}. Allow more open files (`ulimit -n`).")
+    return OutputError(f"{path}{reason}.")
 
 
 def _lack_of_memory(error: BaseException) -> str | None:
-    """What a lack of memory says of itself, if that is what led to an error."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        text = str(each)
-        if isinstance(each, MemoryError):
+    """The message of a lack of memory among an error and its causes; None if there is none."""
+    visited: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        text = str(cause)
+        if isinstance(cause, MemoryError):
             return text or "MemoryError"
-        is_system = isinstance(each, (OSError, ImportError, RuntimeError))
-        if is_system and (getattr(each, "errno", None) == errno.ENOMEM or _NO_THREAD in text):
+        is_system = isinstance(cause, (OSError, ImportError, RuntimeError))
+        if is_system and (getattr(cause, "errno", None) == errno.ENOMEM or _NO_THREAD in text):
             return text
-        if isinstance(each, SystemError) and _has_limit():  # what C code makes of a failed malloc
+        if isinstance(cause, SystemError) and _has_limit():  # C code whose malloc failed
             return text
         if is_system and _OUT_OF_MEMORY.search(text):
             return text.splitlines()[0]
-        each = each.__cause__ or each.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
 def _has_limit() -> bool:
+    """Whether the address space of this process is limited (``ulimit -v``)."""
     try:
         import resource
     except ImportError:
@@ -129,9 +133,9 @@ def _has_limit() -> bool:
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
-def headline(what: str, problems: Sequence[str]) -> str:
-    """A headline: "SRC has 2 problems:"."""
-    return f"{what} has {len(problems)} problem{'s' if len(problems) != 1 else ''}:"
+def headline(subject: str, problems: Sequence[str]) -> str:
+    """The headline of an error with problems: "SRC has 2 problems:"."""
+    return f"{subject} has {len(problems)} problem{'s' if len(problems) != 1 else ''}:"
 
 
 def format_size(num_bytes: float) -> str:

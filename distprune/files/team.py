@@ -1,4 +1,4 @@
-"""The ranks of one run, in the words of this package: every rank raises, or none does."""
+"""The ranks of one run: they share work and progress, and all of them raise, or none does."""
 
 from __future__ import annotations
 
@@ -41,23 +41,21 @@ _KINDS = {
         SelectionError,
     )
 }
-# How long a rank works before it looks what the others do; a lost one is noticed then.
+# A rank works so long before it communicates; then it also notices a lost rank.
 _ROUND_SECONDS = 0.5
 
-
-# The rate that is shown is that of the last half minute.
-_RATE_SECONDS = 30.0
+_RATE_SECONDS = 30.0  # the displayed rate is that of the last half minute
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far all ranks together are.
+    """The progress of all ranks together.
 
     Attributes:
-        phase: "check" what is there, "count" or "write".
-        num_bytes: done, of all phases, by this run and those before it.
+        phase: "check", "count", "write" or "verify".
+        num_bytes: finished bytes of all phases, by this run and earlier ones.
         total_bytes: of all phases.
-        bytes_per_second: of this run, lately.
+        bytes_per_second: of this run in the last half minute.
     """
 
     phase: str
@@ -67,49 +65,50 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """None as long as nothing is known."""
+        """The estimated time left; None until a rate is known."""
         rate = self.bytes_per_second
         return (self.total_bytes - self.num_bytes) / rate if rate else None
 
 
 class Pace:
-    """How fast something goes, lately.
+    """The rate of some work in the last half minute.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
         self._total = 0
 
     def begin(self) -> None:
-        """Work starts now; the time since the last piece is not counted."""
-        self._seen.clear()
-        self._seen.append((self._clock(), self._total))
+        """Start to measure: the time since the last piece does not count."""
+        self._samples.clear()
+        self._samples.append((self._clock(), self._total))
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes have been dealt with since the last call."""
+        """Count bytes that were processed since the last call."""
         now = self._clock()
         self._total += num_bytes
-        self._seen.append((now, self._total))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - _RATE_SECONDS:
-            self._seen.popleft()
+        self._samples.append((now, self._total))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_SECONDS:
+            self._samples.popleft()
 
     @property
     def bytes_per_second(self) -> float:
-        (first, before), (last, after) = self._seen[0], self._seen[-1]
-        return (after - before) / (last - first) if last > first else 0.0
+        """The rate; 0.0 until it is known."""
+        (start, first_total), (end, last_total) = self._samples[0], self._samples[-1]
+        return (last_total - first_total) / (end - start) if end > start else 0.0
 
 
 class Team:
     """The ranks of one run.
 
     Args:
-        communicator: of all of them.
-        progress: called now and then, on this rank.
-        stop: asked often; True on any rank stops all of them.
+        communicator: of all ranks.
+        progress: called about twice a second, on this rank.
+        stop: called often; if it returns True on any rank, all of them stop.
     """
 
     def __init__(
@@ -129,15 +128,16 @@ class Team:
 
     @property
     def is_leader(self) -> bool:
+        """Whether this is rank 0, which alone changes folders."""
         return self.index == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, int64."""
+        """The sum over all ranks, int64."""
         with _noticing_lost_ranks():
             return self._communicator.sum(values)
 
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
-        """Raise RanksError, on every rank, if the ranks differ in a fact; names it."""
+        """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
         with _noticing_lost_ranks():
             try:
                 self._communicator.agree(facts)
@@ -153,19 +153,19 @@ class Team:
         text = "" if error is None else _packed(error, self.index)
         with _noticing_lost_ranks():
             texts, _ = self._communicator.distinct_texts(text)
-        failures = [each for each in texts if each]
+        failures = [text for text in texts if text]
         if failures:
             raise _unpacked(failures[0]) from error
 
     def attempt(self, function: Callable[..., T], *args: object) -> T:
-        """Call on every rank; if it raises on one, raise that on all."""
+        """Call a function on every rank; if it raises on one, all ranks raise its error."""
         outcome = attempt(function, *args)
         self.check(error_of(outcome))
         assert not isinstance(outcome, Failed)  # check has raised
         return outcome
 
     def from_leader(self, function: Callable[..., T], *args: object) -> T:
-        """Call on the leader, and give every rank its result, which has to be JSON."""
+        """Call a function on the leader; every rank returns its result, which must be JSON."""
         result = attempt(function, *args) if self.is_leader else None
         self.check(error_of(result))
         if self.size == 1:
@@ -174,43 +174,44 @@ class Team:
             texts, _ = self._communicator.distinct_texts(
                 json.dumps(result) if self.is_leader else ""
             )
-        return json.loads(texts[0])
+        shared: T = json.loads(texts[0])
+        return shared
 
     def expect(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
-        """Say before it begins how much a phase will be, so that the progress is of the whole.
+        """Announce a phase, so that the progress covers all phases from the beginning.
 
         Args:
-            phase: as :meth:`work` is going to call it.
+            phase: the name that :meth:`work` will be called with.
             total_bytes: of the phase, over all ranks.
-            num_done: of these, by an earlier run.
+            num_done: bytes that an earlier run has finished.
         """
         self._totals[phase] = total_bytes
         self._done[phase] = num_done
 
     def gather(self, value: object) -> list[Any]:
-        """The values of all ranks, in their order; each has to be JSON."""
+        """The values of all ranks, in order of rank; each must be JSON."""
         if self.size == 1:
             return [value]
         with _noticing_lost_ranks():
-            texts, places = self._communicator.distinct_texts(json.dumps(value))
-        return [json.loads(texts[place]) for place in places]
+            texts, indices = self._communicator.distinct_texts(json.dumps(value))
+        return [json.loads(texts[index]) for index in indices]
 
     def work(self, steps: Iterator[int], phase: str, num_done: int, total_bytes: int) -> None:
         """Run steps on every rank until all have finished.
 
         Args:
-            steps: this rank's; each yields the bytes that it has dealt with.
+            steps: of this rank; each yields the number of bytes that it has processed.
             phase: for the progress.
-            num_done: bytes of the phase that were done before, the same on every rank.
+            num_done: bytes of the phase that an earlier run has finished, the same on every rank.
             total_bytes: of the phase, over all ranks.
 
         Raises:
-            Interrupted: a rank was asked to stop; on every rank.
-            Exception: the first failing rank's, on every rank.
+            Interrupted: ``stop`` returned True on a rank; on every rank.
+            Exception: the error of the first rank that failed; on every rank.
         """
         self._pace.begin()
         self.expect(phase, total_bytes, num_done)
-        before = 0
+        previous_bytes = 0
         mine, is_finished = 0, False
         error: BaseException | None = None
         while True:
@@ -232,8 +233,8 @@ class Team:
                 self.check(error)
             if stopped:
                 raise Interrupted("stopped as asked.")
-            self._pace.add(num_bytes - before)
-            before = num_bytes
+            self._pace.add(num_bytes - previous_bytes)
+            previous_bytes = num_bytes
             self._done[phase] = num_done + num_bytes
             if self._progress is not None:
                 self._progress(self._state(phase))
@@ -246,6 +247,7 @@ class Team:
 
 
 def _packed(error: BaseException, rank: int) -> str:
+    """An error as text that other ranks can raise."""
     error = explained(error) or error
     kind = type(error).__name__ if isinstance(error, FilesError) else FilesError.__name__
     headline = (
@@ -264,8 +266,8 @@ def _unpacked(text: str) -> FilesError:
 def _noticing_lost_ranks() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # what torch.distributed raises, whatever the backend
+    except RuntimeError as error:  # of torch.distributed, with any backend
         raise RanksError(
             f"a rank was lost, or did not answer in time ({error}). Run the same command again: it "
-            "goes on where this one stopped."
+            "resumes where this one stopped."
         ) from error

@@ -101,7 +101,7 @@ def test_a_pace_keeps_little():
     for _ in range(10_000):
         clock.now += 0.5
         pace.add(1)
-    assert len(pace._seen) < 70 and pace.bytes_per_second == pytest.approx(2)
+    assert len(pace._samples) < 70 and pace.bytes_per_second == pytest.approx(2)
 
 
 @pytest.mark.parametrize("way", [FileRecipe(0.5), FileRecipe(pattern="2:4")])

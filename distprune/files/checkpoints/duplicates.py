@@ -2,6 +2,8 @@
 
 They are not copied: beside pruned weights they would be stale, and a program that prefers their
 form would load dense weights. Only known duplicates are left out; all other files are copied.
+
+Reports store the reasons, and ``verify`` compares them: a new wording would fail existing results.
 """
 
 from __future__ import annotations
@@ -65,9 +67,9 @@ def why_duplicate(folder: str, name: str, tensors: Collection[str]) -> str | Non
     if inner:
         return None
     if base.endswith(_INDEX) or _MODEL.fullmatch(base):
-        return "weights that are not in the model's index, or another index"
+        return "weights of the model that are in no index of it, or another index"
     if base.endswith(".safetensors") and _holds_only(os.path.join(folder, name), tensors):
-        return "a duplicate: tensors of the same names"
+        return "tensors of the same names once more"
     return None
 
 

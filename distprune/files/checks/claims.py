@@ -1,4 +1,4 @@
-"""What a result says of itself, in report.json, run.json and recipe.yaml, against what is so."""
+"""Compare report.json, run.json and recipe.yaml of a result with values derived from its bytes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
 from distprune.files.results.partial import RECIPE_FILE
 
 _MAX_PROBLEMS = 30  # of one file
-# What depends on where a ranking was cut.
+# Fields that depend on where a ranking was cut.
 CUT_FIELDS = ("threshold", "threshold_bits", "num_ties", "num_ties_pruned", "groups")
 
 
 def recipe_of(report: Report, folder: str) -> FileRecipe:
-    """The recipe that a report says was carried out.
+    """The recipe in a report.
 
     Args:
-        report: of ``folder``.
+        report: of a result.
+        folder: of the result, for messages.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the recipe is invalid.
     """
     unknown = set(report.recipe) - {field.name for field in dataclasses.fields(FileRecipe)}
     if unknown:
@@ -39,76 +40,76 @@ def recipe_of(report: Report, folder: str) -> FileRecipe:
         return FileRecipe(**report.recipe)
     except SelectionError as error:
         problems = error.problems or (error.headline,)
-        headline = f"the recipe in {folder}/{REPORT_FILE} is none:"
+        headline = f"the recipe in {folder}/{REPORT_FILE} is invalid:"
         raise CheckpointError(headline, problems) from error
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"the recipe in {folder}/{REPORT_FILE} is none: {error}.") from error
+        raise CheckpointError(
+            f"the recipe in {folder}/{REPORT_FILE} is invalid: {error}."
+        ) from error
 
 
 def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
-    """A report that was derived again, with times of change and digest as they have to be.
+    """A derived report with the stored modification times, and the digest that follows from them.
 
-    A copy of the source has other times, so those in the stored report are taken, and the digest
-    is derived from them: neither can be changed alone.
+    A copy of the source has other times. Since the digest depends on them, neither the times nor
+    the digest can be changed alone.
 
     Args:
-        report: derived again.
-        stored: as it was found.
+        report: derived from the result.
+        stored: read from the result.
         plan: of the source as it is now.
     """
     mtimes = {name: stored.mtimes_ns.get(name, now) for name, now in mtimes_of(plan).items()}
     source = plan.checkpoint
-    at_that_time = dataclasses.replace(
+    original = dataclasses.replace(
         source,
         files=tuple(dataclasses.replace(f, mtime_ns=mtimes[f.name]) for f in source.files),
         others=tuple(dataclasses.replace(f, mtime_ns=mtimes[f.name]) for f in source.others),
     )
-    return dataclasses.replace(
-        report, mtimes_ns=mtimes, digest=digest_of(at_that_time, plan.recipe)
-    )
+    return dataclasses.replace(report, mtimes_ns=mtimes, digest=digest_of(original, plan.recipe))
 
 
 def report_problems(raw: bytes, derived: Report, leave_out: Collection[str] = ()) -> list[str]:
-    """Every value of report.json that is not the derived one, and by which name it goes.
+    """Sentences on the values of report.json that differ from the derived ones.
 
     Args:
-        raw: the bytes of report.json, which :func:`parse_report` has read.
+        raw: the bytes of report.json, which :func:`parse_report` accepts.
         derived: from the source, the masks and the weights.
-        leave_out: fields whose value could not be derived.
+        leave_out: fields that could not be derived.
     """
-    wanted = derived.result_json()
-    if raw == wanted:
+    derived_raw = derived.result_json()
+    if raw == derived_raw:
         return []
     stored = load_json(raw, REPORT_FILE)
-    expected = json.loads(wanted)
+    expected = json.loads(derived_raw)
     for field in leave_out:
         stored.pop(field, None)
         expected.pop(field, None)
-    found = []
+    problems: list[str] = []
     for problem in _differences(stored, expected, ""):
-        if len(found) == _MAX_PROBLEMS:
-            found.append(f"{REPORT_FILE}: more values differ.")
+        if len(problems) == _MAX_PROBLEMS:
+            problems.append(f"{REPORT_FILE}: more values differ.")
             break
-        found.append(f"{REPORT_FILE}: {problem}")
-    if not found and not leave_out:
+        problems.append(f"{REPORT_FILE}: {problem}")
+    if not problems and not leave_out:
         return [f"{REPORT_FILE} holds the right values, but not the bytes that prune writes."]
-    return found
+    return problems
 
 
 def recipe_problems(raw: bytes, recipe: FileRecipe) -> list[str]:
-    """Whether recipe.yaml is the text of a recipe."""
+    """A sentence if recipe.yaml is not the text of the recipe; else nothing."""
     if raw == recipe.to_yaml().encode():
         return []
     return [f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}."]
 
 
 def run_problems(raw: bytes, stored: Report, num_bytes: int) -> list[str]:
-    """What cannot be true in run.json, which differs from run to run.
+    """Sentences on impossible values in run.json, whose values differ from run to run.
 
     Args:
-        raw: its bytes.
-        stored: what :func:`parse_report` read from them.
-        num_bytes: that any run of this plan writes.
+        raw: the bytes of run.json.
+        stored: read from them by :func:`parse_report`.
+        num_bytes: written by any run of this plan.
     """
     run = stored.run
     numbers = [*run.seconds.values(), *map(float, run.peak_rss_bytes)]
@@ -120,7 +121,7 @@ def run_problems(raw: bytes, stored: Report, num_bytes: int) -> list[str]:
         ),
         (
             all(math.isfinite(number) and number >= 0 for number in numbers),
-            "a time or a size is negative or no number",
+            "a time or a size is negative or not a number",
         ),
         (raw == stored.run_json(), "its bytes are not those that prune writes"),
         (run.num_bytes == num_bytes, f"num_bytes is {run.num_bytes}; expected {num_bytes}"),
@@ -131,25 +132,25 @@ def run_problems(raw: bytes, stored: Report, num_bytes: int) -> list[str]:
 def _differences(stored: Any, expected: Any, where: str) -> Iterator[str]:
     if isinstance(stored, dict) and isinstance(expected, dict):
         for key in [*expected, *(key for key in stored if key not in expected)]:
-            place = f"{where}.{key}" if where else key
+            path = f"{where}.{key}" if where else key
             if key not in stored:
-                yield f"{_shown(place)} is missing; expected {_short(expected[key])}."
+                yield f"{_shown(path)} is missing; expected {_short(expected[key])}."
             elif key not in expected:
-                yield f"{_shown(place)} is {_short(stored[key])}; expected nothing of that name."
+                yield f"{_shown(path)} is {_short(stored[key])}; expected no such field."
             else:
-                yield from _differences(stored[key], expected[key], place)
+                yield from _differences(stored[key], expected[key], path)
     elif isinstance(stored, list) and isinstance(expected, list):
         if len(stored) != len(expected):
             yield f"{_shown(where)} has {len(stored)} entries; expected {len(expected)}."
-        for number, (one, other) in enumerate(zip(stored, expected, strict=False)):
-            yield from _differences(one, other, f"{where}[{_label(other, number)}]")
+        for index, (item, other) in enumerate(zip(stored, expected, strict=False)):
+            yield from _differences(item, other, f"{where}[{_label(other, index)}]")
     elif type(stored) is not type(expected) or stored != expected:
         yield f"{_shown(where)} is {_short(stored)}; expected {_short(expected)}."
 
 
-def _label(value: Any, number: int) -> str:
-    """An entry of a list of tensors goes by the tensor's name."""
-    return json.dumps(value["name"]) if isinstance(value, dict) and "name" in value else str(number)
+def _label(value: Any, index: int) -> str:
+    """The index of a list's item in messages; for tensors, their name."""
+    return json.dumps(value["name"]) if isinstance(value, dict) and "name" in value else str(index)
 
 
 def _shown(where: str) -> str:

@@ -1,4 +1,4 @@
-"""Which files a pruned checkpoint consists of, and whether these are there and no others."""
+"""The names and sizes of a pruned checkpoint's files, compared with a folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
@@ -16,12 +17,12 @@ from distprune.files.results.partial import RECIPE_FILE
 
 @dataclass(frozen=True)
 class Contents:
-    """What was found of the files that were expected.
+    """How a folder differs from the expected files.
 
     Attributes:
-        problems: a line for each file that is missing, cannot be read, has another size, or is
-            there without being expected; in the order of names.
-        bad: names of expected files that cannot be compared.
+        problems: a sentence for each file that is missing, unexpected or unreadable, or has another
+            size; in the order of names.
+        bad: names of expected files whose content cannot be compared.
     """
 
     problems: tuple[str, ...]
@@ -29,8 +30,8 @@ class Contents:
 
 
 def expected_sizes(plan: Plan, layout: MaskLayout) -> dict[str, int | None]:
-    """Names of all files of a result, and their sizes; None where the size may vary."""
-    files = (*plan.checkpoint.files, *plan.copied)
+    """By name of each file of a result, its size; None if the size may vary."""
+    files: list[SourceFile] = [*plan.checkpoint.files, *plan.copied]
     sizes: dict[str, int | None] = {file.name: file.size for file in files}
     if plan.has_card:
         sizes[CARD_FILE] = None
@@ -49,12 +50,12 @@ def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Content
 
     Cost: a few system calls per file.
     """
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     bad = set()
     for name, size in sizes.items():
         problem = _problem(os.path.join(folder, name), size)
         if problem:
-            found[name] = f"{shown(name)} {problem}"
+            problems[name] = f"{shown(name)} {problem}"
             bad.add(name)
     parents = {str(parent) for name in sizes for parent in Path(name).parents}
     pending = [""]
@@ -64,7 +65,7 @@ def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Content
             entries = list(os.scandir(os.path.join(folder, inner)))
         except OSError as error:
             if inner in ("", *parents):
-                found[inner] = f"{shown(inner) or folder} cannot be listed: {error.strerror}."
+                problems[inner] = f"{shown(inner) or folder} cannot be listed: {error.strerror}."
             continue
         for entry in entries:
             name = os.path.join(inner, entry.name)
@@ -74,12 +75,12 @@ def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Content
                 pending.append(name)
                 continue
             what = "folder" if _is_folder(entry) else "file"
-            found[name] = f"{shown(name)} is a {what} that prune did not write."
-    return Contents(tuple(found[name] for name in sorted(found)), frozenset(bad))
+            problems[name] = f"{shown(name)} is a {what} that prune did not write."
+    return Contents(tuple(problems[name] for name in sorted(problems)), frozenset(bad))
 
 
 def shown(name: str) -> str:
-    """A name as a message shows it: with escapes if a terminal would not print it as it is."""
+    """A name for a message: with escapes if it has characters that cannot be printed."""
     return name if name.isprintable() else ascii(name)
 
 
@@ -98,7 +99,7 @@ def _problem(path: str, size: int | None) -> str:
         return f"cannot be read: {error.strerror}."
 
 
-def _is_folder(entry: os.DirEntry) -> bool:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir(follow_symlinks=False)
     except OSError:

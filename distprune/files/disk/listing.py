@@ -177,7 +177,7 @@ def _list(
             elif stat.S_ISREG(info.st_mode):
                 listing.files[name] = _file(name, real, info)
             else:
-                listing.skipped.append((name, "not a regular file"))
+                listing.skipped.append((name, "no regular file"))  # as stored in reports
 
 
 def _file(name: str, path: str, info: os.stat_result) -> OtherFile:

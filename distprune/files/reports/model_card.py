@@ -1,10 +1,10 @@
 """The model card of a result: what was done, above the card of the source.
 
-[Note: card] The README.md of a pruned checkpoint is not that of its source, or it would tell of a
-model that is not there. It is a function of the source's card, the plan and the counts alone, with
-no date and no path in it, so that every run writes the same bytes and ``verify`` can derive them.
-Only two words in it have no other source: the name of the checkpoint that was pruned, which may
-come from where it lay, and the version of distprune.
+[Note: card] A pruned checkpoint needs a README.md of its own: that of the source describes another
+model. The card depends on the source's card, the plan and the counts alone, and has no date and no
+path, so that every run writes the same bytes and ``verify`` can derive them. Only two of its words
+cannot be derived: the name of the source, which may come from its path, and the version of
+distprune.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from distprune.files.reports.report import Report, TensorReport
 from distprune.files.selecting.kinds import role_of
 
 _TAGS = ("pruned", "sparse")
-# They tell of the source, and the hub would show them as facts about the result.
+# They describe the source; the hub would show them as facts about the result.
 _NOT_OF_THE_RESULT = ("model-index", "new_version")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 # First parts of relative paths, which look like names of the hub.
 _FOLDERS = ("cache", "checkpoint", "checkpoints", "ckpt", "data", "model", "models", "out",
             "output", "outputs", "results", "runs", "saved", "tmp", "workspace")  # fmt: skip
 _MAX_KINDS = 60
-# No card is longer: the source's has a limit, and what is above it, with the recipe, is short.
+# No card is longer: the card of the source has a limit, and the part above it is short.
 _MAX_BYTES = MAX_CARD_BYTES + (8 << 20)
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a card says that neither the weights nor the recipe tell.
+    """The words of a card that cannot be derived from the weights and the recipe.
 
     Attributes:
-        base_model: the source's name on the Hugging Face hub; None if it is not known.
-        version: of the distprune that wrote the card.
+        base_model: name of the source on the Hugging Face hub; None if it is not known.
+        version: of distprune when it wrote the card.
     """
 
     base_model: str | None
@@ -54,12 +54,12 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
     """The README.md of a result; the same bytes for every number of ranks.
 
     Args:
-        plan: that was carried out.
+        plan: of the result.
         report: with the counts.
-        names: what to call the source and distprune; by default what is known of them here.
+        names: of the source and of distprune; by default those that are known here.
 
     Returns:
-        The card; None if the recipe wants none, or ``README.md`` is no file that can be one.
+        The card; None if the recipe turns it off, or the source's ``README.md`` cannot be a card.
 
     Raises:
         CheckpointError: the card of the source cannot be read.
@@ -73,7 +73,7 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
     source = _card_of_source(plan)
     block, below = front_matter.split(source)
     parts = None if block is None else front_matter.parse(block)
-    if parts is None:  # kept as text, whatever it is
+    if parts is None:  # kept as text
         below = source
     head = front_matter.join(_metadata(parts or [], names.base_model))
     text = head + "\n" + "\n".join(_section(plan, report, names)) + "\n"
@@ -86,12 +86,12 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
 
 
 def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
-    """What is wrong with the README.md of a result; "" if nothing is, or there is to be no card.
+    """A sentence if the README.md of a result is not its card; "" if it is, or needs no card.
 
     Args:
         folder: of the result.
         plan: derived from the source.
-        report: with the counts, which are taken to be right.
+        report: with correct counts.
 
     Raises:
         CheckpointError: the card of the source cannot be read.
@@ -115,25 +115,25 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
 
 
 def is_card(card: bytes, plan: Plan, report: Report) -> bool:
-    """Whether a file is the card of a result, whatever it calls the source and distprune.
+    """Whether a file is the card of a result, with any name of the source and any version.
 
     Raises:
         CheckpointError: the card of the source cannot be read.
     """
     version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
-    told = version[1].decode() if version else __version__
+    version_text = version[1].decode() if version else __version__
     parts = front_matter.parse(front_matter.split(card)[0] or "")
     name = front_matter.value_of(parts or [], "base_model")
-    known = [name_of_source(plan.checkpoint), None]
+    candidates = [name_of_source(plan.checkpoint), None]
     if name is not None and _ID.fullmatch(name):
-        known.append(name)
-    return any(card == card_of(plan, report, Names(each, told)) for each in known)
+        candidates.append(name)
+    return any(card == card_of(plan, report, Names(base, version_text)) for base in candidates)
 
 
 def cached_name(folder: str | Path) -> str | None:
-    """The name on the hub of a folder in the cache of the hub; None of any other folder."""
-    for place in (Path(folder).absolute(), Path(folder).resolve()):
-        for cached, inner in pairwise(place.parts):
+    """The name on the hub of a folder in the hub cache; None for any other folder."""
+    for path in (Path(folder).absolute(), Path(folder).resolve()):
+        for cached, inner in pairwise(path.parts):
             name = cached.removeprefix("models--").replace("--", "/", 1)
             if cached.startswith("models--") and inner == "snapshots" and _ID.fullmatch(name):
                 return name
@@ -141,7 +141,7 @@ def cached_name(folder: str | Path) -> str | None:
 
 
 def name_of_source(checkpoint: Checkpoint) -> str | None:
-    """The name of a checkpoint on the hub, if its place in a cache or its config tells it."""
+    """The name of a checkpoint on the hub, from its path in a cache or its config; else None."""
     if name := cached_name(checkpoint.folder):
         return name
     name = checkpoint.config.get("_name_or_path")
@@ -164,20 +164,20 @@ def _metadata(
     parts: Sequence[front_matter.Part], base_model: str | None
 ) -> list[front_matter.Part]:
     kept = front_matter.without(parts, _NOT_OF_THE_RESULT)
-    if base_model is not None:  # else the source's own base stays, which is one of this, too
+    if base_model is not None:  # else the base of the source stays: it is a base of the result, too
         kept = front_matter.without(kept, ("base_model", "base_model_relation"))
         kept.append(("base_model", [f"base_model: {front_matter.as_value(base_model)}"]))
     return front_matter.with_tags(kept, _TAGS)
 
 
 def _section(plan: Plan, report: Report, names: Names) -> list[str]:
-    base, share = names.base_model, _percent(report.num_pruned, report.num_elements)
+    base, percent = names.base_model, _percent(report.num_pruned, report.num_elements)
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
     return [
         f"# Pruned copy of {base or 'a checkpoint'}",
         "",
         f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
-        f"{report.num_elements:,} selected weights ({share}). It was pruned by "
+        f"{report.num_elements:,} selected weights ({percent}). It was pruned by "
         f"distprune {names.version}, and not trained afterwards; its quality was not measured.",
         "",
         "## What was done",
@@ -235,7 +235,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
 
 
 def _table(tensors: Sequence[TensorReport]) -> list[str]:
-    """Sparsity by kind of weight: a line for each."""
+    """A table of the sparsity by kind of weight."""
     sums: dict[str, list[int]] = {}
     for tensor in tensors:
         row = sums.setdefault(role_of(tensor.name).kind, [0, 0, 0])
@@ -243,8 +243,8 @@ def _table(tensors: Sequence[TensorReport]) -> list[str]:
             row[i] += value
     lines = ["| kind of weight | tensors | elements | pruned | |", "|---|---:|---:|---:|---:|"]
     for kind, (number, elements, pruned) in list(sums.items())[:_MAX_KINDS]:
-        share = _percent(pruned, elements)
-        lines.append(f"| {_code(kind)} | {number:,} | {elements:,} | {pruned:,} | {share} |")
+        percent = _percent(pruned, elements)
+        lines.append(f"| {_code(kind)} | {number:,} | {elements:,} | {pruned:,} | {percent} |")
     if len(sums) > _MAX_KINDS:
         lines.append(f"| and {len(sums) - _MAX_KINDS:,} more | | | | |")
     return lines
@@ -252,13 +252,13 @@ def _table(tensors: Sequence[TensorReport]) -> list[str]:
 
 def _percent(part: int, whole: int) -> str:
     """Two digits after the point; never 100.00 or 0.00 where it is not exactly that."""
-    share = 100 * part / whole if whole else 0.0
+    percent = 100 * part / whole if whole else 0.0
     if 0 < part < whole:
-        share = min(max(share, 0.01), 99.99)
-    return f"{share:.2f} %"
+        percent = min(max(percent, 0.01), 99.99)
+    return f"{percent:.2f} %"
 
 
 def _code(name: str) -> str:
-    """A name of a tensor as code in a table: nothing in it is markup."""
+    """A tensor's name as code in a table, without characters that are markup."""
     text = ascii(name)[1:-1].replace("`", "'").replace("|", "\\|")
     return f"`{text if len(text) <= 100 else text[:97] + '...'}`"

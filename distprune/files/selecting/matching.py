@@ -1,4 +1,4 @@
-"""Which tensors the patterns of a recipe match."""
+"""The tensors that a recipe's patterns match."""
 
 from __future__ import annotations
 
