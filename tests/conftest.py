@@ -65,7 +65,7 @@ def pytest_timeout_set_timer(item, settings):
 
 
 def pytest_collection_finish(session):
-    """Leave what was imported out of every later garbage collection; tests make many of those."""
+    """Exclude imported objects from garbage collections: tests collect often."""
     gc.collect()
     gc.freeze()
 
@@ -76,7 +76,7 @@ def pytest_configure(config):
 
 
 class _Collector:
-    """Takes the results from reports: those of pytest-xdist's workers come along too."""
+    """Collects results from test reports, which also come from workers of pytest-xdist."""
 
     def __init__(self, config):
         self.config = config

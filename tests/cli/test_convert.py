@@ -1,4 +1,4 @@
-"""``distprune convert``: what it says, and that pruning takes its result."""
+"""``distprune convert``: its messages, and that its result can be pruned."""
 
 import os
 import signal

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.permissions import permissions_count
+from helpers.permissions import without_root_privileges
 from helpers.tiny_checkpoints import save
 
 
@@ -45,7 +45,7 @@ def test_what_only_reads_follows_them(run, source, tmp_path):
 
 def test_a_file_that_may_not_be_read_is_no_fault_of_the_destination(run, source, tmp_path):
     (source / "tokenizer.json").chmod(0)
-    with permissions_count():
+    with without_root_privileges():
         done = run("prune", source, tmp_path / "target", "-s", "0.5", "--follow-links")
     assert done.code == 3 and "tokenizer.json cannot be read: Permission denied." in done.err
     assert not list(tmp_path.glob("target*"))

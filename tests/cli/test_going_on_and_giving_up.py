@@ -1,4 +1,4 @@
-"""``prune`` and ``apply`` after a stop, as a user meets it: messages, --discard, --take-over."""
+"""``prune`` and ``apply`` after an interruption: messages, --discard, --take-over."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``inspect`` looks at every tensor there can be: scalars, empty ones, and every dtype."""
+"""``inspect`` reads every kind of tensor: scalars, empty tensors, and every dtype."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``--plot``: what the picture shows is right, and can be read, for any checkpoint."""
+"""``--plot``: the picture is right and readable for any checkpoint."""
 
 import math
 import re

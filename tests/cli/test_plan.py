@@ -1,4 +1,4 @@
-"""``distprune plan``: flags over recipes, what is shown, what is refused."""
+"""``distprune plan``: flags override recipes; its output; what it refuses."""
 
 import pytest
 import torch

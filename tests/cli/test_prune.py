@@ -1,4 +1,4 @@
-"""``distprune prune``: one process, many, signals; what it says and how it ends."""
+"""``distprune prune``: one process and several, signals, messages and exit codes."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A mask buffer that something deleted is told by name, in forward and at every call."""
+"""A mask buffer that was deleted is an error with its name, in forward and in every call."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Who takes part: the ranks of ``group``, or those of the mesh of one parameter, and no others."""
+"""The ranks that take part: those of ``group`` or of a parameter's mesh, and no others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Replicas that differ are told apart, however their differences are arranged.
+"""Replicas that differ are detected, however their differences are arranged.
 
 Each of these cancels in a sum, over ranks or over words, of what a checksum sees.
 """

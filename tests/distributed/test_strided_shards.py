@@ -1,4 +1,4 @@
-"""Shards whose rows are no run: refused by name, where they are not those of FSDP2 over TP.
+"""Shards of rows that are not contiguous: refused by name, except those of FSDP2 over TP.
 
 A view of a DTensor that merges a dimension with a sharded one, such as [E, F, D] with Shard(1)
 seen as [E*F, D], spreads rows that lie apart.

@@ -1,4 +1,4 @@
-"""verify: it passes on everything that is in order, on every wrapper, and says what is there."""
+"""verify: it passes on healthy models under every wrapper, and reports what they hold."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is understood, and that all problems are told at once."""
+"""Checkpoint folders: which are accepted, and that all problems are reported at once."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A copy fails in the kernel: whether the source or the destination is at fault has to be said."""
+"""A copy that fails in the kernel: the error names the file at fault, source or destination."""
 
 import errno
 import os

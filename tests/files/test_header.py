@@ -1,4 +1,4 @@
-"""Headers: what is read, what is refused, and that no bytes whatever do more than that."""
+"""Headers are read or refused; no bytes, however damaged, have another effect."""
 
 import json
 

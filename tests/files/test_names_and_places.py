@@ -13,7 +13,7 @@ from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
 from helpers import tiny_checkpoints
-from helpers.permissions import permissions_count
+from helpers.permissions import without_root_privileges
 
 WEIGHTS = {"layers.0.weight": torch.randn(8, 8).bfloat16()}
 
@@ -72,7 +72,7 @@ def test_a_destination_in_a_folder_that_may_not_be_written_or_entered(write, tmp
     (tmp_path / "closed").mkdir()
     for mode in (0o555, 0o444):
         (tmp_path / "closed").chmod(mode)
-        with permissions_count():
+        with without_root_privileges():
             text = write(tmp_path / "closed" / "new")
         assert "Permission denied" in text
     (tmp_path / "closed").chmod(0o777)
@@ -106,7 +106,7 @@ def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
     assert f"{name}/{name}" in report.copied
     assert (tmp_path / "target" / name / name).read_text() == "x"
     (source / name).chmod(0)
-    with permissions_count():
+    with without_root_privileges():
         text = refuse(source)
     (source / name).chmod(0o755)
     assert "cannot be listed" in text

@@ -1,4 +1,4 @@
-"""Of all masks with the right count, the order of a ranking holds for that of the oracle alone."""
+"""Of all masks with the right count, only the oracle's is accepted as ordered."""
 
 import itertools
 from math import prod

@@ -1,4 +1,4 @@
-"""What has the shape of a matrix and is none, heads and adapters, is not pruned by default."""
+"""Heads, adapters and other two-dimensional tensors that are not weights of layers stay dense."""
 
 import json
 

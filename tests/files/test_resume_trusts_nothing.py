@@ -1,4 +1,4 @@
-"""What an unfinished result holds was damaged between two runs: it is found, and done again."""
+"""Damage to an unfinished result between two runs is detected, and the work done again."""
 
 import json
 import os

@@ -9,7 +9,7 @@ import torch
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError
 from helpers import tiny_checkpoints
-from helpers.permissions import permissions_count
+from helpers.permissions import without_root_privileges
 
 WEIGHTS = {"layers.0.weight": torch.randn(8, 8).bfloat16()}
 CLOSED = ("model.safetensors", "merges.txt", "code/secret.py")
@@ -50,7 +50,7 @@ def test_all_are_named_at_once_when_the_system_refuses(source, monkeypatch):
 def test_by_the_permissions_of_the_files(source):
     for name in CLOSED:
         (source / name).chmod(0)
-    with permissions_count():
+    with without_root_privileges():
         with pytest.raises(PermissionError):
             (source / "merges.txt").read_bytes()
         check(source)
@@ -64,7 +64,7 @@ def test_the_index_and_the_config_keep_no_other_file_from_being_named(tmp_path):
     }  # fmt: skip
     for name in closed:
         (source / name).chmod(0)
-    with permissions_count(), pytest.raises(CheckpointError) as error:
+    with without_root_privileges(), pytest.raises(CheckpointError) as error:
         open_checkpoint(source)
     found = sorted(error.value.problems)
     assert found == sorted(f"{name} cannot be read: Permission denied." for name in closed)
@@ -73,7 +73,7 @@ def test_the_index_and_the_config_keep_no_other_file_from_being_named(tmp_path):
 @pytest.mark.parametrize("mode", [0o333, 0o666])
 def test_a_folder_in_it_that_may_not_be_listed_or_entered(source, mode):
     (source / "code").chmod(mode)
-    with permissions_count(), pytest.raises(CheckpointError) as error:
+    with without_root_privileges(), pytest.raises(CheckpointError) as error:
         open_checkpoint(source)
     (source / "code").chmod(0o777)
     (problem,) = error.value.problems
@@ -83,7 +83,7 @@ def test_a_folder_in_it_that_may_not_be_listed_or_entered(source, mode):
 @pytest.mark.parametrize("mode", [0o333, 0o666])
 def test_a_source_that_may_not_be_listed_or_entered(source, mode):
     source.chmod(mode)
-    with permissions_count(), pytest.raises(CheckpointError) as error:
+    with without_root_privileges(), pytest.raises(CheckpointError) as error:
         open_checkpoint(source)
     source.chmod(0o777)
     assert "Permission denied" in str(error.value) and error.value.exit_code == 3

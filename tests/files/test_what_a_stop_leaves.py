@@ -1,4 +1,4 @@
-"""What is on the disk after a stop, what is said of it, and what the next command makes of it."""
+"""What an interrupted run leaves on disk, its message, and what the next command does."""
 
 import json
 import os

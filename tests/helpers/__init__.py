@@ -1,1 +1,1 @@
-"""What several test files share: models, oracles, faults. tests/README.md says what is where."""
+"""Modules that several test files share; tests/README.md has a line for each."""

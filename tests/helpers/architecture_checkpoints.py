@@ -1,4 +1,4 @@
-"""Small checkpoints of many architectures, in the layouts that people have on their disks.
+"""Small checkpoints of many architectures, in the layouts that users have on disk.
 
 transformers' own classes make and save them, so names, dtypes, shapes, ties and stored layouts are
 those of real checkpoints; only the sizes are small. :data:`ARCHITECTURES` lists all of them.
@@ -45,7 +45,7 @@ class Architecture:
     layout: Callable[[Path], Path] = lambda folder: folder
 
     def make(self, folder: Path) -> Path:
-        """Save the checkpoint; returns the folder that a user would name."""
+        """Save the checkpoint and return the folder that a user would name."""
         import transformers
 
         torch.manual_seed(len(self.name))
@@ -75,7 +75,7 @@ class Architecture:
 
 
 def in_the_cache(folder: Path) -> Path:
-    """As huggingface_hub keeps it: a snapshot of links into a folder of blobs."""
+    """Move the files as huggingface_hub does: a snapshot of links into a folder of blobs."""
     root = folder.with_name("models--org--" + folder.name)
     snapshot = root / "snapshots" / "0123abcd"
     (root / "blobs").mkdir(parents=True)
@@ -93,7 +93,7 @@ def in_the_cache(folder: Path) -> Path:
 
 
 def with_duplicates(folder: Path) -> Path:
-    """Beside the weights, the same weights in other formats, as many repositories have."""
+    """Add the same weights in other formats, as many repositories have them."""
     (folder / "pytorch_model.bin").write_bytes(b"PK\3\4 the same weights")
     (folder / "original").mkdir()
     (folder / "original" / "consolidated.00.pth").write_bytes(b"PK\3\4 the same weights")
@@ -104,7 +104,7 @@ def with_duplicates(folder: Path) -> Path:
 
 
 def with_adapter(folder: Path) -> Path:
-    """An adapter of peft beside the model."""
+    """Add an adapter of peft."""
     from helpers.tiny_checkpoints import file_bytes
 
     weights = {"base_model.model.layers.0.lora_A.weight": torch.ones(2, 8)}
@@ -114,7 +114,7 @@ def with_adapter(folder: Path) -> Path:
 
 
 def with_dense_module(folder: Path) -> Path:
-    """A model of sentence-transformers: modules with weights of their own in folders."""
+    """Add folders of modules with their own weights, as sentence-transformers does."""
     from helpers.tiny_checkpoints import file_bytes
 
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Dense": "Dense"}
@@ -135,7 +135,7 @@ def with_dense_module(folder: Path) -> Path:
 
 
 def with_code(folder: Path) -> Path:
-    """A model with code of its own, a tokenizer in a folder, and a link inside the folder."""
+    """Add modelling code, a tokenizer in a folder, and a link inside the folder."""
     (folder / "modeling_custom.py").write_text("class Model: ...\n")
     (folder / "vocab").mkdir()
     (folder / "vocab" / "merges.txt").write_text("a b\n")

@@ -1,4 +1,4 @@
-"""What crosses the network, seen from outside: every collective that the dispatcher runs."""
+"""Record what crosses the network: every collective that torch's dispatcher runs."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,6 +1,6 @@
-"""Comparisons that run on every rank: each returns what is wrong, in words, or an empty list.
+"""Comparisons that run on every rank. Each returns a list of differences in words.
 
-A rank that raised in the middle of a test would leave the others waiting in a collective.
+They do not raise: a rank that raised during a test would leave the others in a collective.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def _row(mask: Tensor) -> str:
 
 
 def assert_nothing_wrong(per_rank: Iterable[list[str]]) -> None:
-    """Fail with what the ranks found wrong; to be used on the result of run_ranks."""
+    """Fail with the differences that the ranks found: the result of run_ranks."""
     __tracebackhide__ = True
     text = "\n".join(
         f"[rank {rank}] {message}" for rank, wrong in enumerate(per_rank) for message in wrong
@@ -41,7 +41,7 @@ def assert_nothing_wrong(per_rank: Iterable[list[str]]) -> None:
 
 
 def assembled(parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> Tensor:
-    """Put (values, indices) of all ranks together; replicas must agree, every element must come."""
+    """Assemble (values, indices) of all ranks. Replicas must agree; no element may be missing."""
     full = torch.zeros(shape).flatten()
     seen = torch.zeros(shape, dtype=torch.bool).flatten()
     for held, indices in parts:
@@ -55,7 +55,7 @@ def assembled(parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) ->
 
 
 def snapshot(model: nn.Module) -> dict[str, object]:
-    """Everything that pruning may change in a model, to be compared with ==."""
+    """Return everything that pruning may change in a model, to be compared with ==."""
     state: dict[str, object] = {}
     for path, module in model.named_modules():
         state[f"{path} class"] = type(module)

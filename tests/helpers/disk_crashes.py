@@ -1,4 +1,4 @@
-"""Kill a pruning at a chosen step of its work on the disk."""
+"""Kill a process, or let it fail, at a chosen call that changes the disk."""
 
 import errno
 import itertools
@@ -25,12 +25,12 @@ STEPS = (
 
 
 class Steps:
-    """Counts the calls that change the disk, and does something before the n-th.
+    """Counts the calls that change the disk, and calls a function before one of them.
 
     Args:
-        at: which call, from 1; 0: none.
-        act: what to do then; it may raise.
-        names: of functions of ``os`` that count; ``fallocate`` is the project's own.
+        at: the number of the call, from 1; 0: none.
+        act: the function to call; it may raise.
+        names: the functions of ``os`` that count; ``fallocate`` is the project's own.
     """
 
     def __init__(self, at=0, act=None, names=STEPS):
@@ -64,7 +64,7 @@ def _owner(name):
 
 
 def stop_after(num_calls):
-    """A ``stop`` for prune: says False so many times, and then True."""
+    """Return a ``stop`` function for prune that is False for so many calls, and then True."""
     calls = itertools.count(1)
     return lambda: next(calls) > num_calls
 
@@ -78,7 +78,7 @@ def disk_is_full():
 
 
 def run_forked(function, *args):
-    """Call in a child process, and return its wait status: 0 if it returned."""
+    """Call a function in a child process; return its wait status, 0 if it did not raise."""
     child = os.fork()
     if child == 0:
         try:

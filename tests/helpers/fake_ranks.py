@@ -1,4 +1,4 @@
-"""Be one rank after another of any world size in one process: geometry without processes."""
+"""Run a function as each rank of a fake process group, in one process."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,9 +12,9 @@ from distprune.testing.worker import clear_dtensor_caches
 def run_fake_ranks(
     fn: Callable, world_size: int, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
 ) -> list[Any]:
-    """Call fn as each of ``ranks`` in turn, in this process: for geometry at any world size.
+    """Call fn as each of ``ranks`` in turn, to test geometry at any world size.
 
-    Collectives do nothing there; pass ``src_data_rank=None`` to distribute_tensor.
+    Collectives do nothing; pass ``src_data_rank=None`` to distribute_tensor.
     """
     results = []
     for rank in range(world_size) if ranks is None else ranks:

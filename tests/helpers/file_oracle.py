@@ -1,4 +1,4 @@
-"""What pruning a checkpoint has to come to, with everything in memory and reference.py."""
+"""The oracle for checkpoints: expected masks and weights, computed in memory by reference.py."""
 
 import math
 
@@ -12,7 +12,7 @@ from helpers.reference import num_to_prune, prune, prune_bounded
 def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=None, limits=None):
     """Masks by name, True = keep, of the selected tensors of a checkpoint in memory.
 
-    Only matrices, and convolutions for patterns along their inputs.
+    It takes matrices, and convolutions for patterns along their inputs.
     """
     names = sorted_names(names)
     scores = _scores(tensors, names, seed)
@@ -38,7 +38,7 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
 
 
 def sorted_names(names):
-    """In the order of ranking."""
+    """Sort names in the order of ranking."""
     return sorted(names, key=natural_key)
 
 
@@ -70,7 +70,7 @@ def _by_pattern(scores, kept, group):
 
 
 def check(source, folder, expected, load):
-    """Weights, masks and counts in a folder are the expected ones, bit for bit."""
+    """Compare the weights, masks and counts in a folder with the expected ones, bit for bit."""
     before, after = load(source), load(folder)
     assert before.keys() == after.keys()
     for name, tensor in before.items():

@@ -1,4 +1,4 @@
-"""Small models whose shards are uneven and sometimes empty, and values that are hard to rank."""
+"""Small models with uneven and empty shards, and values that are hard to rank."""
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,13 @@ class ShapesNet(Net):
 
 
 def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The same random values on every rank, whatever the state of its generators."""
+    """Fill a model with random values that are the same on every rank."""
     return fill(model, "normal", "float32", seed)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, data: str, dtype: str, seed: int = 0) -> nn.Module:
-    """Give every parameter values of the kind ``data``; "mixed": another dtype in each layer."""
+    """Fill every parameter with values of a kind of data. The dtype "mixed" differs by layer."""
     generator = torch.Generator().manual_seed(seed)
     mixed = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
     for position, layer in enumerate(model.children()):

@@ -1,4 +1,4 @@
-"""Work without the right of root to read and write whatever it likes."""
+"""Drop root's privilege to ignore the permissions of files."""
 
 import contextlib
 import ctypes
@@ -22,8 +22,8 @@ class _Set(ctypes.Structure):
 
 
 @contextlib.contextmanager
-def permissions_count():
-    """Permissions of files hold for this thread, even if it is root's."""
+def without_root_privileges():
+    """Enforce the permissions of files in this thread, also for root."""
     if os.geteuid() != 0:
         yield
         return

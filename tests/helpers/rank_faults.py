@@ -1,6 +1,6 @@
 """Faults at every point of a call: before, in and after each local step and each collective.
 
-``Injector`` counts the points that one rank comes by, and lets a fault happen at one of them.
+``Injector`` counts the points that a rank reaches, and calls a fault at one of them.
 ``run_doomed_ranks`` runs ranks that may die or stop, each in a process of its own.
 """
 
@@ -31,15 +31,15 @@ DEADLINE = 90.0
 
 
 class Injected(Exception):
-    """The fault."""
+    """The error that a fault raises."""
 
 
 class Injector:
-    """Lets a fault happen at one point of a call on this rank.
+    """Calls a fault at one point of a call on this rank.
 
     Args:
-        point: which of the points that are reached; None: only count them.
-        fault: is called there; it may raise, kill or stop.
+        point: the number of the point; None: only count the points.
+        fault: the function to call there; it may raise, kill or stop.
         kinds: what counts as a point: "before step", "after step", "before reduce",
             "after reduce".
 
@@ -116,23 +116,22 @@ def kill() -> None:
 
 
 def stop() -> None:
-    """Until somebody sends SIGCONT."""
+    """Stop this process until it receives SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def run_doomed_ranks(
     fn: Callable[..., Any], world_size: int, doomed: int, *args: Any, is_stopped: bool = False
 ) -> tuple[dict[int, Any], float]:
-    """Call ``fn(*args)`` on ranks of which one may die, or stop until the others have answered.
+    """Call ``fn(*args)`` on ranks, one of which may die, or stop until the others have answered.
 
     Args:
-        fn: of a module; runs in a gloo group with a timeout of GROUP_TIMEOUT.
+        fn: a function of a module; runs in a gloo group with a timeout of GROUP_TIMEOUT.
         doomed: the rank that may not answer.
         is_stopped: wake it when the others have answered, and wait for its answer.
 
     Returns:
-        What each rank returned, without those that died; and the seconds until the others
-        answered.
+        The results by rank, without ranks that died, and the seconds until the others answered.
 
     Raises:
         TimeoutError: a rank other than the doomed one did not answer.
@@ -167,7 +166,7 @@ def run_doomed_ranks(
 
 
 def _collect(pipes: dict[int, Connection], stopped: int | None = None) -> dict[int, Any]:
-    """Answers by rank, without those that died; a stopped process is sent SIGCONT until then."""
+    """Collect answers by rank, without ranks that died; send SIGCONT to a stopped process."""
     answers, pending = {}, {pipe: rank for rank, pipe in pipes.items()}
     deadline = time.monotonic() + DEADLINE
     while pending and time.monotonic() < deadline:

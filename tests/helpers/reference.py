@@ -1,4 +1,4 @@
-"""The oracle: what one process that sees everything prunes. Slow, short, obviously right.
+"""The oracle: what one process that sees every element prunes. Slow, short, obviously right.
 
 It sorts values, not bits, in Python, and knows nothing of shards or of distprune.
 Masks are bool tensors in the shape of the parameter, True = keep.

@@ -1,4 +1,4 @@
-"""Work in many small units, as on a large checkpoint; undone afterwards, in the ranks too."""
+"""Split the work on files into many small units, as for large checkpoints."""
 
 import contextlib
 from unittest import mock
@@ -10,7 +10,7 @@ from distprune.files.results import masking
 
 @contextlib.contextmanager
 def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
-    """Also a decorator, for functions that run on ranks."""
+    """A context manager, and a decorator for functions that run on ranks."""
     with (
         mock.patch.object(units, "_MIN_ELEMENTS", num_elements),
         mock.patch.object(masking, "_UNIT_ELEMENTS", num_elements),

@@ -1,7 +1,7 @@
-"""One pruning call on a thousand ranks, in one process: who holds what, the masks, what it sends.
+"""One pruning call on a thousand ranks in one process: their shards, masks and traffic.
 
-Placements come from torch's own wrappers, on a fake process group. Each rank's part is cut
-by them, and the ranks of one call are virtual ones, whose sums are real.
+Placements come from torch's own wrappers on a fake process group, and define each rank's shards.
+The ranks of a call are virtual ranks, which really reduce.
 
 A wrapping is written "kind-mesh", as in wrappings.py, e.g. "fsdp2_tp-128x8".
 """
@@ -51,7 +51,7 @@ PLAN = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Block. By default even ranks of a small mesh hold unequal parts, some ranks nothing."""
+    """Sizes of a Block. By default shards are uneven even on a small mesh, and some are empty."""
 
     vocabulary: int = 1201
     width: int = 120
@@ -119,7 +119,7 @@ class Layout:
 
 @functools.cache
 def layouts(wrapping: str, sizes: Sizes) -> list[Layout]:
-    """Of every parameter of a wrapped Block, as torch's wrappers say: the same on all ranks."""
+    """Layouts of the parameters of a wrapped Block, from torch's wrappers; equal on all ranks."""
 
     def read() -> list[Layout]:
         parameters = wrap(Block(sizes), wrapping).parameters()
@@ -130,7 +130,7 @@ def layouts(wrapping: str, sizes: Sizes) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Part:
-    """Where one rank's part of a parameter sits, and which of how many copies it is."""
+    """The position of a rank's shard in a parameter, its replica, and the number of replicas."""
 
     coordinates: tuple[range, ...]
     index: IndexMap
@@ -156,7 +156,7 @@ class Part:
 
 
 def part_of(layout: Layout, wrapping: str, rank: int) -> Part:
-    """What a rank holds, from metadata alone."""
+    """Return a rank's shard, from metadata alone."""
     mesh = mesh_shape(wrapping)
     coordinate = [rank // math.prod(mesh[axis + 1 :]) % size for axis, size in enumerate(mesh)]
     # An axis that a parameter does not lie on has copies of it.
@@ -192,14 +192,14 @@ def weights(sizes: Sizes, data: str, dtype: torch.dtype = torch.float32) -> list
 def prune_on(
     wrapping: str, whole: Sequence[Tensor], amount: float = 0.5, sizes: Sizes = DEFAULT
 ) -> tuple[list[PruningReport], list[Tensor]]:
-    """Prune a sharded Block by magnitude, with the public call's own pipeline, on every rank.
+    """Prune a sharded Block by magnitude, through the same code as the public call, on every rank.
 
     Args:
         wrapping: how it is sharded.
         whole: its weights, in order; from :func:`weights` of the same sizes.
 
     Returns:
-        The report of every rank, and whole masks. Where ranks hold replicas, theirs are equal.
+        The report of every rank, and whole masks. Replicas were compared.
     """
     placed = layouts(wrapping, sizes)
     parts = [
@@ -248,7 +248,7 @@ def prune_on(
 
 
 def _mesh(wrapping: str, axes: tuple[str, ...], rank: int) -> DeviceMesh:
-    """Some axes of the mesh, as a rank sees them; without process groups, which take long."""
+    """Some axes of the mesh as a rank sees them, without process groups, which are slow to make."""
     ranks = torch.arange(world_size(wrapping)).view(mesh_shape(wrapping))
     here = (ranks == rank).nonzero()[0].tolist()
     for axis, name in reversed(list(enumerate(mesh_axes(wrapping)))):

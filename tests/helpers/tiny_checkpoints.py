@@ -1,4 +1,4 @@
-"""Checkpoint folders for tests: small, of any dtype, good or broken on purpose."""
+"""Write and read small checkpoint folders of any dtype, valid or broken on purpose."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def encode(header, data=b"", padding=8):
-    """The bytes of a file with this header, whatever it says."""
+    """The bytes of a file with a header, valid or not."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     raw += b" " * (-len(raw) % padding)
     return len(raw).to_bytes(8, "little") + raw + data
 
 
 def file_bytes(tensors, metadata=None, padding=8):
-    """A good safetensors file."""
+    """The bytes of a valid safetensors file."""
     header = {"__metadata__": metadata or {"format": "pt"}}
     data = b""
     for name, tensor in tensors.items():
@@ -36,7 +36,7 @@ def file_bytes(tensors, metadata=None, padding=8):
 
 
 def save(folder, *shards, config=None, padding=8):
-    """A checkpoint folder: one file, or several with an index."""
+    """Write a checkpoint folder: one file, or several with an index."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config or {"model_type": "tiny"}))
@@ -55,7 +55,7 @@ def save(folder, *shards, config=None, padding=8):
 
 
 def save_two_files(folder):
-    """Six matrices with many ties and a vector, in bfloat16: three in one file, four in another."""
+    """Write six matrices with many ties and a vector, in bfloat16, into two files."""
     g = torch.Generator().manual_seed(0)
     shapes = {f"layers.{n}.weight": (16, 40) for n in range(6)} | {"norm.weight": (100,)}
     tensors = {n: (torch.randn(s, generator=g) * 8).round().bfloat16() for n, s in shapes.items()}
@@ -64,7 +64,7 @@ def save_two_files(folder):
 
 
 def save_zeros(folder, num_rows):
-    """One bfloat16 matrix of zeros with 8192 columns, in a file with a hole: no disk is used."""
+    """Write a bfloat16 matrix of zeros with 8192 columns, as a hole: it takes no space."""
     folder = Path(folder)
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -77,7 +77,7 @@ def save_zeros(folder, num_rows):
 
 
 def load(folder):
-    """All tensors of a folder, by name: everything in memory."""
+    """Read all tensors of a folder, by name."""
     tensors = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         raw = path.read_bytes()
@@ -92,7 +92,7 @@ def load(folder):
 
 
 def tree_digest(folder, leave_out=()):
-    """Of the names and bytes of all files in a folder."""
+    """Digest of the names and bytes of all files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).rglob("*")):
         name = str(path.relative_to(folder))

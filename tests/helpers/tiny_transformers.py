@@ -126,7 +126,7 @@ FAMILIES = {
 
 
 def tiny_model(family):
-    """A model of a family, the same at every call."""
+    """Make a model of a family; every call gives the same values."""
     import transformers
 
     name, arguments = FAMILIES[family]
@@ -139,6 +139,6 @@ def tiny_model(family):
 
 
 def save_tiny(family, folder):
-    """A checkpoint of a tiny model, written by transformers."""
+    """Write a checkpoint of a tiny model with transformers."""
     tiny_model(family).save_pretrained(folder)
     return folder

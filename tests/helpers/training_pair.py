@@ -43,11 +43,11 @@ class Recomputing(Net):
 
 
 class Pair:
-    """The two models, what is pruned in them, and what was found wrong.
+    """The two models, their masks, and the differences found.
 
     Args:
-        wrapping: see wraps.
-        recompute: "" or how activations are checkpointed: "inside" forward, or by a "wrapper".
+        wrapping: see wrappings.py.
+        recompute: activation checkpointing: "", "inside" forward, or by a "wrapper".
         compiler: backend for torch.compile; "" for none.
         fsdp_options: for fully_shard, or FullyShardedDataParallel.
     """
@@ -149,7 +149,7 @@ class Pair:
             self.wrong.append(f"{when}: off by {(actual - expected).abs().max():.3g}")
 
     def without_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
-        """Reduce gradients in the last backward of a step only, where the wrapper can."""
+        """Reduce gradients in the last backward of a step only, if the wrapper supports that."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
         if isinstance(self.model, WITH_NO_SYNC) and not is_last:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for stages that see shards and a communicator only."""
+"""Ranks as threads of one process, for code that needs only shards and a communicator."""
 
 import threading
 from collections.abc import Callable
@@ -15,10 +15,10 @@ class _Stopped(Exception):
 
 
 class _Turns:
-    """Threads that take turns: each runs until it waits for a sum, and lets the next one run.
+    """Threads that take turns: each runs until it waits for a reduction; then the next one runs.
 
-    So a thousand of them cost no more than their work, a run is the same every time, and a
-    rank that returns while others wait is found out at once.
+    So a thousand threads cost no more than their work, runs are deterministic, and a rank that
+    returns while others wait is detected at once.
     """
 
     def __init__(self, size: int) -> None:
@@ -68,7 +68,7 @@ class _Turns:
 
 
 class ThreadCommunicator(Communicator):
-    """Reduces over threads; also checks that all of them reduce the same shape."""
+    """Reduces over threads, and checks that all of them reduce the same shape."""
 
     def __init__(self, turns: _Turns, index: int) -> None:
         super().__init__((), range(turns.size), index)

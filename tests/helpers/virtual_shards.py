@@ -1,4 +1,4 @@
-"""Tensors that are hard to rank, and cut into the parts of ranks that are no processes."""
+"""Tensors that are hard to rank, cut into the shards of virtual ranks."""
 
 import math
 
@@ -38,7 +38,7 @@ KINDS = (
 
 
 def layout(kind: str, shape: tuple[int, ...], size: int, rank: int):
-    """(splits, replica, number of replicas) of a rank; None if it holds nothing."""
+    """(splits, replica, number of replicas) of a rank; splits is None if it holds nothing."""
     half = size // 2
     match kind:
         case "rows":
@@ -64,7 +64,7 @@ LAYOUTS = ("rows", "columns", "replicated", "owned by the last", "strided", "hyb
 
 
 def candidates(whole, live, kind, common, size, rank):
-    """This rank's part of a tensor, and how to cut the same part out of a mask."""
+    """This rank's shard of a tensor, and a function that cuts the same shard out of a mask."""
     cut = layout(kind, whole.shape, size, rank)
     splits, replica, num_replicas = cut if cut[0] is not None else ([], 0, 1)
     coordinates = dim_coordinates(whole.shape, splits)

@@ -1,4 +1,4 @@
-"""Every way to shard a model, and which elements of each parameter that leaves on a rank.
+"""Every way to wrap a model, and the indices of the elements that each rank then holds.
 
 A wrapping is written "kind-mesh", e.g. "fsdp2-3" or "hsdp-2x2"; the mesh gives the world size.
 """
@@ -48,7 +48,7 @@ _SAMPLE = {
 
 
 def sampled(names: list[str]) -> list[str]:
-    """Those wrappings of a list that tests of one property run by default."""
+    """Return the wrappings of a list that run by default in tests of one property."""
     return [name for name in names if THOROUGH or name in _SAMPLE]
 
 
@@ -127,7 +127,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds."""
+    """The tensor that this rank holds."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -138,7 +138,7 @@ def shard(
     """This rank's part of a parameter, pruned or not, to read and to write.
 
     Args:
-        indices: as local_indices gives them.
+        indices: from local_indices.
         as_dtensor: as a DTensor, if the parameter is one.
     """
     path, _, parameter = name.rpartition(".")
@@ -167,12 +167,12 @@ def gradient(model: nn.Module, name: str, indices: dict[str, Tensor]) -> Tensor:
 
 
 def kept_by_name(module: nn.Module) -> bool:
-    """Whether parameters can be found on a module: not under FSDP1 without use_orig_params."""
+    """Whether a module has its parameters as attributes; FSDP1 without use_orig_params has none."""
     return not isinstance(module, FullyShardedDataParallel) or module._use_orig_params
 
 
 def _piece_of_flat(flat: Tensor, name: str, indices: dict[str, Tensor]) -> Tensor:
-    """FSDP1 has the parameters of a layer one behind the other."""
+    """Cut a parameter out of FSDP1's flat parameter, which has those of a layer in a row."""
     layer = name.rpartition(".")[0]
     siblings = [other for other in indices if other.rpartition(".")[0] == layer]
     sizes = [len(indices[other]) for other in siblings]
@@ -181,10 +181,10 @@ def _piece_of_flat(flat: Tensor, name: str, indices: dict[str, Tensor]) -> Tenso
 
 @torch.no_grad()
 def local_indices(model: nn.Module, wrapping: str, **fsdp_options) -> dict[str, Tensor]:
-    """For each parameter of an unwrapped model, the row-major indices that this rank will hold.
+    """Row-major indices of the elements that this rank will hold of each parameter of a model.
 
-    A copy of the model is filled with the index of each element and wrapped: then
-    what a rank holds *is* the list of its indices. float64 counts exactly to 2^53; FSDP1 cuts
+    A copy of the model is filled with the index of each element and wrapped, so that
+    the values of a shard are its indices. float64 counts exactly to 2^53; FSDP1 cuts
     by bytes, so there the model keeps its dtypes and the digits of an index go one by one.
     """
     if kind_of(wrapping) == "fsdp1_flat":
@@ -234,7 +234,7 @@ def my_part(full: Tensor, indices: Tensor) -> Tensor:
 
 
 def runnable_sizes(wrapping: str) -> tuple[int, int, int, int]:
-    """Sizes of a Net whose forward torch can run under this wrapping: as uneven as that allows."""
+    """The most uneven sizes of a Net that torch can run under a wrapping."""
     kind = kind_of(wrapping)
     if kind in ("tp", "fsdp2_tp"):
         return EVEN_HIDDEN
@@ -242,7 +242,7 @@ def runnable_sizes(wrapping: str) -> tuple[int, int, int, int]:
 
 
 def data_rank(wrapping: str) -> tuple[int, int]:
-    """Which of how many parts of a batch this rank trains on; ranks of a TP group share one.
+    """(part, number of parts) of a batch for this rank; ranks of a TP group share a part.
 
     Ranks with a plain model each train on all of it, and so stay replicas.
     """

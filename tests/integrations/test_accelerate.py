@@ -1,4 +1,4 @@
-"""check_wrapping tells every silent fallback of accelerate from what was asked for."""
+"""check_wrapping detects every silent fallback of accelerate."""
 
 import contextlib
 import os

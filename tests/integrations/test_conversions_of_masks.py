@@ -1,4 +1,4 @@
-"""What may be done to a mask is moving its elements; any other conversion is refused by name."""
+"""A conversion may only move the elements of a mask; any other is refused by name."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The main job under a schedule: killed and started again, it ends as if nothing had happened."""
+"""The main job under a schedule: killed and restarted, it ends with the same result."""
 
 import json
 import sys

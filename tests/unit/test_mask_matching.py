@@ -1,4 +1,4 @@
-"""Names of masks that no parameter has: what is said of them, and at what cost."""
+"""Mask names without a parameter: the message, and its cost."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The table of torch's private fields: true of this torch, and looked at before a read."""
+"""The table of torch's private fields is true of this torch, and checked before each read."""
 
 import pytest
 import torch

@@ -17,10 +17,10 @@ def _nan(run, name):
 
 
 def _bias(run, name):
-    """A parameter that has no channels, and no mask: torch's container takes those that have one.
+    """Return a bias without a mask: it has no channels. (torch accepts one with a mask.)
 
     Raises:
-        ValueError: there is none, which is as good as the mistake.
+        ValueError: every bias has a mask. It is the error that the mistake must raise, too.
     """
     for other in run.indices:
         if run.oracle.value(other).ndim == 1 and not hasattr(*_mask_of(run, other)):

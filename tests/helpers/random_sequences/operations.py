@@ -30,7 +30,7 @@ DDP_REMOVES_BEFORE_A_FORWARD = False
 
 
 class Run(SideBySide):
-    """Every method is an operation of sequence_plans; it changes nothing until both are called."""
+    """Every method is an operation of plans.py: it returns two calls and changes nothing."""
 
     def global_l1(
         self,
@@ -182,7 +182,7 @@ class Run(SideBySide):
         return lambda: ignored([self.oracle.remove(name) for name in names]), act
 
     def remove_here(self, name: str) -> None:
-        """Under all names of a tied parameter; on FSDP the first one may do for all."""
+        """Remove under all names of a tied parameter; on FSDP the first call may remove all."""
         prune.remove(*self.target(name))
         for pair in self.twins.get(name, ()):
             if prune.is_pruned(self.modules[pair[0]]):
@@ -285,7 +285,7 @@ class Run(SideBySide):
         return expect, act
 
     def others(self, with_state: bool) -> tuple[Any, Any]:
-        """What is saved and loaded beside the model."""
+        """Return what is saved and loaded with the model."""
         return (self.optimizer, self.pruner) if with_state else ((), None)
 
     def can_load_state(self, wrapping: str) -> bool:
@@ -300,7 +300,7 @@ class Run(SideBySide):
         return every_rank_has_rows or not wrapping.startswith("fsdp1")
 
     def wrap_pruned(self, wrapping: str, how: str) -> Both:
-        """A plain model with the values and masks of the oracle, wrapped afterwards."""
+        """Wrap a plain model that already has the values and masks of the oracle."""
 
         def act() -> None:
             model = copy.deepcopy(self.oracle.dense)
@@ -324,7 +324,7 @@ class Run(SideBySide):
         return self.oracle.new_optimizer, act
 
     def state_dict(self) -> Both:
-        """The model's state dict, whole and in parts, and back."""
+        """Get the model's state dict, whole and in parts, and load it."""
 
         def act() -> None:
             if self.kind.startswith("fsdp1"):
@@ -351,7 +351,7 @@ class Run(SideBySide):
                 self.wrong.append(f"{name}_mask in the whole state dict")
 
     def copied(self) -> Both:
-        """A deep copy, where torch can make one."""
+        """Go on with a deep copy, if torch can make one."""
         if self.kind != "plain":
             return ignored, ignored
         return (
@@ -376,7 +376,7 @@ class Run(SideBySide):
 
 
 def ignored(*_: Any) -> None:
-    """Nothing: for what has no report to compare."""
+    """Return None, for an operation that has no report to compare."""
 
 
 def seeded(seed: int, call: Callable, *arguments: Any) -> Act:

@@ -1,4 +1,4 @@
-"""What a sequence of operations makes of a model in one process: an oracle that is no distprune.
+"""The oracle of random sequences: one process, without code of distprune.
 
 A plain module holds the unpruned values, a dictionary of bool tensors the masks. Masks come from
 reference.py, which sorts everything; forward multiplies values and masks. Operations that have to
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Counts:
-    """What a report has to say; ties only where one ranking decided everything."""
+    """The expected numbers of a report; ties only if there was a single ranking."""
 
     before: list[int]
     now: list[int]
@@ -44,8 +44,8 @@ class Oracle:
     """The model of one process: values, masks, an optimizer, and a schedule.
 
     Args:
-        dense: a plain model; taken over.
-        make_optimizer: from parameters.
+        dense: a plain model, which the oracle changes.
+        make_optimizer: makes an optimizer from parameters.
     """
 
     def __init__(self, dense: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]):
@@ -76,7 +76,7 @@ class Oracle:
         self.optimizer = self.make_optimizer(self.dense.parameters())
 
     def start_optimizer(self) -> None:
-        """What saving does to an optimizer that never stepped: one step of length 0."""
+        """Do what saving does to an optimizer that has not stepped: one step of length 0."""
         if self.optimizer.state:
             return
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -97,7 +97,7 @@ class Oracle:
         self.last_output = out.detach()
 
     def fill(self, data: str, seed: int) -> None:
-        """New values, as an optimizer would write them: pruned elements get one, too."""
+        """Write new values as an optimizer would: into pruned elements, too."""
         dtype = str(next(self.dense.parameters()).dtype).removeprefix("torch.")
         fill(self.dense, data, dtype, seed)
 
@@ -157,7 +157,7 @@ class Oracle:
 
     @staticmethod
     def checked(amount: Any, remaining: int) -> int:
-        """How many elements an amount is."""
+        """Return the number of elements of an amount."""
         if isinstance(amount, str):
             raise Refused(TypeError)
         if isinstance(amount, float) and not 0 <= amount <= 1:
@@ -168,9 +168,9 @@ class Oracle:
         return k
 
     def random_ranks(self, names: Sequence[str], seed: int) -> dict[str, Tensor]:
-        """The order of random scores that are a function of the seed and the global index.
+        """Return the order of random scores, a function of the seed and the global index.
 
-        The index counts through all parameters in the list; equal scores do not happen.
+        The index runs through all parameters in the list. No two scores are equal.
         """
         torch.manual_seed(seed)
         drawn = int(torch.randint(2**62, (1,)))
@@ -185,7 +185,7 @@ class Oracle:
         }
 
     def random_of_torch(self, name: str, amount: Any, seed: int) -> None:
-        """Random pruning of an unsharded parameter: the largest of torch's own numbers go."""
+        """Prune an unsharded parameter at random: where torch's random numbers are largest."""
         keep, values = self.mask(name), self.value(name)
         self.checked(amount, int(keep.sum()))
         torch.manual_seed(seed)
@@ -233,7 +233,7 @@ class Oracle:
 
 
 def split_mix(index: int, seed: int) -> int:
-    """The finaliser of SplitMix64 over a Weyl sequence, 63 bits."""
+    """The finaliser of SplitMix64 over a Weyl sequence; 63 bits."""
     x = (index * WEYL + seed) & BITS
     x = ((x ^ x >> 30) * MIX[0]) & BITS
     x = ((x ^ x >> 27) * MIX[1]) & BITS
@@ -248,7 +248,7 @@ def _norm(magnitudes: list[Fraction], n: float) -> float:
 
 
 def _is_crossed(low: float, high: float, size: int) -> bool:
-    """Whether a floor is above the ceiling, in elements; a bound is the decimal as written."""
+    """Whether a floor is above the ceiling, in elements. A bound is the decimal as written."""
     return math.ceil(Fraction(str(low)) * size) > math.floor(Fraction(str(high)) * size)
 
 

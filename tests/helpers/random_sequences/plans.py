@@ -1,4 +1,4 @@
-"""Random sequences of operations: what they do is a function of the seed alone.
+"""Plans of random sequences of operations: functions of the seed alone.
 
 A plan names a small model, how it is sharded at first, and what happens to it, as plain data
 that prints. run.py carries it out.
@@ -41,7 +41,7 @@ _TP_KINDS = ("tp", "fsdp2_tp")
 
 
 class NormNet(Net):
-    """Net with a normalisation in the middle, whose parameters have one dimension."""
+    """Net with a normalisation in the middle; its parameters have one dimension."""
 
     def __init__(self, sizes: tuple[int, int, int, int]):
         super().__init__(sizes)
@@ -83,7 +83,7 @@ FAMILIES = {"net": Net, "norm": NormNet, "conv": ConvNet, "tied": TiedNet}
 
 @dataclass(frozen=True)
 class Operation:
-    """The name of a method of sequences.Run, and its arguments."""
+    """The name of a method of operations.Run, and its arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -94,7 +94,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sequence: where it starts, and its operations."""
+    """A sequence: the initial model and sharding, and the operations."""
 
     seed: int
     family: str
@@ -126,7 +126,7 @@ class Plan:
 
 
 def world_size_of(seed: int) -> int:
-    """Seeds of one batch share it."""
+    """Return the world size of a seed; the seeds of a batch share it."""
     return WORLD_SIZES[seed // BATCH % len(WORLD_SIZES)]
 
 
@@ -192,7 +192,7 @@ class _Drawing:
         return self.random.sample(names, self.random.randint(min(least, len(names)), len(names)))
 
     def targets(self) -> dict[str, Any]:
-        """Which parameters, in an order of the caller's or of select."""
+        """Draw parameters, in an order of the caller's or of select."""
         return {"names": self.some(self.names), "select": self.random.random() < 0.5}
 
     def scores(self, names: list[str]) -> dict[str, Any] | None:
@@ -278,7 +278,7 @@ class _Drawing:
         return {"data": self.random.choice(DATA), "seed": self.number()}
 
     def load_rewrapped(self) -> dict[str, Any]:
-        """Into a fresh model, of which some parameters may be pruned already."""
+        """Load into a fresh model, in which some parameters may be pruned already."""
         pruned = self.some(self.single) if self.random.random() < 0.4 else []
         return {
             "wrapping": self.wrapping(),

@@ -8,8 +8,8 @@ run them for an hour::
 
 After each operation masks, counts and weights equal those of the oracle bit for bit, and outputs
 do at rounding level. After a training step weights are compared at rounding level, and then the
-oracle's are written into the shards: the next pruning can be compared exactly. (In that direction
-since it needs no communication, and an error of the sharded model never reaches the oracle.)
+oracle's are written into the shards, so that the next pruning can be compared exactly. (This
+direction needs no communication, and an error of the sharded model never reaches the oracle.)
 """
 
 import argparse
@@ -38,7 +38,7 @@ from helpers.random_sequences.plans import BATCH, Plan, draw
 
 @dataclass
 class Outcome:
-    """What one sequence did on a rank."""
+    """The operations and differences of one sequence on a rank."""
 
     plan: Plan
     operations: Counter = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> list[Outcome]:
-    """Carry out sequences, one after another; on every rank. Perhaps only until one differs."""
+    """Run sequences one after another, on every rank; with until_wrong, until one differs."""
     outcomes = []
     with shared_meshes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has some for every FSDP1 checkpoint
@@ -70,7 +70,7 @@ def run_plans(plans: Sequence[Plan], folder: str, until_wrong: bool = False) -> 
 
 @contextlib.contextmanager
 def shared_meshes() -> Iterator[None]:
-    """Make each mesh once: its process groups cost more than a sequence."""
+    """Make each mesh once: making its process groups takes longer than a sequence."""
     original = wrappings.init_device_mesh
     cached = functools.cache(lambda *a, **k: original(*a, **k))
     wrappings.init_device_mesh = cached
@@ -81,7 +81,7 @@ def shared_meshes() -> Iterator[None]:
 
 
 def run_together(plans: Sequence[Plan]) -> list[Outcome]:
-    """Run sequences that start on equally many ranks; an outcome for each, with what any rank says.
+    """Run sequences of one world size; return an outcome for each, with all ranks' differences.
 
     If a rank dies or hangs, the sequences are run one by one.
     """
@@ -107,7 +107,7 @@ def run_seeds(seeds: Sequence[int]) -> list[Outcome]:
 
 
 def shrunk(outcome: Outcome) -> Outcome:
-    """The same sequence without the operations that the difference does not need."""
+    """Drop the operations of a sequence without which it still differs."""
     last = max(outcome.operations.total(), 1)
     plan = replace(outcome.plan, operations=outcome.plan.operations[:last])
     for position in reversed(range(last)):
@@ -124,7 +124,7 @@ def batch(number: int) -> range:
 
 
 class Log:
-    """What a long run has done so far, as a text file that is written after every batch."""
+    """The state of a long run, as text that is written to a file after every batch."""
 
     def __init__(self, first: int) -> None:
         self.first = self.last = first

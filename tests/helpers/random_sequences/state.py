@@ -1,4 +1,4 @@
-"""A sharded model beside the oracle: one operation on both, and every comparison after it."""
+"""A sharded model and the oracle: run an operation on both, then compare everything."""
 
 import functools
 import traceback
@@ -33,7 +33,7 @@ class SideBySide:
     """A sharded model, the oracle, and the operations on both.
 
     Args:
-        plan: what to start with.
+        plan: the initial model and sharding.
         folder: for checkpoints; the same on every rank.
     """
 
@@ -52,7 +52,7 @@ class SideBySide:
         return fill(self.plan.make(), self.plan.data, self.plan.dtype, seed)
 
     def take(self, model: nn.Module, wrapping: str) -> None:
-        """Go on with another model, and an optimizer and a pruner of its own."""
+        """Replace the model, the optimizer and the pruner."""
         plan = self.plan
         self.model, self.wrapping, self.kind = model, wrapping, wrappings.kind_of(wrapping)
         self.indices = indices_of(plan.family, plan.sizes, plan.dtype, wrapping, dist.get_rank())
@@ -71,7 +71,7 @@ class SideBySide:
         return self.modules[path], leaf
 
     def targets(self, names: Sequence[str], select: bool) -> tuple[list[str], list[Any]]:
-        """Names in the order of the pairs, and the pairs; select finds all names of tied ones."""
+        """Return names and pairs in one order; select finds all names of tied weights."""
         if not select and self.plan.family != "tied":
             return list(names), [self.target(name) for name in names]
         pairs = prune.select(self.model, include=names, names=("weight", "bias"))
@@ -81,7 +81,7 @@ class SideBySide:
         return wrappings.shard(self.model, name, self.indices)
 
     def do(self, operation: Operation) -> list[str]:
-        """Carry out an operation on both; what differs on this rank, or on another one."""
+        """Run an operation on both; return the differences here, or that another rank has some."""
         self.wrong = []
         arguments = {k: v for k, v in operation.arguments.items() if k != "look"}
         expect, act = getattr(self, operation.name)(**arguments)
@@ -115,13 +115,13 @@ class SideBySide:
         return self.wrong
 
     def reshard(self) -> None:
-        """Let FSDP2 put its shards in the places of what a forward has gathered."""
+        """Let FSDP2 replace gathered parameters with its shards."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def compare(self) -> None:
-        """Masks, weights, and masked weights, bit for bit."""
+        """Compare masks, weights and masked weights, bit for bit."""
         self.reshard()
         masks = self.oracle.masks
         self.wrong += wrong_masks(self.model, masks, self.indices)
@@ -173,13 +173,13 @@ class SideBySide:
 def indices_of(
     family: str, sizes: tuple[int, ...], dtype: str, wrapping: str, rank: int
 ) -> dict[str, Tensor]:
-    """What a rank holds of every parameter: wrappings.local_indices, kept for later sequences."""
+    """wrappings.local_indices, cached for later sequences."""
     model = fill(FAMILIES[family](sizes), "zeros", dtype)
     return wrappings.local_indices(model, wrapping)
 
 
 def agreed(error: Exception | None, wrong: list[str]) -> bool:
-    """Whether nothing is wrong on any rank, and all ranks raised the same; else notes it."""
+    """Whether no rank found a difference and all raised the same error; if not, record it."""
     kind = zlib.crc32(type(error).__name__.encode())
     facts = torch.tensor([bool(wrong), kind, -kind])
     dist.all_reduce(facts, dist.ReduceOp.MAX)
@@ -191,12 +191,12 @@ def agreed(error: Exception | None, wrong: list[str]) -> bool:
 
 
 def by_name(names: Sequence[str], bound: float | dict[str, float] | None):
-    """A bound for each name; None if there is none."""
+    """Return a bound for each name, or None without bounds."""
     return dict.fromkeys(names, bound) if isinstance(bound, float) else bound
 
 
 def bounds(pairs: Sequence[Any], names: Sequence[str], low: Any, high: Any) -> dict[str, Any]:
-    """The bounds as global_unstructured takes them, by pair."""
+    """Return bounds by (module, name), as global_unstructured takes them."""
     pair_of = {name: tuple(pair) for name, pair in zip(names, pairs, strict=True)}
     given = {"min_sparsity": low, "max_sparsity": high}
     return {
