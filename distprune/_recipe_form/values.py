@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from distprune._common.patterns import check_pattern
+
 
 def listed(values: Sequence[object]) -> str:
     """ "'a', 'b' or 'c'"."""
@@ -40,11 +42,10 @@ def compile_pattern(pattern: str) -> None:
     Raises:
         ValueError: with what was expected.
     """
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern.removeprefix("re:"))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"a regular expression after 're:' ({error})") from error
+    try:
+        check_pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"a regular expression after 're:' ({error})") from error
 
 
 def input_dims_pairs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

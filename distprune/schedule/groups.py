@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from distprune._common.amount import resolve_count
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune.call.report import ParameterReport
 from distprune.methods.base import BasePruningMethod
@@ -141,7 +142,7 @@ class Group:
 
     def _count(self, sparsity: float) -> int:
         """Halves to even, like any amount."""
-        return round(sparsity * self.num_elements)
+        return resolve_count(float(sparsity), self.num_elements)
 
     def _by_key(self, counts: Sequence[int]) -> dict[Any, Fraction]:
         by_key = zip(self._keys, counts, self._sizes, strict=True)

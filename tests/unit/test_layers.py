@@ -21,7 +21,7 @@ ROOMS = {
     "methods": {"_common", "shards", "selection", "masks", "call"},
     "_version": set(),
     "_transformers": {"_common"},
-    "_recipe_form": set(),
+    "_recipe_form": {"_common"},
     "files": {"_common", "_version", "_recipe_form"},
     "api": {
         "_common", "torch_private", "_transformers", "shards", "selection", "masks", "call",

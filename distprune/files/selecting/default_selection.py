@@ -1,8 +1,9 @@
-"""What is pruned by default: matrices and convolutions inside a model, told by name and shape.
+"""What is pruned by default: matrices and convolutions inside a model, by name and shape.
 
-The rules are those of common model families, transformers' first of all: embeddings, output heads,
-normalisations, routers, biases and tables of positions are left alone, and what has the shape of a
-matrix without being one. What has one dimension larger than 1 is a vector, and never gets here.
+The rules are those of common model families, above all of transformers: embeddings, output heads,
+normalisations, routers, biases and tables of positions are left alone, and so are tensors with the
+shape of a matrix that are none. A tensor with only one dimension larger than 1 is a vector, and is
+left alone before these rules are applied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64"
 ADAPTER = "part of an adapter"
 _HEAD = "the output head"
 _LEARNED = "a learned input"
-# Parts of names, between dots, in lower case. The first that matches is the reason.
+# Parts of names, between dots, in lower case. The first rule that matches any part is the reason.
 _PARTS = (
     (r"lora_.*|.*_lora_[ab]|hada_w.*|oft_[rs]|vera_.*|ia3_.*", ADAPTER),
     (
@@ -56,7 +57,7 @@ _OWN = (
 _OWNERS = (
     (r"(?!.*to_tokens?$)(.*_)?tokens?|query_feat|queries_features|reference_points", _LEARNED),
 )
-# Names in full: short ones that mean something else further inside.
+# Whole names: short ones, which mean something else deeper in a model.
 _WHOLE = (
     (r"(output|fc|proj_out|v_head\.summary)\.weight", _HEAD),
     (r"(transformer\.)?w\.weight", "an embedding"),
@@ -84,7 +85,7 @@ def reason_to_keep(entry: TensorEntry) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _rule_of(part: str) -> int:
-    """Which rule a part of a name falls under; names are made of few different parts."""
+    """Number of the rule that a part of a name falls under; cached, as parts of names recur."""
     matches = (i for i, (pattern, _) in enumerate(_PARTS) if re.fullmatch(pattern, part))
     return next(matches, len(_PARTS))
 
