@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import world
 from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, orig_key
 from distprune.api.checkpoint_ties import check_masks_of_ties, to_be_masked
 from distprune.api.global_unstructured import global_unstructured

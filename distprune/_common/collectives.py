@@ -20,17 +20,14 @@ import builtins
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distprune._common.attempts import Failed, attempt_all
 from distprune._common.exclusive import exclusively, raise_waiting_interrupt
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -288,107 +285,6 @@ class Communicator:
             "parameters, in the same order, and the same arguments on every rank. If this "
             "call is meant for one rank alone, pass a group that holds only that rank."
         )
-
-
-def world(group: dist.ProcessGroup | None = None) -> Communicator:
-    """The ranks of ``group``, every rank by default; a single process without one.
-
-    Raises:
-        ValueError: this rank is not a member of ``group``.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return Communicator(())
-    group = group if group is not None else dist.group.WORLD
-    assert group is not None  # is_initialized
-    if dist.get_rank(group) < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not a member of group={group}; "
-            "expected the call only on the ranks of the group."
-        )
-    return Communicator(
-        [group],
-        ranks=dist.get_process_group_ranks(group),
-        rank=dist.get_rank(),
-        device=_reduction_device(group),
-    )
-
-
-def over_mesh(mesh: DeviceMesh) -> Communicator:
-    """The ranks of a device mesh: reductions go over one axis after the other.
-
-    Raises:
-        ValueError: this rank is outside the mesh.
-    """
-    ranks = mesh.mesh.flatten().tolist()
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"rank {dist.get_rank()} is outside the mesh of the parameter ({mesh}); expected "
-            "the call only on the ranks of the mesh."
-        )
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    device = _reduction_device(groups[0]) if groups else "cpu"
-    return Communicator(groups, ranks, dist.get_rank(), device)
-
-
-def over_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] = ()) -> Communicator:
-    """Ranks that several process groups join like the axes of a grid; see :func:`over_mesh`.
-
-    Args:
-        groups: this rank's group along every axis.
-        ranks: all global ranks of the grid; by default those of the only group.
-    """
-    ranks = ranks or dist.get_process_group_ranks(groups[0])
-    groups = [group for group in groups if group.size() > 1]
-    device = _reduction_device(groups[0]) if groups else "cpu"
-    return Communicator(groups, ranks, dist.get_rank(), device)
-
-
-def is_distributed() -> bool:
-    """Whether a process group is initialised: plain modules may then be replicas."""
-    return dist.is_available() and dist.is_initialized()
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The outcome of a local step that raised."""
-
-    error: BaseException
-
-
-def attempt(function: Callable[..., T], *args: Any) -> T | Failed:
-    """Call, and return the result, or what was raised: see [Note: all or none].
-
-    Interrupts and exits are raised at once; see :func:`attempt_all`.
-    """
-    try:
-        return function(*args)
-    except Exception as error:  # whatever it is, every rank is to raise it
-        return Failed(error)
-
-
-def attempt_all(function: Callable[..., T], *args: Any) -> T | Failed:
-    """The same, and interrupts and exits are errors too: what ends this rank ends the call.
-
-    So is an interrupt that waits; see :meth:`Communicator.exclusively`.
-    """
-    try:
-        result = function(*args)
-        raise_waiting_interrupt()
-    except BaseException as error:
-        return Failed(error)
-    return result
-
-
-def error_of(outcome: object) -> BaseException | None:
-    """What an attempt raised; None if it returned."""
-    return outcome.error if isinstance(outcome, Failed) else None
-
-
-def _reduction_device(group: dist.ProcessGroup) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _text_of(error: BaseException) -> str:

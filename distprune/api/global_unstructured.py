@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
-from distprune._common.collectives import world
+from distprune._common.process_groups import world
 from distprune.call.arguments import PruningArguments
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common import mask_bits
-from distprune._common.collectives import Communicator, attempt, error_of, world
+from distprune._common.attempts import attempt, error_of
+from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
+from distprune._common.process_groups import world
 from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.api.parameter_places import all_places, find_places
 from distprune.call.arguments import ParameterArguments

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import world
 from distprune._common.naming import NamedParameter, unwrap
+from distprune._common.process_groups import world
 from distprune._transformers.mask_matching import (
     MaskSource,
     Matching,

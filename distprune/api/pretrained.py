@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune._common.collectives import is_distributed, world
 from distprune._common.naming import unwrap
+from distprune._common.process_groups import is_distributed, world
 from distprune._common.pruned_form import (
     mask_key,
     masked_product,

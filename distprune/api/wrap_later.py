@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, attempt_all, error_of, world
+from distprune._common.attempts import attempt_all, error_of
+from distprune._common.collectives import Communicator
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.masks.attach import Transaction, unregister
 from distprune.masks.checks import (

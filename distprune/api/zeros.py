@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, world
+from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune._common.naming import NamedParameter
+from distprune._common.process_groups import world
 from distprune.api.parameter_places import find_places
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.context import Decision, PruningCall

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distprune._common.collectives import Communicator, world
+from distprune._common.collectives import Communicator
 from distprune._common.float_formats import PLAIN_FLOATS
+from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.mask_files import MaskFile, mask_layout, open_masks
 from distprune.files.disk.destination import resolve_destination

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distprune._common.collectives import Communicator, world
+from distprune._common.collectives import Communicator
+from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.open_files import OpenFiles

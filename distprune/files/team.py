@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator, Failed, attempt, error_of
+from distprune._common.attempts import Failed, attempt, error_of
+from distprune._common.collectives import Communicator
 from distprune.files.errors import (
     CheckpointError,
     FilesError,

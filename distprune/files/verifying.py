@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distprune._common.collectives import Communicator, world
+from distprune._common.collectives import Communicator
+from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_layout
 from distprune.files.checks.claims import (
     CUT_FIELDS,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from distprune._common.collectives import world
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, name_of_pruned_mask
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned

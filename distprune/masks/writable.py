@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from distprune._common.collectives import world
 from distprune._common.naming import named_modules
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
 from distprune.torch_private.wrapper import managed_parameters
 

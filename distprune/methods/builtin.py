@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count, validate_amount
-from distprune._common.collectives import Communicator, is_distributed
+from distprune._common.collectives import Communicator
+from distprune._common.process_groups import is_distributed
 from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from distprune._common.bounds import SparsityBound
-from distprune._common.collectives import Communicator, world
+from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
+from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.call.arguments import ParameterArguments

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, over_groups, over_mesh
+from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
+from distprune._common.process_groups import over_groups, over_mesh
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.shards.checksum import checksums
 from distprune.shards.shard import FlatShard, LocalShard

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import _shard_utils as shard_utils
 from torch.distributed.tensor import DTensor
 
 from distprune._common import mask_bits
-from distprune._common.collectives import over_groups
+from distprune._common.process_groups import over_groups
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.collectives import Communicator, Failed, attempt, error_of, world
+from distprune._common.attempts import Failed, attempt, error_of
+from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.masks.hook import PruningHook
 from distprune.masks.record import MaskRecord

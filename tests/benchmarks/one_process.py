@@ -45,7 +45,7 @@ from measuring import (
 from torch import Tensor, nn
 
 import distprune
-from distprune._common.collectives import world
+from distprune._common.process_groups import world
 from distprune.call.arguments import PruningArguments
 from distprune.call.context import LocalMasks, PruningCall
 from distprune.call.run import prune_parameters

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from distprune._common.collectives import world
+from distprune._common.process_groups import world
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
 from distprune.files.recipe import FileRecipe

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distprune._common.collectives import world
+from distprune._common.process_groups import world
 from distprune.files import planning, pruning, team
 from distprune.files.errors import Interrupted
 from distprune.files.recipe import FileRecipe

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune._common.collectives import world
+from distprune._common.process_groups import world
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.checks import side_by_side

@@ -103,7 +103,7 @@ def _apply(
     stop: stopping.Stop,
     take_over: bool,
 ) -> tuple[Checkpoint, Applied]:
-    from distprune._common.collectives import world
+    from distprune._common.process_groups import world
     from distprune.files.team import Team
 
     application = Team(world()).attempt(find)

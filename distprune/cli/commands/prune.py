@@ -144,7 +144,7 @@ def _prune(
     follow_links: bool,
     take_over: bool,
 ) -> tuple[Plan, Report]:
-    from distprune._common.collectives import world
+    from distprune._common.process_groups import world
     from distprune.files.pruning import plan_together
     from distprune.files.pruning import prune as carry_out
     from distprune.files.team import Team

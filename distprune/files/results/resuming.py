@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from distprune._common.collectives import attempt, error_of
+from distprune._common.attempts import attempt, error_of
 from distprune.files.disk.journal import Journal
 from distprune.files.disk.open_files import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError, format_size
