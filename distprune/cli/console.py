@@ -13,6 +13,7 @@ from rich.text import Text
 
 from distprune.cli import documents, streams, tables
 from distprune.cli.escaping import printable
+from distprune.files.text import format_percent
 
 
 class _Errors(Console):
@@ -103,13 +104,8 @@ def counted(value: int, what: str) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Two digits after the point; never 100.00 or 0.00 where it is not exactly that."""
-    if not whole:
-        return "-"
-    share = 100 * part / whole
-    if 0 < part < whole:
-        share = min(max(share, 0.01), 99.99)
-    return f"{share:.2f} %"
+    """ "12.34 %", as :func:`format_percent`; "-" if the whole is 0."""
+    return format_percent(part, whole) if whole else "-"
 
 
 def duration(seconds: float) -> str:

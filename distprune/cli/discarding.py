@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distprune.cli.console import Terminal
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 
 
 def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from distprune.cli import sources
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.names import shape_text, without_numbers
-from distprune.files.errors import format_size
 from distprune.files.planning import Plan, PlannedTensor
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.policy import Verdict
+from distprune.files.text import format_size
 
 
 def show_warnings(terminal: Terminal, plan: Plan) -> None:

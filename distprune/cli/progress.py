@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from distprune.cli.console import Terminal
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress

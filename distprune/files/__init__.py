@@ -11,7 +11,8 @@ One module for each command: ``planning``, ``pruning``, ``applying``, ``verifyin
 ``comparing``, and ``converting`` for pickled checkpoints. They are made of rooms, each of which
 imports only rooms above it::
 
-    errors, team, disk, formats      what can go wrong; ranks; bytes, locks, headers
+    text, errors, team               messages; exit codes; the ranks of a run
+         disk, formats               bytes, locks and journals; headers and pickles
          checkpoints                 a folder of safetensors files, its tensors and masks
          selecting    recipe         which tensors, in which groups
          planning                    how many elements of each group

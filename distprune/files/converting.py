@@ -33,7 +33,6 @@ from distprune.files.disk.access import sync_folder, write_atomically, writing
 from distprune.files.disk.allocation import allocate
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import (
-    ascii_name,
     list_files,
     list_one,
     outside_problem,
@@ -47,6 +46,7 @@ from distprune.files.formats.header import load_json, read_header
 from distprune.files.formats.unpickling import DTYPES, Unpickled, unpickle
 from distprune.files.results.permissions import make_folders
 from distprune.files.results.placing import check_free, check_place, check_unchanged
+from distprune.files.text import printable
 
 _PIECE = 16 << 20  # bytes
 
@@ -131,7 +131,7 @@ class Conversion:
         problems += [f"{name} exists already, beside its pickled form." for name in sorted(taken)]
         problems += unreadable([*map(self._files.__getitem__, self._shards), *self._others])
         if problems:
-            raise CheckpointError(headline(ascii_name(self.folder), problems), problems)
+            raise CheckpointError(headline(printable(self.folder), problems), problems)
         self.skipped = tuple(sorted(listing.skipped))
         self.note = location.note
         self.total_bytes = sum(file.size for file in self._files.values())
@@ -250,7 +250,7 @@ class Conversion:
         if not unpickled.tensors:
             problems.append(f"{name} holds no tensors.")
         if problems:
-            raise CheckpointError(headline(ascii_name(self.folder), problems), problems)
+            raise CheckpointError(headline(printable(self.folder), problems), problems)
 
     def _write_index(self, path: Path, written: _Written) -> None:
         index = load_json(Path(self._files[self._index or ""].path).read_bytes(), str(self._index))

@@ -136,12 +136,3 @@ def _has_limit() -> bool:
 def headline(subject: str, problems: Sequence[str]) -> str:
     """The headline of an error with problems: "SRC has 2 problems:"."""
     return f"{subject} has {len(problems)} problem{'s' if len(problems) != 1 else ''}:"
-
-
-def format_size(num_bytes: float) -> str:
-    """ "1.5 GB": a size in decimal units, which are those of disks."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

@@ -6,7 +6,7 @@ import pytest
 from commands import start
 
 from distprune.cli.console import percent
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 from distprune.recipe import load_recipe, shipped_recipes
 from distprune.recipes.schema import recipe_schema
 

@@ -46,7 +46,7 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "errors", "team", "disk", "formats", "recipe", "checkpoints", "selecting", "planning",
+    "text", "errors", "team", "disk", "formats", "recipe", "checkpoints", "selecting", "planning",
     "ranking", "reports", "results", "checks",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "comparing", "inspecting", "converting"}

@@ -12,7 +12,7 @@ from distprune.cli import sources, stopping
 from distprune.cli.console import Terminal, counted
 from distprune.cli.options import AsJson, Destination, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 
 Pickled = Annotated[
     Path,

@@ -14,7 +14,7 @@ import typer
 
 from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 
 _PACKAGES = (
     "distprune", "torch", "numpy", "safetensors", "transformers", "accelerate", "typer", "rich",

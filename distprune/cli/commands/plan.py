@@ -12,7 +12,7 @@ import typer
 from distprune.cli import costing, exits, plan_table, recipe_options, sources
 from distprune.cli.console import Terminal, duration
 from distprune.cli.options import AsJson, Quiet, Source, Verbose
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 
 MaybeDestination = Annotated[
     Path | None,

@@ -25,7 +25,8 @@ from distprune.cli.options import (
     Verbose,
 )
 from distprune.cli.progress import Meter, Reading
-from distprune.files.errors import FilesError, format_size
+from distprune.files.errors import FilesError
+from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan

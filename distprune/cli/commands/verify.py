@@ -13,7 +13,7 @@ from distprune.cli.console import Terminal, count, percent
 from distprune.cli.mask_tables import show_masks
 from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
-from distprune.files.errors import format_size
+from distprune.files.text import format_size
 
 Pruned = Annotated[
     Path, typer.Argument(metavar="DST", help="What prune wrote, with masks.", show_default=False)

@@ -18,7 +18,6 @@ from distprune.files.checkpoints.locating import Location, locate
 from distprune.files.disk.listing import (
     Listing,
     OtherFile,
-    ascii_name,
     list_files,
     list_one,
     outside_problem,
@@ -26,6 +25,7 @@ from distprune.files.disk.listing import (
 )
 from distprune.files.errors import CheckpointError, headline
 from distprune.files.formats.header import TensorEntry, WeightFile, load_json, read_header
+from distprune.files.text import printable
 
 _INDEX = ".safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -142,7 +142,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         problems += unreadable(others if shards else listing.files.values())
     problems = list(dict.fromkeys(problems))  # without duplicates
     if problems:
-        raise CheckpointError(headline(ascii_name(folder), problems), problems)
+        raise CheckpointError(headline(printable(folder), problems), problems)
     return Checkpoint(
         folder=folder,
         files=tuple(files),

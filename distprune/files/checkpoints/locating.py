@@ -12,8 +12,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from distprune.files.disk.listing import ascii_name
 from distprune.files.errors import CheckpointError
+from distprune.files.text import printable
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -58,7 +58,7 @@ def locate(source: str | Path) -> Location:
     except FileNotFoundError:
         return _locate_name(path)
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
-        raise CheckpointError(f"{ascii_name(path)} cannot be read: {_reason(error)}.") from error
+        raise CheckpointError(f"{printable(path)} cannot be read: {_reason(error)}.") from error
     if not is_folder:
         return _locate_file(path)
     name = os.path.basename(os.path.abspath(path))
@@ -90,8 +90,8 @@ def _refuse_cache(path: str) -> None:
         names = [name.removeprefix("models--").replace("--", "/") for name in models[:_NUM_SHOWN]]
         more = f" and {len(models) - _NUM_SHOWN} more" if len(models) > _NUM_SHOWN else ""
         raise CheckpointError(
-            f"{ascii_name(path)} is a Hugging Face cache; expected one of its models, by its name: "
-            f"{', '.join(map(ascii_name, names))}{more}."
+            f"{printable(path)} is a Hugging Face cache; expected one of its models, by its name: "
+            f"{', '.join(map(printable, names))}{more}."
         )
 
 
@@ -102,16 +102,16 @@ def _locate_file(path: str) -> Location:
         return Location(folder)
     if not name.endswith(".safetensors"):
         if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
-            way = f"Convert it first: distprune convert {ascii_name(path)} NEW."
+            way = f"Convert it first: distprune convert {printable(path)} NEW."
         elif name.endswith(".gguf"):
             way = "GGUF cannot be pruned: prune the safetensors checkpoint that it was made from."
         else:
             way = "Give a folder with safetensors files, or such a file."
-        raise CheckpointError(f"{ascii_name(path)} is a file, but not a safetensors file. {way}")
+        raise CheckpointError(f"{printable(path)} is a file, but not a safetensors file. {way}")
     if any(os.path.exists(os.path.join(folder, config)) for config in _CONFIGS):
         return Location(folder, name)
     note = (
-        f"{ascii_name(path)} has no config.json beside it, so it is the whole checkpoint: "
+        f"{printable(path)} has no config.json beside it, so it is the whole checkpoint: "
         "other files of its folder are ignored."
     )
     return Location(folder, name, True, note)
@@ -122,11 +122,11 @@ def _locate_name(path: str) -> Location:
     if url is not None:
         raise CheckpointError(_about_url(*url.groups()))
     if os.path.islink(path):
-        target = ascii_name(os.readlink(path))
-        raise CheckpointError(f"{ascii_name(path)} is a link to {target}, which does not exist.")
+        target = printable(os.readlink(path))
+        raise CheckpointError(f"{printable(path)} is a link to {target}, which does not exist.")
     if not _HUB_ID.fullmatch(path):
         raise CheckpointError(
-            f"{ascii_name(path)} does not exist; expected a folder with safetensors files, such a "
+            f"{printable(path)} does not exist; expected a folder with safetensors files, such a "
             "file, or the name of a model in the local Hugging Face cache (org/name)."
         )
     cache = hub_cache()
@@ -135,7 +135,7 @@ def _locate_name(path: str) -> Location:
         way = f"To download it: hf download {path}." if "/" in path else "Check the name."
         raise CheckpointError(
             f"{path} does not exist, neither as a folder nor as a model in the Hugging Face cache "
-            f"({ascii_name(cache)}). {way}"
+            f"({printable(cache)}). {way}"
         )
     return _snapshot(model, path)
 
@@ -157,21 +157,21 @@ def _snapshot(model: str, source: str) -> Location:
                 commit = file.read(200).decode("ascii", "replace").strip()
     except OSError as error:
         raise CheckpointError(
-            f"{ascii_name(error.filename or model)} cannot be read: {error.strerror}."
+            f"{printable(error.filename or model)} cannot be read: {error.strerror}."
         ) from error
     if commit is None and len(commits) == 1:
         commit = commits[0]
     if commit is not None and commit in commits:
         folder = os.path.join(snapshots, commit)
-        return Location(folder, note=f"{source} is {ascii_name(folder)}.")
-    state = f"is at {ascii_name(commit)}, which was not downloaded" if commit else "is unknown"
-    listed = ", ".join(ascii_name(os.path.join(snapshots, name)) for name in commits)
+        return Location(folder, note=f"{source} is {printable(folder)}.")
+    state = f"is at {printable(commit)}, which was not downloaded" if commit else "is unknown"
+    listed = ", ".join(printable(os.path.join(snapshots, name)) for name in commits)
     way = f"Give one of its snapshots: {listed}" if commits else "It has no snapshot: download it"
     raise CheckpointError(f"{source}: the main branch {state}. {way}.")
 
 
 def _about_url(scheme: str, rest: str) -> str:
-    shown = ascii_name(f"{scheme}://{rest}")
+    shown = printable(f"{scheme}://{rest}")
     if scheme == "file":
         return f"{shown} is a URL; expected a path: /{rest.lstrip('/')}."
     web = _HUB_URL.match(rest) if scheme in ("http", "https") else None

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from distprune.files.checkpoints.duplicates import is_weights
 from distprune.files.checkpoints.locating import Location, locate
-from distprune.files.disk.listing import OtherFile, ascii_name
+from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import load_json
+from distprune.files.text import printable
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX = ".bin.index.json"
@@ -37,7 +38,7 @@ def locate_pickles(source: str | Path) -> Location:
     note = ""
     if is_alone:
         note = (
-            f"{ascii_name(path)} has no config.json beside it: it is converted alone, without the "
+            f"{printable(path)} has no config.json beside it: it is converted alone, without the "
             "other files of its folder."
         )
     return Location(folder, name, is_alone, note)

@@ -15,6 +15,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import mtimes_of
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
 from distprune.files.results.partial import RECIPE_FILE
+from distprune.files.text import printable
 
 _MAX_PROBLEMS = 30  # of one file
 # Fields that depend on where a ranking was cut.
@@ -34,7 +35,7 @@ def recipe_of(report: Report, folder: str) -> FileRecipe:
     unknown = set(report.recipe) - {field.name for field in dataclasses.fields(FileRecipe)}
     if unknown:
         raise CheckpointError(
-            f"the recipe in {folder}/{REPORT_FILE} has an unknown field {_shown(min(unknown))}."
+            f"the recipe in {folder}/{REPORT_FILE} has an unknown field {printable(min(unknown))}."
         )
     try:
         return FileRecipe(**report.recipe)
@@ -134,27 +135,23 @@ def _differences(stored: Any, expected: Any, where: str) -> Iterator[str]:
         for key in [*expected, *(key for key in stored if key not in expected)]:
             path = f"{where}.{key}" if where else key
             if key not in stored:
-                yield f"{_shown(path)} is missing; expected {_short(expected[key])}."
+                yield f"{printable(path)} is missing; expected {_short(expected[key])}."
             elif key not in expected:
-                yield f"{_shown(path)} is {_short(stored[key])}; expected no such field."
+                yield f"{printable(path)} is {_short(stored[key])}; expected no such field."
             else:
                 yield from _differences(stored[key], expected[key], path)
     elif isinstance(stored, list) and isinstance(expected, list):
         if len(stored) != len(expected):
-            yield f"{_shown(where)} has {len(stored)} entries; expected {len(expected)}."
+            yield f"{printable(where)} has {len(stored)} entries; expected {len(expected)}."
         for index, (item, other) in enumerate(zip(stored, expected, strict=False)):
             yield from _differences(item, other, f"{where}[{_label(other, index)}]")
     elif type(stored) is not type(expected) or stored != expected:
-        yield f"{_shown(where)} is {_short(stored)}; expected {_short(expected)}."
+        yield f"{printable(where)} is {_short(stored)}; expected {_short(expected)}."
 
 
 def _label(value: Any, index: int) -> str:
     """The index of a list's item in messages; for tensors, their name."""
     return json.dumps(value["name"]) if isinstance(value, dict) and "name" in value else str(index)
-
-
-def _shown(where: str) -> str:
-    return where if where.isprintable() else ascii(where)
 
 
 def _short(value: Any) -> str:

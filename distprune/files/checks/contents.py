@@ -13,6 +13,7 @@ from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.planning import CARD_FILE, Plan
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.results.partial import RECIPE_FILE
+from distprune.files.text import printable
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Content
     for name, size in sizes.items():
         problem = _problem(os.path.join(folder, name), size)
         if problem:
-            problems[name] = f"{shown(name)} {problem}"
+            problems[name] = f"{printable(name)} {problem}"
             bad.add(name)
     parents = {str(parent) for name in sizes for parent in Path(name).parents}
     pending = [""]
@@ -65,7 +66,9 @@ def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Content
             entries = list(os.scandir(os.path.join(folder, inner)))
         except OSError as error:
             if inner in ("", *parents):
-                problems[inner] = f"{shown(inner) or folder} cannot be listed: {error.strerror}."
+                problems[inner] = (
+                    f"{printable(inner) or folder} cannot be listed: {error.strerror}."
+                )
             continue
         for entry in entries:
             name = os.path.join(inner, entry.name)
@@ -75,13 +78,8 @@ def look_through(folder: str | Path, sizes: Mapping[str, int | None]) -> Content
                 pending.append(name)
                 continue
             what = "folder" if _is_folder(entry) else "file"
-            problems[name] = f"{shown(name)} is a {what} that prune did not write."
+            problems[name] = f"{printable(name)} is a {what} that prune did not write."
     return Contents(tuple(problems[name] for name in sorted(problems)), frozenset(bad))
-
-
-def shown(name: str) -> str:
-    """A name for a message: with escapes if it has characters that cannot be printed."""
-    return name if name.isprintable() else ascii(name)
 
 
 def _problem(path: str, size: int | None) -> str:

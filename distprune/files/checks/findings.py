@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from distprune.files.checks.boundary import Boundary
-from distprune.files.checks.contents import shown
 from distprune.files.checks.group_order import GroupOrder
 from distprune.files.planning import Plan
+from distprune.files.text import printable
 
 # What is counted for each tensor, by its position.
 _COUNTS = (
@@ -125,8 +125,8 @@ class Findings:
     def problems(self) -> list[str]:
         """What is wrong with bytes, by file and tensor."""
         problems = [
-            f"{shown(name)}: byte {first} differs from the source, and belongs to no pruned tensor"
-            + (f"; so do {count - 1} more." if count > 1 else ".")
+            f"{printable(name)}: byte {first} differs from the source, and belongs to no pruned "
+            "tensor" + (f"; so do {count - 1} more." if count > 1 else ".")
             for name, (count, first) in sorted(self._differences.items())
         ]
         for position in range(len(self._plan.tensors)):
@@ -147,7 +147,7 @@ class Findings:
     def _tensor_problems(self, position: int) -> Iterator[str]:
         tensor = self._plan.tensors[position]
         counts = {what: self._counts[what][position] for what in _COUNTS}
-        name = shown(tensor.entry.name)
+        name = printable(tensor.entry.name)
         if counts["wrong"]:
             yield (
                 f"{name}: {counts['wrong']} elements are neither kept as they were nor pruned as "

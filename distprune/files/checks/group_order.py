@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distprune.files.checks.boundary import Boundary, Edge
-from distprune.files.checks.contents import shown
 from distprune.files.planning import Plan, PlannedTensor
 from distprune.files.ranking.scores import Array
 from distprune.files.ranking.searching import Cut, TensorCut
+from distprune.files.text import printable
 
 # A tensor and one of its elements.
 _Element = tuple[PlannedTensor, Edge]
@@ -118,9 +118,9 @@ class GroupOrder:
 
     def _order_problems(self) -> list[str]:
         return [
-            f"{shown(pruned.entry.name)}: element {last.place - pruned.offset} is pruned, but "
+            f"{printable(pruned.entry.name)}: element {last.place - pruned.offset} is pruned, but "
             "comes after a kept one in the order of scores, which is element "
-            f"{first.place - kept.offset} of {shown(kept.entry.name)}."
+            f"{first.place - kept.offset} of {printable(kept.entry.name)}."
             for (pruned, last), (kept, first) in self._disordered()
         ]
 

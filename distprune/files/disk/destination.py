@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from distprune.files.disk.access import writing
-from distprune.files.disk.listing import ascii_name
 from distprune.files.errors import OutputError
+from distprune.files.text import printable
 
 # Added to the name of an unfinished result: ".partial-", sixteen digits, and a suffix.
 _LONGEST_SUFFIX = 30
@@ -24,7 +24,7 @@ def resolve_destination(destination: str | Path) -> Path:
     """
     try:
         path = Path(os.path.abspath(destination))
-        shown = ascii_name(str(path))
+        shown = printable(str(path))
         if not path.name:
             raise OutputError(f"{shown} has no name; expected that of a new folder.")
         if "\0" in path.name:
@@ -32,11 +32,11 @@ def resolve_destination(destination: str | Path) -> Path:
         os.stat(path.parent)
     except FileNotFoundError:
         raise OutputError(
-            f"{ascii_name(str(path.parent))} is not a folder; create it first."
+            f"{printable(str(path.parent))} is not a folder; create it first."
         ) from None
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OutputError(f"{ascii_name(str(destination))} cannot be created: {reason}.") from error
+        raise OutputError(f"{printable(str(destination))} cannot be created: {reason}.") from error
     length, limit = len(os.fsencode(path.name)), _max_name(path.parent)
     if length + _LONGEST_SUFFIX > limit:
         raise OutputError(

@@ -13,6 +13,8 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from distprune.files.text import printable
+
 _PERMISSIONS = 0o777  # without set-user-ID and the like
 _NUM_SHOWN = 8  # links in a message
 
@@ -104,7 +106,7 @@ def list_one(folder: str, name: str, *, follow_links: bool = False) -> Listing:
 
 def outside_problem(links: Sequence[tuple[str, str]]) -> str:
     """A sentence on links that lead out of a folder: (name, target), at least one."""
-    shown = ", ".join(f"{name} (to {ascii_name(target)})" for name, target in links[:_NUM_SHOWN])
+    shown = ", ".join(f"{name} (to {printable(target)})" for name, target in links[:_NUM_SHOWN])
     more = f" and {len(links) - _NUM_SHOWN} more" if len(links) > _NUM_SHOWN else ""
     lead = "a link leads" if len(links) == 1 else f"{len(links)} links lead"
     return (
@@ -112,11 +114,6 @@ def outside_problem(links: Sequence[tuple[str, str]]) -> str:
         "contain a copy of the target. If you trust the folder, allow it with --follow-links "
         "(follow_links=True)."
     )
-
-
-def ascii_name(path: str) -> str:
-    """A path for a message: with escapes if it has characters that cannot be printed."""
-    return path if path.isprintable() else ascii(path)
 
 
 def unreadable(files: Collection[OtherFile]) -> Iterator[str]:

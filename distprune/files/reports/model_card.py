@@ -24,6 +24,7 @@ from distprune.files.formats import front_matter
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.reports.report import Report, TensorReport
 from distprune.files.selecting.kinds import role_of
+from distprune.files.text import format_percent
 
 _TAGS = ("pruned", "sparse")
 # They describe the source; the hub would show them as facts about the result.
@@ -171,7 +172,7 @@ def _metadata(
 
 
 def _section(plan: Plan, report: Report, names: Names) -> list[str]:
-    base, percent = names.base_model, _percent(report.num_pruned, report.num_elements)
+    base, percent = names.base_model, format_percent(report.num_pruned, report.num_elements)
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
     return [
         f"# Pruned copy of {base or 'a checkpoint'}",
@@ -224,7 +225,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
         order = f"{recipe.score}, {scopes[recipe.scope]}"
     facts = [
         ("pruned", f"exactly {report.num_pruned:,} of {report.num_elements:,} weights, "
-         f"{_percent(report.num_pruned, report.num_elements)}"),
+         f"{format_percent(report.num_pruned, report.num_elements)}"),
         ("tensors", f"{len(report.tensors):,} pruned, {len(report.kept):,} left as they were"),
         ("ranked by", order),
     ]  # fmt: skip
@@ -243,19 +244,11 @@ def _table(tensors: Sequence[TensorReport]) -> list[str]:
             row[i] += value
     lines = ["| kind of weight | tensors | elements | pruned | |", "|---|---:|---:|---:|---:|"]
     for kind, (number, elements, pruned) in list(sums.items())[:_MAX_KINDS]:
-        percent = _percent(pruned, elements)
+        percent = format_percent(pruned, elements)
         lines.append(f"| {_code(kind)} | {number:,} | {elements:,} | {pruned:,} | {percent} |")
     if len(sums) > _MAX_KINDS:
         lines.append(f"| and {len(sums) - _MAX_KINDS:,} more | | | | |")
     return lines
-
-
-def _percent(part: int, whole: int) -> str:
-    """Two digits after the point; never 100.00 or 0.00 where it is not exactly that."""
-    percent = 100 * part / whole if whole else 0.0
-    if 0 < part < whole:
-        percent = min(max(percent, 0.01), 99.99)
-    return f"{percent:.2f} %"
 
 
 def _code(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from distprune.files.planning import Plan
 from distprune.files.reports.report import TensorReport
+from distprune.files.text import format_percent
 
 # A tensor is nearly empty if more than this fraction of it was pruned.
 _NEARLY_ALL = 0.99
@@ -40,7 +41,7 @@ def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
         return []
     emptied.sort(key=lambda tensor: (-tensor.sparsity, tensor.name))
     shown = [
-        f"{tensor.name} ({_percent(tensor.num_pruned, tensor.num_elements)} of "
+        f"{tensor.name} ({format_percent(tensor.num_pruned, tensor.num_elements)} of "
         f"{tensor.num_elements:,} elements)"
         for tensor in emptied[:_NUM_SHOWN]
     ]
@@ -62,12 +63,6 @@ def _sparse_before(tensors: Sequence[TensorReport]) -> list[str]:
         return []
     return [
         f"the source is sparse already: {num_zero:,} of the {num_elements:,} selected elements "
-        f"({_percent(num_zero, num_elements)}) are zero in it. The sparsity that was asked for is "
-        "the total, and they count towards it."
+        f"({format_percent(num_zero, num_elements)}) are zero in it. The sparsity that was "
+        "asked for is the total, and they count towards it."
     ]
-
-
-def _percent(part: int, whole: int) -> str:
-    """Two digits after the point; 100.00 only if the part is the whole."""
-    percent = 100 * part / whole
-    return f"{percent if part == whole else min(percent, 99.99):.2f} %"

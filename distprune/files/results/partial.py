@@ -40,7 +40,7 @@ from distprune.files.disk.journal import is_journal, next_run
 from distprune.files.disk.locking import Lock
 from distprune.files.disk.open_files import OpenFiles, write_from
 from distprune.files.disk.space import check_free_bytes, folder_bytes, missing_bytes
-from distprune.files.errors import OutputError, format_size
+from distprune.files.errors import OutputError
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.results.finished_units import SMALL_FILES, FinishedUnits
 from distprune.files.results.permissions import make_folders, top_mode
@@ -52,6 +52,7 @@ from distprune.files.results.placing import (
     check_unchanged,
 )
 from distprune.files.results.task import Task
+from distprune.files.text import format_size
 
 RECIPE_FILE = f"{SIDECAR}/recipe.yaml"
 _WORK = f"{SIDECAR}/work"
