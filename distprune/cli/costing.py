@@ -18,7 +18,7 @@ _SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
 _SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
 _WRITING_IS_SLOWER = 3  # than reading, on a bad disk
 _SAMPLE_SECONDS, _SAMPLE_BYTES, _PIECE = 0.3, 64_000_000, 4_000_000
-# Larger layers that are ranked on their own are read once more; see files.streaming.
+# Larger layers that are ranked on their own are read once more; see ``files.ranking.streaming``.
 _MAX_IN_MEMORY = 8 << 19  # elements
 
 

@@ -25,7 +25,7 @@ Scope = Literal["global", "layer", "row"]
 Score = Literal["magnitude", "random"]
 
 
-# Each group has at least one unit of work, and so one histogram; see files/units.py.
+# Each group has at least one unit of work, and so one histogram; see ``ranking.units``.
 MAX_GROUPS = 128
 # Fields of the recipe as a whole; all others are fields of each group.
 _SHARED = ("seed", "nan", "masks", "card", "groups")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distprune.files.ranking.scores import Array
+from distprune.files.ranking.keys import Array
 
 
 class Edge(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from distprune.files.checks.boundary import Boundary, Edge
 from distprune.files.planning import Plan, PlannedTensor
-from distprune.files.ranking.scores import Array
+from distprune.files.ranking.keys import Array
 from distprune.files.ranking.searching import Cut, TensorCut
 from distprune.files.text import printable
 

@@ -14,7 +14,7 @@ from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.groups import Groups, groups_of
-from distprune.files.ranking.scores import Array
+from distprune.files.ranking.keys import Array
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
 from distprune.files.ranking.units import CopyUnit, Span, SpanUnit
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from distprune.files.ranking.groups import Groups
-from distprune.files.ranking.scores import Array
+from distprune.files.ranking.keys import Array
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
 
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from distprune.files.planning import Plan
 from distprune.files.ranking.group_cuts import GroupCuts
-from distprune.files.ranking.scores import Array, Threshold
+from distprune.files.ranking.keys import Array
+from distprune.files.ranking.lowest import Threshold
 from distprune.files.ranking.searching import TensorCut
 from distprune.files.ranking.units import Span
 

@@ -19,8 +19,8 @@ import torch
 
 from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
+from distprune.files.ranking.keys import Array
 from distprune.files.ranking.limited_search import LimitedSearch
-from distprune.files.ranking.scores import Array
 from distprune.files.ranking.searching import Cut, Search, TensorCut
 from distprune.files.ranking.streaming import Source, nan_error
 from distprune.files.ranking.units import PruneUnit, units_by_rank

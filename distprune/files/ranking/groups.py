@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distprune.files.planning import PlannedTensor
-from distprune.files.ranking.scores import Array, lowest_in_rows
+from distprune.files.ranking.keys import Array
+from distprune.files.ranking.lowest import lowest_in_rows
 from distprune.files.recipe import FileRecipe
 
 # Elements that are ranked at a time if groups are interleaved, because ranking copies them.

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from distprune.files.planning import Plan
-from distprune.files.ranking.scores import Array, digit_histogram, narrowed
+from distprune.files.ranking.histograms import digit_histogram, narrowed
+from distprune.files.ranking.keys import Array
 from distprune.files.ranking.searching import Counting, Cut, Search, SearchResult, TensorCut
 from distprune.files.ranking.units import PruneUnit, Span
 from distprune.files.team import Team

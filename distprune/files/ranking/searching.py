@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distprune.files.ranking.scores import Array, descent_to, key_histogram, narrowed
+from distprune.files.ranking.histograms import descent_to, key_histogram, narrowed
+from distprune.files.ranking.keys import Array
 from distprune.files.ranking.units import PruneUnit, Span
 from distprune.files.team import Team
 

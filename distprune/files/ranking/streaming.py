@@ -10,7 +10,7 @@ import numpy as np
 from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.errors import NaNError
 from distprune.files.planning import Plan
-from distprune.files.ranking.scores import (
+from distprune.files.ranking.keys import (
     HASHES,
     Array,
     KeyFormat,

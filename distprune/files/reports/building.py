@@ -9,7 +9,7 @@ from dataclasses import asdict
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
 from distprune.files.ranking.group_cuts import GroupCuts
-from distprune.files.ranking.scores import KeyFormat
+from distprune.files.ranking.keys import KeyFormat
 from distprune.files.ranking.streaming import Source
 from distprune.files.reports.records import Record, summed
 from distprune.files.reports.report import (

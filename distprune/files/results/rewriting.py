@@ -17,7 +17,9 @@ from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.cutting import Cutting
 from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.groups import Groups, groups_of
-from distprune.files.ranking.scores import Array, Threshold, descent_to, key_histogram, narrowed
+from distprune.files.ranking.histograms import descent_to, key_histogram, narrowed
+from distprune.files.ranking.keys import Array
+from distprune.files.ranking.lowest import Threshold
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
 from distprune.files.ranking.units import Span, SpanUnit
 
