@@ -9,7 +9,7 @@ from distprune.cli.console import Terminal
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 _EVERY = 10.0  # seconds between lines
 
@@ -55,7 +55,7 @@ class Meter:
                 console=terminal.errors,
                 transient=True,
             )
-        self._task: int | None = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Meter:
         if self._bar is not None:

@@ -12,7 +12,9 @@ from commands import start
 
 from distprune.cli import plotting, progress
 from distprune.cli.commands import prune
-from distprune.cli.plotting import Picture, make_figure, robust_limits
+from distprune.cli.picture import Picture
+from distprune.cli.plot_magnitudes import robust_limits
+from distprune.cli.plotting import make_figure
 from distprune.cli.sparsity_grid import make_grid
 from distprune.files.checkpoints import scanning
 from distprune.files.checkpoints.checkpoint import open_checkpoint

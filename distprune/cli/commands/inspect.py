@@ -18,7 +18,7 @@ from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.selecting.kinds import role_of
 
 if TYPE_CHECKING:
-    from distprune.cli.plotting import Picture
+    from distprune.cli.picture import Picture
 
 Patterns = Annotated[
     list[str],
@@ -144,7 +144,7 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
 
 def _picture(source: Path, facts: list[Any]) -> Picture:
     """Matrices of floats; vectors would be columns without zeros."""
-    from distprune.cli.plotting import Picture
+    from distprune.cli.picture import Picture
     from distprune.files.checkpoints.special_values import is_float
     from distprune.files.reports.model_card import cached_name
 

@@ -226,6 +226,7 @@ def _about_group(report: Report, group: GroupReport) -> str:
 def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, path: Path) -> None:
     """The magnitudes are read again, a sample of them at most: their sums were not kept."""
     from distprune.cli import plotting
+    from distprune.cli.picture import Picture
     from distprune.files.inspecting import sample_exponents
     from distprune.files.reports.model_card import cached_name
 
@@ -239,7 +240,7 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
         recipe = plan.recipe
         # Without one sparsity there are several, of parts of the checkpoint.
         how = recipe.pattern or (recipe.scope if recipe.sparsity is not None else "part by part")
-        picture = plotting.Picture(
+        picture = Picture(
             title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
             f"{destination.absolute().name}",
             zeros="pruned",
