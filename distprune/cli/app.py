@@ -47,14 +47,14 @@ _EPILOG = """
   0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint,
 4 disk or destination, 5 ranks that differ or are lost, 6 checkpoints that differ
 (diff --exit-code), 7 too little memory or too few open files, 130 and 143 interrupted
-(SIGINT, SIGTERM), 141 nobody reads stdout.
+(SIGINT, SIGTERM), 141 the reader of stdout is gone.
 """
 
 
 def _flowing(text: str) -> str:
-    """Help that breaks where the terminal does, not where the source does."""
+    """Help whose lines are broken by the terminal, not by the source."""
     paragraphs = cleandoc(text).split("\n\n")
-    return "\n\n".join(each.replace("\n", " ") for each in paragraphs)
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
 app = typer.Typer(
@@ -75,7 +75,7 @@ for _panel, _commands in _PANELS.items():
         app.command(help=_flowing(_command.__doc__ or ""), rich_help_panel=_panel)(_command)
 
 
-# It has a parser of its own, which works without typer.
+# It has its own parser, which works without typer.
 @app.command(
     "selftest",
     help=_flowing(selftest.ABOUT),
@@ -106,7 +106,7 @@ def _main(
     pass
 
 
-# The base of the parser's errors: typer brings a parser of its own, older ones need click.
+# The base of the parser's errors: recent versions of typer contain a parser, older ones use click.
 _ParserError: Any = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
@@ -119,8 +119,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments: without the program's name.
 
     Returns:
-        The exit code. Wrong usage is written to stderr, and is a JSON document as well if the
-        arguments ask for one.
+        The exit code. Wrong usage is written to stderr, and to a JSON document with ``--json``.
     """
     try:
         # typer.Exit in a command is what comes back.
@@ -134,7 +133,7 @@ def run(arguments: Sequence[str]) -> int:
             return exits.USAGE
         _show_usage(error)
         if streams.wants_json(arguments):
-            # Without a command there is only help.
+            # Without a command, the message is empty.
             text = printable(error.format_message()) or "no command is given."
             streams.write_document(json.dumps({"exit_code": exits.USAGE, "error": text}) + "\n")
         return exits.USAGE
@@ -142,7 +141,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show_usage(error: Any) -> None:
-    """Write wrong usage to stderr as typer does."""
+    """Write wrong usage to stderr, as typer does."""
     error.message = printable(error.message)
     try:
         from typer.rich_utils import rich_format_error

@@ -1,4 +1,4 @@
-"""What a plan costs: bytes to read and to write, room on the disk, and a range of seconds."""
+"""The cost of a plan: bytes to read and to write, disk space, and a range of seconds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distprune.files.disk.space import folder_bytes, free_bytes
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan, PlannedGroup
 
-# What one process does in a second, at the slowest and the fastest, if the disk does not limit it.
+# Bytes per second of one process, if the disk is not the limit.
 _SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
 _SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
 _WRITING_IS_SLOWER = 3  # than reading, on a bad disk
-_SAMPLE_SECONDS, _SAMPLE_BYTES, _PIECE = 0.3, 64_000_000, 4_000_000
+_SAMPLE_SECONDS, _SAMPLE_BYTES, _CHUNK = 0.3, 64_000_000, 4_000_000
 # Larger layers that are ranked on their own are read once more; see ``files.ranking.streaming``.
 _MAX_IN_MEMORY = 8 << 19  # elements
 
@@ -27,12 +27,12 @@ class Cost:
     """What ``prune`` will need.
 
     Attributes:
-        read_bytes: from the source.
-        write_bytes: to the destination, which is as large; masks and report are estimated.
-        missing_bytes: of these, not on the disk yet: less than all if a run was interrupted.
-        free_bytes: where the destination will be; None: no destination is given.
-        sampled_bytes_per_second: of the source's disk; None: too little is to be read.
-        seconds: (least, most) on one process. Several share the work, not the disk.
+        read_bytes: bytes to read from the source.
+        write_bytes: bytes to write to the destination; masks and report are estimated.
+        missing_bytes: bytes of these that are not on the disk yet: an unfinished result has some.
+        free_bytes: free bytes at the destination; None: no destination is given.
+        sampled_bytes_per_second: of the source's disk; None: there is too little to read.
+        seconds: (least, most) for one process. Several share the work, but not the disk.
     """
 
     read_bytes: int
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def fits(self) -> bool | None:
-        """Whether there is room; None: no destination is given."""
+        """Whether there is enough space; None: no destination is given."""
         return None if self.free_bytes is None else self.missing_bytes <= self.free_bytes
 
 
@@ -53,10 +53,10 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
 
     Args:
         plan: any.
-        destination: where it will be written, if that is known.
+        destination: where it will be written; None: that is not known.
 
     Raises:
-        OutputError: the destination is in no folder.
+        OutputError: the destination's parent is not a folder.
 
     Cost: reads up to 64 MB of the source, for a third of a second.
     """
@@ -66,7 +66,7 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
     writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
     free, missing = None, writes
     if destination is not None:
-        free, missing = _room(destination, writes)
+        free, missing = _disk_space(destination, writes)
     rate = _sample(plan) if reads >= 2 * _SAMPLE_BYTES else None
     least, most = (reads + writes) / _FASTEST_BYTES, (reads + writes) / _SLOWEST_BYTES
     if rate is not None:
@@ -77,7 +77,7 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
 
 
 def _counted_bytes(plan: Plan) -> int:
-    """What is read before the pass that writes: to find the thresholds."""
+    """Bytes to read before the pass that writes, to find the thresholds."""
     return sum(_counted_of_group(plan, group) for group in plan.groups)
 
 
@@ -86,7 +86,7 @@ def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
     if recipe.score == "random":
         return 0
     if recipe.is_together:
-        # Ranked in one format, that of the widest, sixteen bits of it in one read.
+        # All are ranked in the widest format; one read settles 16 of its bits.
         dtypes = {tensor.entry.dtype for tensor in tensors}
         passes = 4 if "F64" in dtypes else 1 if len(dtypes) == 1 and "F32" not in dtypes else 2
         return passes * sum(tensor.entry.nbytes for tensor in tensors)
@@ -96,7 +96,7 @@ def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
 
 
 def _sidecar_bytes(plan: Plan) -> int:
-    """Masks, and what the report says of each tensor."""
+    """Bytes of the masks and the report."""
     masks = (
         sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) if plan.recipe.masks else 0
     )
@@ -104,8 +104,8 @@ def _sidecar_bytes(plan: Plan) -> int:
     return masks + 2 * names
 
 
-def _room(destination: Path, num_bytes: int) -> tuple[int, int]:
-    """Free bytes at the destination, and how many it lacks: an unfinished result has some."""
+def _disk_space(destination: Path, num_bytes: int) -> tuple[int, int]:
+    """Free bytes at the destination, and bytes that are still to be written there."""
     parent = Path(os.path.abspath(destination)).parent
     if not parent.is_dir():
         raise OutputError(f"{parent} is not a folder; create it first.")
@@ -114,7 +114,7 @@ def _room(destination: Path, num_bytes: int) -> tuple[int, int]:
 
 
 def _sample(plan: Plan) -> float | None:
-    """Bytes per second that the largest file is read with, not from memory if that can be."""
+    """Bytes per second when reading the largest file, if possible not from the page cache."""
     largest = max(plan.checkpoint.files, key=lambda file: file.size)
     end = min(largest.size, largest.data_start + _SAMPLE_BYTES)
     try:
@@ -127,10 +127,10 @@ def _sample(plan: Plan) -> float | None:
             os.posix_fadvise(descriptor, largest.data_start, size, os.POSIX_FADV_DONTNEED)
         done, began = 0, time.perf_counter()
         while largest.data_start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
-            piece = os.pread(descriptor, _PIECE, largest.data_start + done)
-            if not piece:
+            chunk = os.pread(descriptor, _CHUNK, largest.data_start + done)
+            if not chunk:
                 break
-            done += len(piece)
+            done += len(chunk)
         return done / max(time.perf_counter() - began, 1e-6) if done else None
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""``--discard``: remove what an interrupted run has left."""
+"""``--discard``: remove the unfinished result of an interrupted run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from distprune.files.text import format_size
 
 
 def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:
-    """Remove unfinished results of a destination, and say what they took.
+    """Remove the unfinished results of a destination, and write how large they were.
 
     Args:
-        destination: itself stays as it is.
-        take_over: from an owner of the lock that cannot be asked.
+        terminal: of this rank.
+        destination: stays as it is.
+        take_over: whether to ignore a lock whose owner is on another machine.
     """
     if not terminal.is_leader:
         return
@@ -21,8 +22,8 @@ def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:
 
     removed = discard(destination, take_over=take_over)
     if terminal.as_json:
-        found = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
-        terminal.json({"discarded": found})
+        folders = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
+        terminal.json({"discarded": folders})
         return
     for path, num_bytes in removed:
         terminal.text(f"Removed {path}, which took {format_size(num_bytes)} of the disk.")

@@ -1,4 +1,4 @@
-"""How a command ends: what went wrong becomes one message, one exit code, one JSON document."""
+"""The end of a command: an error becomes one message, one exit code and one JSON document."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _DEFECT = (
     "this is a defect of distprune. Please report it, with the lines above and the output of "
     "`distprune env`."
 )
-_SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # over what a progress bar left on a terminal
+_SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # also clears the line of a progress bar
 
 
 def finish(
-    run: Callable[[Sequence[str]], int], given: Sequence[str], *, is_process: bool = False
+    run: Callable[[Sequence[str]], int], arguments: Sequence[str], *, is_process: bool = False
 ) -> int:
-    """Run a command; its exit code, whatever happens. All is written when this returns.
+    """Run a command and return its exit code. All output is written when this returns.
 
     Args:
         run: the command.
-        given: its arguments.
-        is_process: the process ends with the command. A rank that fails then ends here.
+        arguments: of the command.
+        is_process: whether the process ends with the command; a rank that fails then ends here.
     """
-    as_json = streams.wants_json(given)
+    as_json = streams.wants_json(arguments)
     try:
         try:
             with limits.checked_before_torch():
-                code = run(given)
+                code = run(arguments)
             streams.flush()
             if code != exits.OK and as_json and ranks.is_leader():
-                _write_json(code, "stderr says what is wrong.")  # unless there is a document
+                _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
             return code
         except SystemExit as exit_:
-            # The parsers use 2. Only rich and typer end with 1: when nobody reads stdout.
+            # The parsers exit with 2; only rich and typer with 1, if the reader of stdout is gone.
             code = exit_.code if isinstance(exit_.code, int) else exits.OK
             if code == exits.INTERNAL:
                 raise streams.ReaderGone from exit_
@@ -66,10 +66,10 @@ def finish(
 
 
 def _leave_at_once(code: int) -> NoReturn:
-    """End this rank while its error still holds the process group.
+    """End this rank before its process group is destroyed.
 
-    Other ranks may be connected to it, and gloo aborts the process ("terminate called without an
-    active exception") when the group is destroyed then, which would hide the exit code.
+    Other ranks may still be connected. Then gloo aborts the process when it destroys the group
+    ("terminate called without an active exception"), which would hide the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none
@@ -79,14 +79,14 @@ def _leave_at_once(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
-    """SIGINT and SIGTERM end the process with one line, also while modules are imported.
+    """SIGINT and SIGTERM end the process with one line, even while modules are imported.
 
-    Nothing is raised: an exception in the middle of an import ends in other errors, or is lost.
-    Work that leaves files behind listens by itself; see :class:`distprune.cli.stopping.Stop`.
+    Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
+    Work that writes files handles signals itself; see :class:`distprune.cli.stopping.Stop`.
 
     Args:
-        as_json: a JSON document is written, unless one was begun.
-        is_process: the process ends with the command.
+        as_json: whether to write a JSON document, unless one has been started.
+        is_process: whether the process ends with the command.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -102,30 +102,30 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
         os._exit(code)
 
     end.ends_the_process = True  # type: ignore[attr-defined]
-    before = {}
-    with contextlib.suppress(ValueError):  # signals are the main thread's
+    previous = {}
+    with contextlib.suppress(ValueError):  # only the main thread can set handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             if ranks.is_child() or signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, end)
+                previous[number] = signal.signal(number, end)
         if ranks.is_child():  # it was started with both blocked
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, list(before))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, list(previous))
     try:
         yield
     finally:
-        # While Python shuts down, a signal ends the process without a traceback.
-        for number, handler in before.items():
+        # A signal while Python shuts down then ends the process without a traceback.
+        for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if is_process else handler)
 
 
 def _report(error: Exception, as_json: bool) -> int:
-    """Say what went wrong, once for all ranks if they all know it; the exit code."""
-    known = explained(error)
-    code = exits.INTERNAL if known is None else known.exit_code
-    if known is None or code == exits.INTERNAL:
+    """Write what went wrong, once if all ranks have the error; return the exit code."""
+    explanation = explained(error)
+    code = exits.INTERNAL if explanation is None else explanation.exit_code
+    if explanation is None or code == exits.INTERNAL:
         _write_error(_printable_lines("".join(traceback.format_exception(error)).rstrip()))
         text = _DEFECT
     else:
-        text = _printable_lines(str(known), indent="  ")
+        text = _printable_lines(str(explanation), indent="  ")
     if as_json and ranks.is_leader():
         _write_json(code, text)
     if code == exits.INTERNAL or code == exits.DISTRIBUTED or ranks.is_leader():
@@ -134,13 +134,13 @@ def _report(error: Exception, as_json: bool) -> int:
 
 
 def _printable_lines(text: str, indent: str = "") -> str:
-    """Lines of a message; with an indent, none of them looks like the beginning of another one."""
+    """The lines of a message; an indent shows which lines continue it."""
     first, *rest = [printable(line) for line in text.split("\n")]
     return "\n".join([first, *(line if line[:1] == " " else indent + line for line in rest)])
 
 
 def _write_json(code: int, text: str) -> None:
-    # What was wrong may be stdout itself.
+    # The error may be that stdout cannot be written.
     with contextlib.suppress(FilesError):
         streams.write_document(json.dumps({"exit_code": code, "error": text}) + "\n")
 

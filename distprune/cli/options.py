@@ -19,7 +19,7 @@ Source = Annotated[
 Destination = Annotated[
     Path,
     typer.Argument(
-        metavar="DST", help="A new folder; it appears when all is done.", show_default=False
+        metavar="DST", help="A new folder, created when everything is done.", show_default=False
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON document to stdout.")]
@@ -42,7 +42,7 @@ Nproc = Annotated[
     typer.Option(
         "--nproc",
         min=1,
-        help="Start so many processes on this machine; they share the work.",
+        help="Share the work among this many processes on this machine.",
         show_default=False,
     ),
 ]
@@ -50,18 +50,18 @@ TakeOver = Annotated[
     bool,
     typer.Option(
         "--take-over",
-        help="Take over at once from a run of another machine that is gone; else after 2 minutes.",
+        help="Take over at once from a run that ended on another machine; else after 2 minutes.",
     ),
 ]
 Discard = Annotated[
     bool,
     typer.Option(
-        "--discard", help="Do nothing but remove what an interrupted run has left beside DST."
+        "--discard", help="Only remove the unfinished result of an interrupted run beside DST."
     ),
 ]
 Timeout = Annotated[
     float,
     typer.Option(
-        "--timeout", min=1, help="Seconds after which a rank that does not answer is lost."
+        "--timeout", min=1, help="Seconds after which a rank that does not respond is lost."
     ),
 ]

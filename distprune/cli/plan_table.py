@@ -14,13 +14,13 @@ from distprune.files.text import format_size
 
 
 def show_warnings(terminal: Terminal, plan: Plan) -> None:
-    """On stderr: what is probably not meant."""
+    """Write warnings about a selection that is probably a mistake to stderr."""
     for warning in plan.warnings:
         terminal.note(f"Warning: {warning}")
 
 
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
-    """Write a plan as a table, and a line that sums it up."""
+    """Write a plan as a table and a summary."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
     lines: dict[tuple[Any, ...], list[Verdict]] = {}
     for verdict in plan.verdicts:
@@ -73,7 +73,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
 
 
 def summary(plan: Plan, *, has_amount: bool = True) -> str:
-    """One sentence."""
+    """A plan in one sentence."""
     if not has_amount:
         return (
             f"Selects {count(plan.num_elements)} elements in {count(len(plan.tensors))} of "
@@ -93,7 +93,7 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
 
 
 def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
-    """A plan as plain values, for JSON; without an amount, all that depends on it is None."""
+    """A plan as plain values, for JSON; without an amount, what depends on it is None."""
     planned = {tensor.entry.name: tensor for tensor in plan.tensors}
 
     def to_prune(verdict: Verdict) -> int | None:
@@ -137,7 +137,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
 
 
 def _count(tensor: PlannedTensor) -> int | None:
-    """How many elements of a tensor go; None if only its weights can tell."""
+    """Number of elements of a tensor to prune; None if it depends on the weights."""
     if tensor.num_groups:
         return tensor.num_groups * tensor.num_pruned_per_group
     return tensor.lowest if tensor.lowest == tensor.highest else None

@@ -1,4 +1,4 @@
-"""Recipes by name or path: those that come with distprune, and files of one's own."""
+"""Recipes by name or path: shipped ones, and files of the user."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from distprune.recipe import Recipe, load_recipe, shipped_recipes
 
 
 def complete(incomplete: str) -> list[str]:
-    """Names of shipped recipes for the shell, which completes names of files by itself."""
+    """Names of shipped recipes, for completion; the shell completes names of files by itself."""
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
 
 
 def find(name: str) -> Path:
-    """A recipe's file: the name of a shipped one, or a path.
+    """The file of a recipe, by the name of a shipped one or by path.
 
     Raises:
         SelectionError: there is neither.
     """
-    known = shipped_recipes()
-    if name in known:
-        return known[name]
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
     path = Path(name)
     if not path.is_file():
         raise SelectionError(
-            f"{name!r} is no file and no shipped recipe; expected a YAML file, or one of "
-            f"{', '.join(known)}.",
+            f"{name!r} is neither a file nor a shipped recipe; expected a YAML file, or one of "
+            f"{', '.join(shipped)}.",
         )
     return path
 

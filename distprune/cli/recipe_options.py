@@ -1,4 +1,4 @@
-"""What to prune and how much: the options for it, over a recipe, as a checked FileRecipe."""
+"""The options that say what to prune and how much; with a recipe they make a FileRecipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipes.checkpoints import fields_of
 
-_PANEL = "What to prune (each option takes the place of what the recipe says)"
+_PANEL = "What to prune (options override the recipe)"
 
 
 _LIMITS = ("min_sparsity", "max_sparsity")
@@ -44,7 +44,7 @@ Scope = Annotated[
     str | None,
     _option(
         "--scope",
-        help="Rank together: everything, each tensor, or each output row.",
+        help="What is ranked together: everything, each tensor, or each output row.",
         metavar="global|layer|row",
     ),
 ]
@@ -65,7 +65,7 @@ Also = Annotated[
     list[str] | None,
     _option(
         "--also",
-        help="Prune tensors that match, besides what is pruned without --include. Repeat it.",
+        help="Prune matching tensors in addition to the default of --include. Repeat it for more.",
         metavar="PATTERN",
     ),
 ]
@@ -83,8 +83,8 @@ InputDim = Annotated[
     list[str] | None,
     _option(
         "--input-dim",
-        help="The dimension that the inputs of tensors lie along, from 0, for N:M and rows: "
-        "'*.c_fc.weight=0'. Of a convolution with its kernel: 0,2,3. Repeat it for more.",
+        help="The dimension of the inputs of tensors, from 0, for N:M and rows: "
+        "'*.c_fc.weight=0'; of a convolution with its kernel: 0,2,3. Repeat it for more.",
         metavar="PATTERN=DIM",
     ),
 ]
@@ -97,50 +97,52 @@ MaxSparsity = Annotated[
     _option("--max-sparsity", help="Of every single tensor, at most; the total stays exact (1)."),
 ]
 Nan = Annotated[
-    str | None, _option("--nan", help="What a NaN among weights is.", metavar="error|keep")
+    str | None, _option("--nan", help="What to do about NaN in weights.", metavar="error|keep")
 ]
 
 
 def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
-    """A recipe with what the options say instead.
+    """A recipe, overridden by options.
 
     Args:
-        name: of a recipe, or its file; None: the options say it all.
-        options: fields of FileRecipe; None where an option was not given.
+        name: of a shipped recipe, or of a file; None: there are only options.
+        options: fields of FileRecipe; None for an option that is not on the command line.
 
     Raises:
-        SelectionError: no such recipe, or one of no use here; with every value that is wrong.
+        SelectionError: there is no such recipe, it is not for checkpoints, or values are wrong;
+            with every problem.
     """
-    given = {key: value for key, value in options.items() if value is not None and value != []}
     fields = {} if name is None else fields_of(recipe_files.read(name), name)
-    if groups := fields.get("groups"):
-        _refuse_in_groups(name, len(groups), given)
-    if "pattern" in given:
+    overrides = {key: value for key, value in options.items() if value is not None and value != []}
+    groups = fields.get("groups", ())
+    if groups:
+        _refuse_in_groups(name, len(groups), overrides)
+    if "pattern" in overrides:
         fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
-    elif given.get("scope", "global") != "global":
+    elif overrides.get("scope", "global") != "global":
         fields = {k: v for k, v in fields.items() if k not in ("pattern", *_LIMITS)}
-    elif "sparsity" in given or "scope" in given:
+    elif "sparsity" in overrides or "scope" in overrides:
         fields.pop("pattern", None)
-    if given.get("score") == "magnitude":
+    if overrides.get("score") == "magnitude":
         fields.pop("seed", None)
-    if "input_dims" in given:
-        given["input_dims"] = dims_by_pattern(given["input_dims"])
+    if "input_dims" in overrides:
+        overrides["input_dims"] = dims_by_pattern(overrides["input_dims"])
     for key in ("include", "also", "exclude"):
-        if key in given:
-            given[key] = tuple(given[key])
-    if not groups and not {"sparsity", "pattern"} & (fields | given).keys():
+        if key in overrides:
+            overrides[key] = tuple(overrides[key])
+    if not groups and not {"sparsity", "pattern"} & (fields | overrides).keys():
         raise SelectionError(
             "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
         )
     try:
-        return FileRecipe(**fields | given)
+        return FileRecipe(**fields | overrides)
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
 
 
-def _refuse_in_groups(name: str | None, count: int, given: dict[str, Any]) -> None:
-    """Options for what each group of a recipe says itself."""
-    options = [f"--{key.replace('_', '-')}" for key in given if key not in _FOR_ALL_GROUPS]
+def _refuse_in_groups(name: str | None, count: int, overrides: dict[str, Any]) -> None:
+    """Refuse options that would override a field which every group has of its own."""
+    options = [f"--{key.replace('_', '-')}" for key in overrides if key not in _FOR_ALL_GROUPS]
     if options:
         raise SelectionError(
             f"the recipe {name} has {count} groups, each of which has its own; expected no "
@@ -149,21 +151,21 @@ def _refuse_in_groups(name: str | None, count: int, given: dict[str, Any]) -> No
 
 
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
-    """``--input-dim`` options as the field of a recipe.
+    """``--input-dim`` options as the field ``input_dims`` of a recipe.
 
     Raises:
-        SelectionError: one is no PATTERN=DIM.
+        SelectionError: an option is not PATTERN=DIM.
     """
-    found = {}
+    dims = {}
     for option in options:
         pattern, _, text = option.rpartition("=")
         try:
-            found[pattern] = tuple(map(int, text.split(",")))
+            dims[pattern] = tuple(map(int, text.split(",")))
         except ValueError:
             pattern = ""
         if not pattern:
             raise SelectionError(
                 f"--input-dim {option}: expected PATTERN=DIM, such as '*.c_fc.weight=0'; DIM may "
-                "be several numbers with commas between."
+                "be several numbers separated by commas."
             )
-    return found
+    return dims

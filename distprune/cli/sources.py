@@ -1,4 +1,4 @@
-"""What commands say of the folder that they read, and the options that belong to it."""
+"""Messages about the folder that a command reads, and its option."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ FollowLinks = Annotated[
     bool,
     typer.Option(
         "--follow-links",
-        help="Copy what links in SRC lead to, outside of SRC and its Hugging Face cache, too.",
+        help="Also copy the targets of links in SRC that are outside of SRC and its Hugging Face "
+        "cache.",
     ),
 ]
 
 
 def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
-    """Say on stderr where the checkpoint was found, and what of it is not copied or not pruned."""
+    """Write to stderr where the checkpoint was found and which files are not copied or pruned."""
     if checkpoint.note:
         terminal.note(checkpoint.note)
     tell_skipped(terminal, checkpoint.skipped)
@@ -30,13 +31,13 @@ def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
 
 
 def tell_names(terminal: Terminal, what: str, names: Collection[str]) -> None:
-    """A line with the names of files, if there are any."""
+    """Write a line with the names of files, if there are any."""
     if names:
         terminal.note(f"{what}: {_listed(names)}.")
 
 
 def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:
-    """A line for each reason for which files are not copied; it names them."""
+    """Write a line with the names of files for each reason not to copy them."""
     reasons: dict[str, list[str]] = {}
     for name, reason in skipped:
         reasons.setdefault(reason, []).append(name)
@@ -45,7 +46,7 @@ def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None
 
 
 def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The same for JSON."""
+    """The files that are copied, not pruned and not copied, for JSON."""
     return {
         "copied": [file.name for file in checkpoint.others],
         "copied_not_pruned": list(checkpoint.unpruned_weights),

@@ -1,4 +1,4 @@
-"""stdout and stderr as a command finds them: closed, full, of any encoding, or a broken pipe."""
+"""stdout and stderr in any state: closed, full, of any encoding, or a broken pipe."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from distprune.files.errors import OutputError
 
 
 class ReaderGone(Exception):
-    """Nobody reads stdout any more, as after ``| head``. No OSError: the parser ends on EPIPE."""
+    """The reader of stdout is gone, as after ``| head``. Not an OSError: typer exits on EPIPE."""
 
 
 class _State:
-    has_document = False  # whether a JSON document was begun on stdout
+    has_document = False  # whether a JSON document was started on stdout
 
 
 def prepare() -> None:
-    """Make the standard streams usable, whatever they are; once, before anything is written.
+    """Make the standard streams usable in any state; call it once, before anything is written.
 
-    A stream that is closed becomes /dev/null: the next file that is opened would be in its place.
-    What an encoding lacks is written as an escape sequence.
+    A closed stream becomes /dev/null: otherwise the next file that is opened would get its number.
+    Characters that an encoding lacks are written as escape sequences.
     """
     _State.has_document = False
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
@@ -52,7 +52,7 @@ def write(text: str) -> None:
     """Write to stdout.
 
     Raises:
-        ReaderGone: nobody reads it.
+        ReaderGone: its reader is gone.
         OutputError: it cannot be written.
     """
     with _writing():
@@ -60,10 +60,10 @@ def write(text: str) -> None:
 
 
 def write_document(text: str) -> None:
-    """Write the JSON document of a command; there is one, so later ones are dropped.
+    """Write the JSON document of a command, unless one has been written.
 
     Raises:
-        ReaderGone: nobody reads it.
+        ReaderGone: its reader is gone.
         OutputError: it cannot be written.
     """
     if _State.has_document:
@@ -75,15 +75,15 @@ def write_document(text: str) -> None:
 
 
 def has_document() -> bool:
-    """Whether a JSON document was begun."""
+    """Whether a JSON document was started."""
     return _State.has_document
 
 
 def flush() -> None:
-    """Write out what is still in memory.
+    """Flush stdout.
 
     Raises:
-        ReaderGone: nobody reads it.
+        ReaderGone: its reader is gone.
         OutputError: it cannot be written.
     """
     with _writing():
@@ -91,7 +91,7 @@ def flush() -> None:
 
 
 def flush_errors() -> None:
-    """Write out what is left for stderr, if that can be written."""
+    """Flush stderr, if it can be written."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -99,17 +99,17 @@ def flush_errors() -> None:
 
 
 def give_up(stream: TextIO | None, original: TextIO | None) -> None:
-    """Let what is left go nowhere: Python would try to write it once more when it ends.
+    """Discard what is left in a buffer, which Python would try to write again when it ends.
 
     Args:
         stream: sys.stdout or sys.stderr.
-        original: what it was when the process began; another one is left alone.
+        original: the stream when the process started; a replacement is left alone.
     """
     if stream is not None and stream is original:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The processes that ``--nproc`` starts, watched until all have ended; none can block the end."""
+"""Watches the processes that ``--nproc`` starts until all have ended; none can block that."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from distprune.cli import exits
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 30.0  # for the other ranks, after a failure of one or a signal
 KILL_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class Watch:
     """Starts processes, one for each rank, and waits for all of them.
 
-    A signal goes on to all of them. Once one has failed, or a signal came, the others have
-    ``GRACE_SECONDS`` to end by themselves: then they get SIGTERM, and ``KILL_SECONDS`` later
-    SIGKILL. A second signal kills them at once.
+    A signal is passed on to all of them. After a failure of one, or a signal, the others have
+    ``GRACE_SECONDS`` to end; then they get SIGTERM, and ``KILL_SECONDS`` later SIGKILL. A second
+    signal kills them at once.
 
     Args:
-        say: is told, in a sentence, what a user has to know.
+        say: called with messages for the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._heard: list[int] = []
+        self._signals: list[int] = []  # received so far
         self._is_signalled = False
         self._is_terminating = False
         self._deadline: float | None = None
         self._failed: set[int] = set()  # ranks that ended with a failure
         self._killed: set[int] = set()  # ranks that got SIGKILL from this process
-        self._causes: list[int] = []  # codes of failures that nothing done here led to
+        self._causes: list[int] = []  # exit codes of failures that this process did not cause
 
     def run(self, start: Callable[[int], subprocess.Popen[bytes]], num_ranks: int) -> int:
         """Start all ranks and wait for them.
@@ -48,20 +48,20 @@ class Watch:
             num_ranks: how many.
 
         Returns:
-            0 if all ranks end with it; the code of the signal, if one came before any failure;
-            otherwise the code with which a rank failed by itself, or 5 if one was killed.
+            0 if all ranks return 0; the code of the signal, if one was received before any
+            failure; otherwise the code of a rank that failed, or 5 if one was killed.
 
         Raises:
-            OSError: a process cannot be started; those that were are killed.
+            OSError: a process cannot be started; those that were started are killed.
         """
         with self._listening():
             try:
                 for rank in range(num_ranks):
-                    with _signals_blocked():  # inherited: the rank takes them when it is ready
+                    with _signals_blocked():  # inherited; the rank unblocks them when it is ready
                         self._processes.append(start(rank))
                 while self._is_running():
-                    self._look()
-                    time.sleep(_LOOK_SECONDS)
+                    self._poll()
+                    time.sleep(_POLL_SECONDS)
                 self._note_failures()
             finally:
                 for process in self._processes:
@@ -72,27 +72,27 @@ class Watch:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._heard.append(number)
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
 
-        before = {each: signal.signal(each, hear) for each in SIGNALS}
+        previous = {number: signal.signal(number, receive) for number in SIGNALS}
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _is_running(self) -> bool:
         return any(process.poll() is None for process in self._processes)
 
-    def _look(self) -> None:
-        """Pass on what was heard, and end whoever does not end by itself."""
+    def _poll(self) -> None:
+        """Pass on signals, and end processes that have not ended by their deadline."""
         self._note_failures()
-        if self._heard and not self._is_signalled:
+        if self._signals and not self._is_signalled:
             self._is_signalled = True
-            self._send(self._heard[0])
+            self._send(self._signals[0])
             self._begin_grace()
-        elif len(self._heard) > 1:
+        elif len(self._signals) > 1:
             self._kill("a second signal came")
         if self._deadline is not None and time.monotonic() >= self._deadline:
             if self._is_terminating:
@@ -110,13 +110,13 @@ class Watch:
             self._failed.add(rank)
             self._begin_grace()
             if self._is_signalled or self._is_terminating or rank in self._killed:
-                continue  # a consequence of what was done here
+                continue  # this process caused it
             self._causes.append(code)
             if code < 0:
                 self._say(
                     f"the process of rank {rank} was ended by {_name(-code)}; if that was SIGKILL, "
-                    "the machine may have run out of memory. Run the same command again: it goes "
-                    "on where this one stopped."
+                    "the machine may have run out of memory. Run the same command again: it "
+                    "continues where this one stopped."
                 )
 
     def _begin_grace(self) -> None:
@@ -128,7 +128,7 @@ class Watch:
             process.send_signal(number)  # does nothing if it has ended
 
     def _kill(self, why: str) -> None:
-        alive = [rank for rank, each in enumerate(self._processes) if each.poll() is None]
+        alive = [rank for rank, process in enumerate(self._processes) if process.poll() is None]
         if not set(alive) <= self._killed:
             self._say(f"killing the process of rank {', '.join(map(str, alive))}: {why}.")
         self._killed |= set(alive)
@@ -139,26 +139,26 @@ class Watch:
         if not any(process.returncode for process in self._processes):
             return exits.OK
         if self._causes:
-            # Ranks that only notice that another one is gone end with 5.
-            own = [code for code in self._causes if code != exits.DISTRIBUTED]
-            return own[0] if own and min(own) > 0 else exits.DISTRIBUTED
-        is_interrupt = self._heard[:1] == [signal.SIGINT]
+            # Ranks that fail because another one has ended return 5.
+            codes = [code for code in self._causes if code != exits.DISTRIBUTED]
+            return codes[0] if codes and min(codes) > 0 else exits.DISTRIBUTED
+        is_interrupt = self._signals[:1] == [signal.SIGINT]
         return exits.INTERRUPTED if is_interrupt else exits.TERMINATED
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, if anybody reads it."""
+    """Write a line to stderr, unless it is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"distprune: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _name(number: int) -> str:

@@ -54,7 +54,7 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
 
     monkeypatch.setattr(costing.os, "statvfs", lambda path: Full)
     done = run("plan", source, tmp_path / "other", "-s", "0.5")
-    assert done.code == 4 and "There is no room for it" in done.out
+    assert done.code == 4 and "There is not enough space" in done.out
     done = run("plan", source, tmp_path / "other", "-s", "0.5", "--json")
     assert done.code == 4 and done.json["cost"]["fits"] is False
     assert run("plan", source, tmp_path / "no" / "where", "-s", "0.5").code == 4
@@ -104,7 +104,7 @@ def test_the_time_comes_from_a_sample_of_the_disk(run, tmp_path):
     assert cost["sampled_bytes_per_second"] > 0 and 1 < least < most
     assert "Pruning reads 402.7 MB" not in (out := run("plan", source, "-s", "0.5").out)
     assert "Pruning reads 268.4 MB and writes 142.6 MB; that takes one process from" in out
-    assert "A piece was read at" in out
+    assert "A sample was read at" in out
 
 
 def test_a_hundred_thousand_tensors(tmp_path):

@@ -1,4 +1,4 @@
-"""``distprune apply``: masks that exist, on another checkpoint."""
+"""``distprune apply``: the masks of one checkpoint on another."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def apply(
 ) -> None:
     """Write a copy of a checkpoint with zeros where the masks of another one are zero.
 
-    Names and shapes of the masked tensors have to be those of SRC; the numbers may be others, and
-    the dtypes. Everything else is copied as it is. DST/distprune holds the masks and the report.
-    After an interruption, whatever it was, the same command goes on where the last one stopped.
-    -v lists the tensors.
+    The masked tensors must have the names and shapes of those in SRC; values and dtypes may differ.
+    Everything else is copied as it is. DST/distprune holds the masks and the report. After an
+    interruption of any kind, the same command continues where the last one stopped. -v lists the
+    tensors.
 
     [bold]Examples[/bold]
 
@@ -79,7 +79,7 @@ def apply(
 
     starting.run_on_ranks(context, nproc, find)
     stop = stopping.Stop()
-    # Before the ranks meet: a signal that reaches all of them must not end some at once.
+    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with stop.listening(), ranks.process_group(timeout):
         checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
     if as_json:

@@ -35,9 +35,9 @@ def convert(
 ) -> None:
     """Write a pickled checkpoint (pytorch_model.bin, *.pt, *.pth) as safetensors.
 
-    Every tensor keeps its name, dtype and bits, heads and tied weights among them; no model is
-    built. Shards stay shards, and all other files are copied. No code of a pickle is run: a file
-    that asks for more than tensors is refused.
+    Every tensor keeps its name, dtype and bits, including heads and tied weights; no model is
+    built. Shards stay shards, and all other files are copied. No code in a pickle is run: a file
+    that contains more than tensors is refused.
 
     [bold]Examples[/bold]
 

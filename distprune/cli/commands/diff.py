@@ -35,9 +35,9 @@ def diff(
 ) -> None:
     """Compare two checkpoints tensor by tensor: values, and which elements are zero.
 
-    Names, shapes, dtypes and the metadata of the headers are compared too; the tensors may lie in
-    other files, and files without weights are not looked at. Tensors that are equal bit for bit
-    are listed with -v only.
+    Names, shapes, dtypes and the metadata of the headers are compared too. The tensors may be in
+    different files; files without weights are not compared. Tensors that are equal bit for bit are
+    listed only with -v.
 
     [bold]Examples[/bold]
 

@@ -23,7 +23,7 @@ _PACKAGES = (
 
 
 def env(
-    path: Annotated[Path, typer.Argument(help="A folder whose file system is looked at.")] = Path(
+    path: Annotated[Path, typer.Argument(help="A folder on the file system to report.")] = Path(
         "."
     ),
     as_json: AsJson = False,

@@ -30,8 +30,8 @@ InputDim = Annotated[
     list[str] | None,
     typer.Option(
         "--input-dim",
-        help="The dimension that the inputs of tensors lie along, from 0: '*.c_fc.weight=0'; by "
-        "default as SRC's own recipe says, if it was pruned. Repeat it for more.",
+        help="The dimension of the inputs of tensors, from 0: '*.c_fc.weight=0'; by default as in "
+        "the recipe that SRC was pruned by, if any. Repeat it for more.",
         metavar="PATTERN=DIM",
         show_default=False,
     ),
@@ -61,10 +61,10 @@ def inspect(
     verbose: Verbose = 0,
     quiet: Quiet = False,
 ) -> None:
-    """Show how sparse each tensor is, and in which share of its groups an N:M pattern holds.
+    """Show the sparsity of each tensor, and the share of its groups that follow an N:M pattern.
 
-    Reads all weights once. Names that differ in numbers only share a line; -v and --csv list every
-    tensor. The last line adds up all floats.
+    Reads all weights once. Names that differ only in numbers share a line; -v and --csv list every
+    tensor. The last line is the total of all floats.
 
     [bold]Examples[/bold]
 

@@ -18,7 +18,7 @@ MaybeDestination = Annotated[
     Path | None,
     typer.Argument(
         metavar="DST",
-        help="Where prune will write: whether there is room. Nothing is written now.",
+        help="Where prune will write, to check that there is enough space. Nothing is written now.",
         show_default=False,
     ),
 ]
@@ -46,11 +46,11 @@ def plan(
     verbose: Verbose = 0,
     quiet: Quiet = False,
 ) -> None:
-    """Show what would be pruned, what not and why; the disk space and the time that it takes.
+    """Show what would be pruned, what would not and why, and the disk space and time needed.
 
-    Reads headers, and a few megabytes to see how fast the disk is; writes nothing. Without a
-    sparsity, a pattern or a recipe it shows what the default selection is. Names that differ in
-    numbers only share a line; -v lists every tensor. Ends with 4 if there is no room at DST.
+    Reads headers, and a few megabytes to measure the disk; writes nothing. Without a sparsity, a
+    pattern or a recipe, it shows the default selection. Names that differ only in numbers share a
+    line; -v lists every tensor. The exit code is 4 if there is not enough space at DST.
 
     [bold]Examples[/bold]
 
@@ -93,7 +93,7 @@ def _show_cost(terminal: Terminal, cost: costing.Cost, destination: Path | None)
     least, most = map(duration, cost.seconds)
     speed = ""
     if cost.sampled_bytes_per_second is not None:
-        speed = f" A piece was read at {format_size(cost.sampled_bytes_per_second)}/s just now."
+        speed = f" A sample was read at {format_size(cost.sampled_bytes_per_second)}/s."
     terminal.text(
         f"Pruning reads {format_size(cost.read_bytes)} and writes {format_size(cost.write_bytes)}; "
         f"that takes one process from {least} to {most}.{speed}"
@@ -102,7 +102,8 @@ def _show_cost(terminal: Terminal, cost: costing.Cost, destination: Path | None)
         return
     if os.path.lexists(destination):
         terminal.text(f"{destination} exists already.")
+    lack = "" if cost.fits else "There is not enough space: "
     terminal.text(
-        f"{'' if cost.fits else 'There is no room for it: '}{format_size(cost.missing_bytes)} are "
-        f"needed and {format_size(cost.free_bytes or 0)} are free at {destination}."
+        f"{lack}{format_size(cost.missing_bytes)} are needed and "
+        f"{format_size(cost.free_bytes or 0)} are free at {destination}."
     )

@@ -1,4 +1,4 @@
-"""``distprune prune``: on this process, on the ranks of torchrun, or on some that it starts."""
+"""``distprune prune``: in this process, on the ranks of torchrun, or on ranks that it starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.files.recipe import FileRecipe
     from distprune.files.reports.report import GroupReport, Report
 
-# How much a picture reads at most, for its histogram of magnitudes.
+# Bytes that the histogram of magnitudes reads at most.
 _PLOT_BYTES = 1 << 30
 
 Masks = Annotated[
@@ -48,7 +48,7 @@ Card = Annotated[
     bool | None,
     typer.Option(
         "--card/--no-card",
-        help="Whether README.md tells of the pruning (yes), or is that of SRC.",
+        help="Whether README.md describes the pruning (yes) or is a copy of SRC's.",
         show_default=False,
     ),
 ]
@@ -86,11 +86,11 @@ def prune(
 ) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
-    Files, headers and index stay as they are, and so does every byte but those of the pruned
-    elements, which become zero. DST/distprune holds the masks, the recipe and the report, and
-    README.md says what was done, above the text of the source's. After an interruption, whatever
-    it was, the same command goes on where the last one stopped; with --discard it removes what
-    that one left. Where it has finished before, it changes nothing.
+    Files, headers and the index stay as they are; only the bytes of pruned elements change, to
+    zero. DST/distprune holds the masks, the recipe and the report, and README.md describes the
+    pruning above the text of the source's README.md. After an interruption of any kind, the same
+    command continues where the last one stopped; with --discard it removes the unfinished result
+    instead. If DST is finished, it changes nothing.
 
     [bold]Examples[/bold]
 
@@ -123,7 +123,7 @@ def prune(
 
     starting.run_on_ranks(context, nproc, check)
     stop = stopping.Stop()
-    # Before the ranks meet: a signal that reaches all of them must not end some at once.
+    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with stop.listening(), ranks.process_group(timeout):
         plan, report = _prune(
             terminal, source, destination, make_recipe, stop, follow_links, take_over
@@ -188,11 +188,11 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
         f"{counted(len(report.tensors), 'tensor')}."
     )
     for group in report.groups:
-        if text := _about_group(report, group):
+        if text := _describe_group(report, group):
             terminal.text(text)
-    num_held = sum(tensor.held_at is not None for tensor in report.tensors)
-    if num_held:
-        terminal.text(f"{counted(num_held, 'tensor')} at a limit (held_at in the report).")
+    num_limited = sum(tensor.held_at is not None for tensor in report.tensors)
+    if num_limited:
+        terminal.text(f"{counted(num_limited, 'tensor')} at a limit (held_at in the report).")
     run = report.run
     seconds = sum(run.seconds.values())
     processes = "process" if run.num_ranks == 1 else "processes"
@@ -202,8 +202,8 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     )
 
 
-def _about_group(report: Report, group: GroupReport) -> str:
-    """How much of a group went, where there are several; and where its ranking was cut."""
+def _describe_group(report: Report, group: GroupReport) -> str:
+    """The sparsity of a group, if there are several; the threshold and its ties, if it has one."""
     texts = []
     if len(report.groups) > 1:
         texts.append(
@@ -211,20 +211,19 @@ def _about_group(report: Report, group: GroupReport) -> str:
             f"({percent(group.num_pruned, group.num_elements)})."
         )
     if group.threshold is not None:
-        ties = f"{count(group.num_ties)} elements that have it"
-        held = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
-        if held - {None}:
-            what, ties = "The ranking was cut at the magnitude", f"{ties} and no limit held"
-        else:
-            what = "The largest magnitude that went is"
+        limits = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
+        is_limited = bool(limits - {None})
+        threshold = "Threshold of the ranking" if is_limited else "Largest pruned magnitude"
+        ties = f"{count(group.num_ties or 0)} elements of this magnitude"
         texts.append(
-            f"{what} {group.threshold:.6g}: of {ties}, {count(group.num_ties_pruned)} went."
+            f"{threshold}: {group.threshold:.6g}; {count(group.num_ties_pruned or 0)} of {ties}"
+            f"{' and within limits' if is_limited else ''} were pruned."
         )
     return " ".join(texts)
 
 
 def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, path: Path) -> None:
-    """The magnitudes are read again, a sample of them at most: their sums were not kept."""
+    """Draw the picture; reads at most a sample of the magnitudes again."""
     from distprune.cli import plotting
     from distprune.cli.picture import Picture
     from distprune.files.inspecting import sample_exponents
@@ -238,7 +237,7 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
             reading = Reading(meter, min(num_bytes, _PLOT_BYTES), "draw")
             exponents, share = sample_exponents(plan.checkpoint, names, _PLOT_BYTES, reading)
         recipe = plan.recipe
-        # Without one sparsity there are several, of parts of the checkpoint.
+        # Without a sparsity, the groups have several.
         how = recipe.pattern or (recipe.scope if recipe.sparsity is not None else "part by part")
         picture = Picture(
             title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
@@ -258,8 +257,8 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
 
 
 def _thresholds(plan: Plan, report: Report) -> list[float]:
-    """Where magnitudes were cut; random scores say nothing about magnitudes."""
-    of_groups = [each.threshold for each in report.groups if each.threshold is not None]
-    of_tensors = [each.threshold for each in report.tensors if each.threshold is not None]
+    """The thresholds of magnitude; none for random scores, which are not magnitudes."""
+    of_groups = [group.threshold for group in report.groups if group.threshold is not None]
+    of_tensors = [tensor.threshold for tensor in report.tensors if tensor.threshold is not None]
     is_by_magnitude = all(group.recipe.score == "magnitude" for group in plan.groups)
     return (of_groups or of_tensors) if is_by_magnitude else []

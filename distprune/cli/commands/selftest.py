@@ -14,11 +14,11 @@ from typing import Any
 
 from distprune.cli import exits, streams
 
-ABOUT = """Check on this machine, backend and torch what distprune promises.
+ABOUT = """Check what distprune guarantees on this machine, with this backend and version of torch.
 
-Masks against a reference on every wrapper that the ranks allow, random masks, traffic,
+It checks masks against a reference on every wrapper that the ranks allow, random masks, traffic,
 errors on all ranks or none, a training step, a checkpoint, and the private fields of torch that
-distprune stands on. It says what holds here, what does not, and what could not be tried."""
+distprune uses. It reports what holds here, what does not, and what could not be tried."""
 _EPILOG = """examples:
   python -m distprune selftest
   torchrun --nproc-per-node 4 -m distprune selftest

@@ -36,10 +36,11 @@ def verify(
 ) -> None:
     """Check a pruned checkpoint against its source, byte by byte.
 
-    DST has the files that prune writes, and no others. Every byte that was not pruned is that of
-    the source, exactly as many elements are pruned as the recipe says, and none of them comes after
-    a kept one in the order of scores. Every number of the report is derived again. Ends with
-    3, and a list of what is wrong, if not. With -v it lists every tensor and how sparse it is.
+    DST must have the files that prune writes and no others. Every byte that was not pruned must
+    equal that of the source, exactly as many elements must be pruned as the recipe says, and none
+    of them may come after a kept one in the order of scores. Every number of the report is derived
+    again. If anything is wrong, it is listed and the exit code is 3. -v lists every tensor with its
+    sparsity.
 
     [bold]Examples[/bold]
 
