@@ -363,17 +363,17 @@ def test_what_cannot_be_is_refused_with_the_numbers(tmp_path, recipe, texts):
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [
-        ({"sparsity": 0.5, "max_sparsity": 1.5}, ["max_sparsity is 1.5; expected a number"]),
-        ({"sparsity": 0.5, "min_sparsity": True}, ["min_sparsity is True"]),
+        ({"sparsity": 0.5, "max_sparsity": 1.5}, ["max_sparsity: expected a number from 0 to 1, found 1.5"]),
+        ({"sparsity": 0.5, "min_sparsity": True}, ["min_sparsity: expected a number"]),
         (
             {"sparsity": 0.5, "min_sparsity": 0.6, "max_sparsity": 0.4},
             ["min_sparsity 0.6 is above max_sparsity 0.4"],
         ),
         ({"sparsity": 0.5, "scope": "row", "max_sparsity": 0.9}, ["no effect with scope 'row'"]),
-        ({"pattern": "2:4", "max_sparsity": 0.9}, ["no effect with the pattern 2:4"]),
+        ({"pattern": "2:4", "max_sparsity": 0.9}, ["limits: has no place beside 'pattern'"]),
         (
             {"sparsity": 0.5, "groups": ({"sparsity": 2},)},
-            ["sparsity is given beside groups", "groups[0]: sparsity is 2"],
+            ["sparsity is given beside groups", "groups[0]: sparsity: expected a number"],
         ),
         (
             {"groups": (FileRecipe(0.5, nan="keep"), FileRecipe(0.5, score="random", seed=3))},
@@ -382,7 +382,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(tmp_path, recipe, texts):
         ({"groups": "abc"}, ["groups is 'abc'; expected a list"]),
         ({"groups": (3,)}, ["groups[0] is 3; expected a recipe"]),
         ({"groups": (FileRecipe(0.5),) * 129}, ["there are 129 groups; expected at most 128"]),
-        ({"groups": (FileRecipe(0.5),), "seed": 4}, ["seed has no effect"]),
+        ({"groups": (FileRecipe(0.5),), "seed": 4}, ["seed: has no effect"]),
     ],
 )
 def test_recipes_that_are_wrong(fields, texts):
