@@ -363,7 +363,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(tmp_path, recipe, texts):
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [
-        ({"sparsity": 0.5, "max_sparsity": 1.5}, ["max_sparsity: expected a number from 0 to 1, found 1.5"]),
+        ({"sparsity": 0.5, "max_sparsity": 1.5}, ["max_sparsity: expected a number"]),
         ({"sparsity": 0.5, "min_sparsity": True}, ["min_sparsity: expected a number"]),
         (
             {"sparsity": 0.5, "min_sparsity": 0.6, "max_sparsity": 0.4},
