@@ -42,7 +42,8 @@ from distprune.files.disk.locking import Lock
 from distprune.files.disk.open_files import OpenFiles, copy_range, write_from
 from distprune.files.disk.space import check_free_bytes
 from distprune.files.errors import CheckpointError, Interrupted, OutputError, headline
-from distprune.files.formats.header import load_json, read_header
+from distprune.files.formats.header import read_header
+from distprune.files.formats.strict_json import load_json
 from distprune.files.formats.unpickling import DTYPES, Unpickled, unpickle
 from distprune.files.results.permissions import make_folders
 from distprune.files.results.placing import check_free, check_place, check_unchanged

@@ -13,8 +13,8 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from distprune.files.checkpoints.duplicates import is_weights, why_duplicate
-from distprune.files.checkpoints.foreign import what_to_do
-from distprune.files.checkpoints.locating import Location, locate
+from distprune.files.checkpoints.locating import locate
+from distprune.files.checkpoints.weight_files import find_weights
 from distprune.files.disk.listing import (
     Listing,
     OtherFile,
@@ -24,16 +24,13 @@ from distprune.files.disk.listing import (
     unreadable,
 )
 from distprune.files.errors import CheckpointError, headline
-from distprune.files.formats.header import TensorEntry, WeightFile, load_json, read_header
+from distprune.files.formats.header import INDEX_SUFFIX, TensorEntry, WeightFile, read_header
 from distprune.files.text import printable
 
-_INDEX = ".safetensors.index.json"
-_SINGLE = "model.safetensors"
 _NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
 SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
 # Quantisation methods that are accepted: fp8 tensors are recognised by their dtype.
 _FP8_METHODS = ("fp8", "fbgemm_fp8")
-_MAX_INDEX_BYTES = 200_000_000
 
 SourceFile: TypeAlias = WeightFile | OtherFile
 
@@ -113,10 +110,10 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         listing = list_one(folder, location.file, follow_links=follow_links)
     else:
         listing = list_files(
-            folder, why_left_out, suffixes=(".safetensors", _INDEX), follow_links=follow_links
+            folder, why_left_out, suffixes=(".safetensors", INDEX_SUFFIX), follow_links=follow_links
         )
     problems = listing.problems
-    index, shards, weight_map = _find_weights(location, listing, problems)
+    index, shards, weight_map = find_weights(location, listing, problems)
     files = []
     outside = dict(listing.outside)
     if outside:
@@ -170,109 +167,6 @@ def _folders_of(
     names = {os.path.dirname(file.name) for file in files}
     above = {str(up) for name in names if name for up in PurePath(name).parents if str(up) != "."}
     return tuple((name, modes[name]) for name in sorted({"", *names, *above}))
-
-
-def _find_weights(
-    location: Location, listing: Listing, problems: list[str]
-) -> tuple[str | None, list[str], dict[str, str]]:
-    """The index, if there is one; the safetensors files of the checkpoint; the index's map."""
-    folder, top = location.folder, listing.top()
-    indices = [name for name in top if name.endswith(_INDEX)]
-    if location.file is not None:
-        return _find_given(location, indices, problems)
-    weights = [
-        name
-        for name in top
-        if name.endswith(".safetensors") and not name.startswith("consolidated")
-    ]
-    indices = [name for name in indices if not name.startswith("consolidated")]
-    if len(indices) > 1:
-        problems.append(f"has {len(indices)} indices ({', '.join(indices)}); expected one.")
-        return None, [], {}
-    if indices:
-        if _SINGLE in weights:
-            problems.append(
-                f"has both {_SINGLE} and {indices[0]}, and programs differ in which one they read; "
-                f"remove the one that is stale, or give {os.path.join(folder, _SINGLE)} itself."
-            )
-        weight_map = _read_index(folder, indices[0], problems)
-        return indices[0], sorted(set(weight_map.values())), weight_map
-    if "model_index.json" in top and "config.json" not in top:
-        problems.append(what_to_do(folder, listing.files))
-    elif _SINGLE in weights:
-        return None, [_SINGLE], {}
-    elif len(weights) == 1:
-        return None, weights, {}
-    elif weights:
-        problems.append(
-            f"has {len(weights)} safetensors files ({', '.join(weights[:3])}, ...) and no index; "
-            f"expected model{_INDEX} to say which belong together. Give the right one, as "
-            f"in {os.path.join(folder, weights[0])}."
-        )
-    elif not problems and not listing.outside:
-        problems.append(what_to_do(folder, listing.files))
-    return None, [], {}
-
-
-def _find_given(
-    location: Location, indices: list[str], problems: list[str]
-) -> tuple[str | None, list[str], dict[str, str]]:
-    """The same as :func:`_find_weights`, for a weight file that the user named."""
-    for index in indices:
-        weight_map = _read_index(location.folder, index, [])  # problems of the index do not matter
-        names = sorted(set(weight_map.values()))
-        if names == [location.file]:
-            return index, names, weight_map
-        if location.file in names:
-            problems.append(
-                f"{location.file} is one of the {len(names)} files that {index} lists, and not a "
-                f"whole checkpoint. Give the folder: {location.folder}."
-            )
-            return None, [], {}
-    return None, [location.file or ""], {}
-
-
-def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
-    """The weight map of an index, without invalid names and missing files."""
-    path = os.path.join(folder, name)
-    try:
-        if os.path.getsize(path) > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{name} has more than {_MAX_INDEX_BYTES} bytes.")
-        index = load_json(Path(path).read_bytes(), name)
-    except OSError as error:
-        problems.append(f"{name} cannot be read: {error.strerror}.")
-        return {}
-    except CheckpointError as error:
-        problems.append(error.headline)
-        return {}
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        problems.append(f"{name} has no weight_map, or an empty one.")
-        return {}
-    good: dict[str, str] = {}
-    bad: set[str] = set()
-    for key, file in weight_map.items():
-        if _is_plain_name(file):
-            good[key] = file
-        else:
-            bad.add(ascii(file)[:100])
-    problems += [
-        f"{name}: {file} is not a plain name of a safetensors file in this folder."
-        for file in sorted(bad)
-    ]
-    missing = sorted({f for f in good.values() if not os.path.exists(os.path.join(folder, f))})
-    problems += [f"{file} is missing; {name} needs it." for file in missing]
-    return {key: file for key, file in good.items() if file not in missing}
-
-
-def _is_plain_name(file: object) -> bool:
-    return (
-        isinstance(file, str)
-        and file.endswith(".safetensors")
-        and not file.startswith(".")
-        and not set(file) & set('/\\\0:*?"<>|')
-        and file.isprintable()
-    )
 
 
 def _check_keys(

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import read_header
+from distprune.files.formats.header import INDEX_SUFFIX, read_header
 
 _OTHER_FORM = "the same weights in another form; dense, so stale beside pruned ones"
 # Patterns for files in the folder itself.
@@ -35,7 +35,6 @@ _FOLDERS = ("onnx", "openvino", "coreml", "metal")
 # Meta and OpenAI put their own form into the subfolder "original".
 _ORIGINAL = ("*.pth", "*.pt", "*.bin", "*.safetensors", "*.safetensors.index.json")
 _MODEL = re.compile(r"model\.safetensors|model(\.[\w-]+)?-\d+-of-\d+\.safetensors")
-_INDEX = ".safetensors.index.json"
 
 _WEIGHTS = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.pkl",
@@ -66,7 +65,7 @@ def why_duplicate(folder: str, name: str, tensors: Collection[str]) -> str | Non
         return _OTHER_FORM
     if inner:
         return None
-    if base.endswith(_INDEX) or _MODEL.fullmatch(base):
+    if base.endswith(INDEX_SUFFIX) or _MODEL.fullmatch(base):
         return "weights of the model that are in no index of it, or another index"
     if base.endswith(".safetensors") and _holds_only(os.path.join(folder, name), tensors):
         return "tensors of the same names once more"

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distprune.files.errors import CheckpointError
+from distprune.files.formats.header import INDEX_SUFFIX
 from distprune.files.text import printable
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
-_INDEX = ".safetensors.index.json"
 _NUM_SHOWN = 8  # models of a cache in a message
 
 
@@ -98,7 +98,7 @@ def _refuse_cache(path: str) -> None:
 def _locate_file(path: str) -> Location:
     folder, name = os.path.split(path)
     folder = folder or os.curdir
-    if name.endswith(_INDEX):
+    if name.endswith(INDEX_SUFFIX):
         return Location(folder)
     if not name.endswith(".safetensors"):
         if name.endswith((".bin", ".pt", ".pth", ".ckpt")):

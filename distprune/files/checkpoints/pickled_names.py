@@ -10,7 +10,8 @@ from distprune.files.checkpoints.duplicates import is_weights
 from distprune.files.checkpoints.locating import Location, locate
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import load_json
+from distprune.files.formats.header import INDEX_SUFFIX
+from distprune.files.formats.strict_json import load_json
 from distprune.files.text import printable
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -60,7 +61,7 @@ def find_pickles(
     top = sorted(name for name in files if os.sep not in name)
     if location.file is not None and location.file.endswith(_PICKLES):
         return None, {}, [location.file]
-    ready = [name for name in top if name.endswith((".safetensors", ".safetensors.index.json"))]
+    ready = [name for name in top if name.endswith((".safetensors", INDEX_SUFFIX))]
     if ready:
         problems.append(
             f"holds safetensors already ({', '.join(ready[:3])}): there is nothing to convert. To "

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.formats.header import load_json
+from distprune.files.formats.strict_json import load_json
 from distprune.files.planning import Plan, digest_of
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import mtimes_of

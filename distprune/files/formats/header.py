@@ -11,11 +11,9 @@ merely copied, reports one problem at a time, and maps the data, which can end i
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,12 +22,14 @@ from typing import Any, NoReturn
 from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
+from distprune.files.formats.strict_json import load_json
 
 # Bits per element. Tensors of other dtypes are copied as opaque bytes.
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "C64": 64, **{form.name: form.num_bits for form in FLOATS.values()},
 }  # fmt: skip
+INDEX_SUFFIX = ".safetensors.index.json"  # of the file that maps tensors to files
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_NUMEL = 2**63 - 1
 _MAX_PROBLEMS = 20  # of one file
@@ -174,30 +174,6 @@ def parse_header(
     return metadata, tuple(entries)
 
 
-def load_json(raw: bytes, what: str) -> Any:
-    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN.
-
-    Args:
-        raw: the JSON.
-        what: subject of the error message.
-
-    Raises:
-        CheckpointError: it is malformed.
-    """
-    try:
-        return json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_int=_parse_int,
-            parse_constant=_refuse_constant,
-        )
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except ValueError as error:  # from UTF-8, the JSON decoder, or one of the hooks
-        reason = str(error)
-    raise CheckpointError(f"{what} is not valid JSON: {reason}. Download the file again?")
-
-
 def _header_length(name: str, head: bytes, size: int) -> int:
     check_no_pointer(head, name)
     if size == 0:
@@ -285,25 +261,6 @@ def _coverage_problems(
             "expected no bytes after them. Download it again?"
         ]
     return []
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        duplicate = next(key for key, _ in pairs if counts[key] > 1)
-        raise ValueError(f"the key {_short(duplicate)} occurs twice")
-    return mapping
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > 20:  # longer than any 64-bit integer
-        raise ValueError(f"the number {digits[:20]}... is too large")
-    return int(digits)
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _is_size(value: Any) -> bool:

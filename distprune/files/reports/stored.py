@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import load_json
+from distprune.files.formats.strict_json import load_json
 from distprune.files.formats.typed import from_json
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report, RunFacts
 
