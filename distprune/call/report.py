@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from distprune._common.report_text import Totals, cost_facts, share, table
+
 
 @dataclass(frozen=True)
 class ParameterReport:
@@ -34,11 +36,11 @@ class ParameterReport:
     @property
     def sparsity(self) -> float:
         """Share of pruned elements, in [0, 1]."""
-        return self.num_pruned / self.num_elements if self.num_elements else 0.0
+        return share(self.num_pruned, self.num_elements)
 
 
 @dataclass(frozen=True)
-class PruningReport:
+class PruningReport(Totals):
     """What ``global_unstructured`` did. ``print`` it on one rank; it is the same on all.
 
     Attributes:
@@ -68,11 +70,6 @@ class PruningReport:
     seconds: float
 
     @property
-    def num_elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(entry.num_elements for entry in self.parameters)
-
-    @property
     def num_pruned_before(self) -> int:
         """Elements that were pruned before this call."""
         return sum(entry.num_pruned_before for entry in self.parameters)
@@ -81,16 +78,6 @@ class PruningReport:
     def num_pruned_now(self) -> int:
         """Elements that this call pruned."""
         return sum(entry.num_pruned_now for entry in self.parameters)
-
-    @property
-    def num_pruned(self) -> int:
-        """Pruned elements after this call."""
-        return self.num_pruned_before + self.num_pruned_now
-
-    @property
-    def sparsity(self) -> float:
-        """Share of pruned elements over all parameters, in [0, 1]."""
-        return self.num_pruned / self.num_elements if self.num_elements else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
@@ -138,28 +125,14 @@ class PruningReport:
             f"{self.sparsity:.2%}",
             *([""] if is_bounded else []),
         ]
-        widths = [max(map(len, column)) for column in zip(heading, *rows, total, strict=True)]
-
-        def line(cells: list[str]) -> str:
-            first, *rest = (
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            )
-            return "  ".join((first, *rest)).rstrip()
-
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         amount = "" if self.amount is None else f", amount={self.amount}"
         facts = [f"{self.method}{amount}"]
         if self.threshold is not None:
             facts.append(f"threshold {self.threshold:.6g}")
         if self.num_ties > 1:
             facts[-1] += f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
-        facts.append(f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}")
-        facts.append(f"{self.num_collectives} collectives, {self.bytes_sent:,} bytes per rank")
-        facts.append(f"{self.seconds:.3g} s")
-        return "\n".join(
-            [line(heading), rule, *map(line, rows), rule, line(total), "; ".join(facts)]
-        )
+        facts += cost_facts(self)
+        return "\n".join([*table(heading, rows, total), "; ".join(facts)])
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,29 @@
-"""What has to be pruned in a model, as the caller of ``verify`` says it."""
+"""What the caller of ``verify`` expects to be pruned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from distprune._common.naming import unwrap
 from distprune.call.report import PruningReport
+from distprune.verification.entries import SharedEntry
 from distprune.verification.report import VerificationReport
-from distprune.verification.sharing import Shared
 
 Expected = VerificationReport | PruningReport | Iterable[str | tuple[nn.Module, str]]
 
 
 @dataclass
-class Wanted:
-    """A parameter that has to be pruned."""
+class ExpectedParameter:
+    """A parameter that has to be pruned.
+
+    Attributes:
+        name: fully qualified, if it has a full name.
+        places: the (module, name) pairs at which it occurs; None if only its name is known.
+        num_pruned, fingerprint: of its mask; None if any mask will do.
+    """
 
     name: str
     places: tuple[tuple[nn.Module, str], ...] | None = None
@@ -25,11 +31,12 @@ class Wanted:
     fingerprint: int | None = None
 
 
-def wanted_of(expected: Expected) -> list[Wanted]:
+def expected_parameters(expected: Expected) -> list[ExpectedParameter]:
     """Parameters, names or a report in one form.
 
     Raises:
-        TypeError, ValueError: what cannot name a parameter.
+        TypeError: an entry that is neither a name nor a (module, name) pair.
+        ValueError: a report of parameters without full names.
     """
     if isinstance(expected, VerificationReport | PruningReport):
         unnamed = [entry.name for entry in expected.parameters if entry.name.endswith(")")]
@@ -39,42 +46,43 @@ def wanted_of(expected: Expected) -> list[Wanted]:
                 "one of parameters that select(model) lists, or the list of them."
             )
         return [
-            Wanted(entry.name, None, entry.num_pruned, getattr(entry, "fingerprint", None))
+            ExpectedParameter(
+                entry.name, None, entry.num_pruned, getattr(entry, "fingerprint", None)
+            )
             for entry in expected.parameters
         ]
     if isinstance(expected, str):
         expected = [expected]
-    found = []
-    for position, each in enumerate(expected):
-        if isinstance(each, str):
-            found.append(Wanted(each))
-            continue
-        try:
-            module, name = each
-        except (TypeError, ValueError):
-            module = name = None
-        if not isinstance(module, nn.Module) or not isinstance(name, str):
-            raise TypeError(
-                f"expected[{position}] is a {type(each).__name__}; expected full names, or "
-                "(module, name) pairs as select(model) lists them."
-            )
-        places = getattr(each, "places", ((module, name),))
-        label = getattr(each, "fqn", f"{type(unwrap(module)).__name__}.{name} (#{position})")
-        found.append(Wanted(label, tuple((unwrap(m), n) for m, n in places)))
-    return found
+    return [_expected_parameter(position, entry) for position, entry in enumerate(expected)]
 
 
-def compare_with_reports(shared: Iterable[Shared], wanted: Iterable[Wanted]) -> None:
-    """Enter where counts and fingerprints are not those of a report that was given."""
+def _expected_parameter(position: int, entry: object) -> ExpectedParameter:
+    if isinstance(entry, str):
+        return ExpectedParameter(entry)
+    module, name = entry if isinstance(entry, Sequence) and len(entry) == 2 else (None, None)
+    if not isinstance(module, nn.Module) or not isinstance(name, str):
+        raise TypeError(
+            f"expected[{position}] is a {type(entry).__name__}; expected full names, or "
+            "(module, name) pairs as select(model) lists them."
+        )
+    places: Iterable[tuple[nn.Module, str]] = getattr(entry, "places", ((module, name),))
+    label = getattr(entry, "fqn", f"{type(unwrap(module)).__name__}.{name} (#{position})")
+    return ExpectedParameter(label, tuple((unwrap(m), n) for m, n in places))
+
+
+def compare_with_reports(
+    shared: Iterable[SharedEntry], expected: Iterable[ExpectedParameter]
+) -> None:
+    """Add problems where counts or fingerprints are not those of the expected report."""
     by_name = {entry.name: entry for entry in shared}
-    for each in wanted:
-        entry = by_name.get(each.name)
-        if entry is None or not entry.num_elements or each.num_pruned is None:
+    for parameter in expected:
+        entry = by_name.get(parameter.name)
+        if entry is None or not entry.num_elements or parameter.num_pruned is None:
             continue
-        if entry.num_pruned != each.num_pruned:
+        if entry.num_pruned != parameter.num_pruned:
             entry.problems.append(
-                f"{entry.num_pruned} of its elements are pruned; expected {each.num_pruned}, as in "
-                "the report"
+                f"{entry.num_pruned} of its elements are pruned; expected {parameter.num_pruned}, "
+                "as in the report"
             )
-        elif each.fingerprint not in (None, entry.fingerprint):
+        elif parameter.fingerprint not in (None, entry.fingerprint):
             entry.problems.append("its pruned elements are not those of the expected report")

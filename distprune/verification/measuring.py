@@ -1,4 +1,4 @@
-"""What this rank's part of a mask and of a weight amounts to, in a few numbers."""
+"""Counts and hashes of this rank's part of a mask and of a weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distprune.masks.fingerprint import fingerprint_part
 from distprune.shards.checksum import checksums, of_shard
 from distprune.shards.shard import LocalShard
 
-# Elements at a time: what is made of them stays in the second-level cache.
+# Elements at a time, so that temporaries stay in the second-level cache.
 _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 25
 
 
@@ -25,15 +25,15 @@ class Numbers:
     """This rank's part of one parameter.
 
     Attributes:
-        num_held: elements.
-        num_pruned: of these, under the mask.
-        fingerprint: what the part adds to that of the whole mask.
-        mask_hash, weight_hash: int64 that depend on the contents and on where in the parameter
-            they are; equal where replicas are. None if the weight was not looked at.
+        num_elements: of the part.
+        num_pruned: elements of the part that the mask prunes.
+        fingerprint: the part's summand of the fingerprint of the whole mask.
+        mask_hash, weight_hash: int64 that depend on the contents and on their position in the
+            parameter; equal where replicas are. weight_hash is None if it was not computed.
         problems: what is wrong with the contents.
     """
 
-    num_held: int
+    num_elements: int
     num_pruned: int
     fingerprint: int
     mask_hash: int
@@ -42,13 +42,13 @@ class Numbers:
 
 
 def measure(shard: LocalShard, product: Tensor | None, *, compares_weight: bool) -> Numbers:
-    """Read a shard once.
+    """Count and hash a shard.
 
     Args:
         shard: with its mask.
-        product: the masked weight that is there now, of the shard's shape; None if the product is
-            made when it is needed.
-        compares_weight: whether the weight has replicas.
+        product: the masked weight that the module has now, of the shard's shape; None if it is
+            computed when it is needed.
+        compares_weight: whether the weight has replicas, with which its hash is to be compared.
 
     Cost: two reads of the mask, and one of the weight, or two if it has replicas.
     """
@@ -84,8 +84,8 @@ def measure(shard: LocalShard, product: Tensor | None, *, compares_weight: bool)
     return Numbers(mask.numel(), num_pruned, fingerprint, mask_hash, weight_hash, problems)
 
 
-def place_hash(shard: LocalShard) -> int:
-    """Equal, and not 0, on ranks that hold the same elements."""
+def region_hash(shard: LocalShard) -> int:
+    """Equal, and not 0, on ranks that have the same elements of the parameter."""
     return of_shard(shard) | 1
 
 
@@ -96,12 +96,13 @@ def _chunks(flat: Tensor, times: int = 1) -> Iterator[slice]:
 
 
 def _zeros_and_ones(mask: Tensor) -> tuple[Array | Tensor, int, int]:
-    """Which are 0, and how many are 0 and 1."""
+    """Where a mask is 0, and how many of its values are 0 and 1."""
     if not memory.takes_numpy(mask.device):
-        zeros = mask == 0
-        num_zeros = int(zeros.sum())
+        is_pruned = mask == 0
+        num_pruned = int(is_pruned.sum())
         is_bool = mask.dtype is torch.bool
-        return zeros, num_zeros, mask.numel() - num_zeros if is_bool else int((mask == 1).sum())
+        num_kept = mask.numel() - num_pruned if is_bool else int((mask == 1).sum())
+        return is_pruned, num_pruned, num_kept
     zeros = is_zero(mask)
     num_zeros = int(np.count_nonzero(zeros))
     if mask.dtype is torch.bool:
@@ -118,7 +119,7 @@ def _any_nonzero(values: Tensor, where: Array | Tensor) -> bool:
 
 
 def _is_infinite_under(values: Tensor, mask: Tensor) -> bool:
-    """Whether a pruned value is infinite or NaN, which a sum that is finite rules out."""
+    """Whether a pruned value is infinite or NaN; a finite sum shows quickly that none is."""
     if not (values.is_floating_point() or values.is_complex()):
         return False
     for span in _chunks(values, 4):

@@ -1,4 +1,4 @@
-"""What is known of the masks of a model, in plain values: to be saved with them."""
+"""Records of the masks of a model as plain values, to be saved with the model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from distprune.masks.record import MaskRecord
 
 
 def records_of(model: nn.Module) -> dict[str, list[int]]:
-    """[fingerprint, pruned elements] of every parameter of which they are known, by full name.
+    """[fingerprint, pruned elements] of every parameter that has a record, by full name.
 
-    No sharding changes them; they are the same on every rank that has the parameter.
+    They are the same on any sharding, and on every rank that has the parameter.
     """
     return {
         name: [hook.record.fingerprint, hook.record.num_pruned]
@@ -24,10 +24,10 @@ def records_of(model: nn.Module) -> dict[str, list[int]]:
 
 
 def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
-    """Let the hooks of a model know of the masks that were loaded.
+    """Store the records of loaded masks in the hooks of a model.
 
     Args:
-        records: as :func:`records_of` gave them; what has none there is unknown from now on.
+        records: from :func:`records_of`. The mask of a parameter without one becomes unknown.
     """
     for name, hook in _named_hooks(model):
         hook.record = MaskRecord(*records[name]) if name in records else None

@@ -1,7 +1,7 @@
-"""The last selection once more, by another way: gather everything, sort it, compare the masks.
+"""Repeat the last selection in an independent way: gather everything, sort it, compare the masks.
 
-It shares no code with the selection that it checks, knows nothing of thresholds, and needs memory
-and traffic for whole parameters. What it cannot repeat it names, with the reason.
+This shares no code with the selection that it checks, uses no thresholds, and needs memory
+and traffic for whole parameters. A selection that it cannot repeat is listed with the reason.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from distprune._common.memory import INTEGERS
 from distprune.masks.hook import PruningHook
 from distprune.masks.record import CallRecord
 from distprune.shards.shard import LocalShard
-from distprune.verification.sharing import Found, leader_of
+from distprune.verification.entries import LocalEntry
+from distprune.verification.totals import leader_of
 
 _UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"
 
 
 @dataclass
 class Recomputed:
-    """What came of it; the same on every rank.
+    """The result; the same on every rank.
 
     Attributes:
         names: parameters whose masks were recomputed.
-        problems: by name, what is wrong with those.
-        not_recomputed: "name: why", of all others.
+        problems: what is wrong with these masks, by name of the parameter.
+        not_recomputed: "name: reason" for each of the other parameters.
     """
 
     names: list[str] = field(default_factory=list)
@@ -42,24 +43,25 @@ class Recomputed:
 class _Call:
     """The parameters of one pruning call that are in the model, in the order of the call."""
 
-    members: list[Found]
+    members: list[LocalEntry]
     num_pruned: int
     obstacle: str | None
     has_changed: bool
 
 
 def recompute(
-    found: Sequence[Found], hooks: Mapping[str, Sequence[PruningHook]], communicator: Communicator
+    entries: Sequence[LocalEntry],
+    hooks: Mapping[str, Sequence[PruningHook]],
+    communicator: Communicator,
 ) -> Recomputed:
-    """Repeat what the last pruning of each parameter selected, and compare.
+    """Repeat the last selection of each parameter, and compare the masks. Collective.
+
+    A selection can be repeated if it was by magnitude alone, of parameters that had no mask
+    before, and whose weights have not changed since.
 
     Args:
-        found: every pruned parameter; the same names on every rank (so none of pipeline stages).
-        hooks: of each, by name.
-
-    Returns:
-        What was found. A selection can be repeated if it was by magnitude alone, of parameters that
-        had no mask before, whose weights have not changed since.
+        entries: of every pruned parameter; the same names on every rank (so no pipeline stages).
+        hooks: of each parameter, by name.
 
     Raises:
         Exception: what a rank raised, on every rank.
@@ -70,7 +72,7 @@ def recompute(
     result = Recomputed()
 
     def plan() -> list[_Call]:
-        calls, unknown = _calls(found, hooks)
+        calls, unknown = _calls(entries, hooks)
         result.not_recomputed += [f"{name}: {_UNKNOWN}" for name in unknown]
         return calls
 
@@ -92,32 +94,31 @@ def recompute(
 
 
 def _calls(
-    found: Sequence[Found], hooks: Mapping[str, Sequence[PruningHook]]
+    entries: Sequence[LocalEntry], hooks: Mapping[str, Sequence[PruningHook]]
 ) -> tuple[list[_Call], list[str]]:
-    """The calls that pruned these parameters last, and the parameters of which that is unknown."""
-    by_token: dict[int, list[tuple[int, Found, PruningHook]]] = {}
+    """The calls that pruned these parameters last, and the parameters whose call is unknown."""
+    by_token: dict[int, list[tuple[CallRecord, LocalEntry]]] = {}
     unknown = []
-    for each in found:
-        hook = next(iter(hooks.get(each.name, ())), None)
-        if hook is None or hook.call_record is None or each.shard is None:
-            unknown.append(each.name)
+    for entry in entries:
+        hook = next(iter(hooks.get(entry.name, ())), None)
+        if hook is None or hook.call_record is None or entry.shard is None:
+            unknown.append(entry.name)
         else:
-            known = by_token.setdefault(hook.call_record.token, [])
-            known.append((hook.call_record.position, each, hook))
+            by_token.setdefault(hook.call_record.token, []).append((hook.call_record, entry))
     calls = []
     for members in by_token.values():
-        members.sort(key=lambda member: member[0])
-        record = members[0][2].call_record
-        assert record is not None
+        members.sort(key=lambda member: member[0].position)
+        record, _ = members[0]
         obstacle = record.obstacle
         if obstacle is None and len(members) != record.num_parameters:
             obstacle = (
                 f"{record.num_parameters} parameters were ranked together, and "
                 f"{len(members)} of them are still pruned by that call in this model"
             )
-        has_changed = any(not _is_same(hook.call_record, each.shard) for _, each, hook in members)
-        found_members = [each for _, each, _ in members]
-        calls.append(_Call(found_members, record.num_pruned, obstacle, has_changed))
+        has_changed = any(not _is_same(member.sample, entry.shard) for member, entry in members)
+        calls.append(
+            _Call([entry for _, entry in members], record.num_pruned, obstacle, has_changed)
+        )
     return calls, unknown
 
 
@@ -131,13 +132,13 @@ def _describe(calls: Sequence[_Call]) -> list[tuple[str, str]]:
     ]
 
 
-def _is_same(record: CallRecord | None, shard: LocalShard | None) -> bool:
-    """Whether a sample of the weights is that of the pruning."""
-    if record is None or record.sample is None or shard is None:
+def _is_same(old_sample: Tensor | None, shard: LocalShard | None) -> bool:
+    """Whether a sample of the weights is equal to the sample from the time of the pruning."""
+    if old_sample is None or shard is None:
         return False
     sample = shard.sample()
-    return sample.shape == record.sample.shape and torch.equal(
-        sample, record.sample.to(sample.device, sample.dtype)
+    return sample.shape == old_sample.shape and torch.equal(
+        sample, old_sample.to(sample.device, sample.dtype)
     )
 
 
@@ -149,19 +150,19 @@ def _compare(call: _Call, communicator: Communicator) -> dict[str, str]:
         "min",
     ).tolist()
     scores, positions, pruned = [], [], []
-    for which, (shard, leader) in enumerate(zip(shards, leaders, strict=True)):
+    for position, (shard, leader) in enumerate(zip(shards, leaders, strict=True)):
         assert shard is not None and shard.mask is not None
         values = _whole(shard, shard.values, leader, communicator)
         # float64 holds every value of the other floating-point dtypes exactly.
         scores.append(np.abs(values.double().numpy()))
-        positions.append(np.full(shard.numel, which))
+        positions.append(np.full(shard.numel, position))
         pruned.append((_whole(shard, shard.mask, leader, communicator) == 0).numpy())
-    # By score, then by position of the parameter, then by index: the last key is the first.
-    indices = np.concatenate([np.arange(each.size) for each in scores])
+    # By score, then by position of the parameter, then by index: lexsort's last key comes first.
+    indices = np.concatenate([np.arange(part.size) for part in scores])
     order = np.lexsort((indices, np.concatenate(positions), np.concatenate(scores)))
     expected = np.zeros(order.size, dtype=bool)
     expected[order[: call.num_pruned]] = True
-    ends = np.cumsum([each.size for each in scores])[:-1]
+    ends = np.cumsum([part.size for part in scores])[:-1]
     problems = {}
     for member, is_pruned, should_be in zip(
         call.members, pruned, np.split(expected, ends), strict=True
@@ -177,7 +178,7 @@ def _compare(call: _Call, communicator: Communicator) -> dict[str, str]:
 
 def _whole(shard: LocalShard, local: Tensor, leader: int, communicator: Communicator) -> Tensor:
     """A whole tensor, 1-d and row-major, on the CPU, from its parts on all ranks."""
-    if shard.ranks is None:  # every rank has it
+    if shard.ranks is None:  # every rank has all of it
         return local.reshape(-1).cpu()
     integer = INTEGERS[local.itemsize]
 

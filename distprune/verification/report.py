@@ -1,10 +1,12 @@
-"""What a verification found: the same on every rank."""
+"""The report of a verification; the same on every rank."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from distprune._common.report_text import Totals, cost_facts, share, table
 
 
 @dataclass(frozen=True)
@@ -28,22 +30,22 @@ class VerifiedParameter:
     @property
     def sparsity(self) -> float:
         """Share of pruned elements, in [0, 1]."""
-        return self.num_pruned / self.num_elements if self.num_elements else 0.0
+        return share(self.num_pruned, self.num_elements)
 
 
 @dataclass(frozen=True)
-class VerificationReport:
-    """What ``verify`` found. ``print`` it on one rank; but for ``seconds`` it is the same on all.
+class VerificationReport(Totals):
+    """What ``verify`` found. The same on every rank except for ``seconds``: print it on one.
 
     Attributes:
         parameters: all that are pruned or should be, in the order of the model.
         problems: what is wrong with the model as a whole.
-        num_ranks: that took part.
+        num_ranks: ranks that took part.
         num_collectives: all-reduces that this rank took part in.
         bytes_sent: their payload, per rank.
         seconds: wall time on this rank.
-        recomputed: with ``reference``, parameters whose selection was repeated.
-        not_recomputed: with ``reference``, "name: why not" of all others.
+        recomputed: with ``reference``, names of the parameters whose selection was repeated.
+        not_recomputed: with ``reference``, "name: reason" for each of the others.
     """
 
     parameters: tuple[VerifiedParameter, ...]
@@ -62,26 +64,11 @@ class VerificationReport:
 
     @property
     def all_problems(self) -> tuple[str, ...]:
-        """Of the model, and of every parameter with its name."""
+        """The problems of the model, and those of the parameters with their names."""
         return (
             *self.problems,
             *(f"{entry.name}: {text}" for entry in self.parameters for text in entry.problems),
         )
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all parameters."""
-        return sum(entry.num_elements for entry in self.parameters)
-
-    @property
-    def num_pruned(self) -> int:
-        """Pruned elements of all parameters."""
-        return sum(entry.num_pruned for entry in self.parameters)
-
-    @property
-    def sparsity(self) -> float:
-        """Share of pruned elements over all parameters, in [0, 1]."""
-        return self.num_pruned / self.num_elements if self.num_elements else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
@@ -98,8 +85,8 @@ class VerificationReport:
         return json.dumps(self.to_dict(), allow_nan=False, **options)
 
     def __str__(self) -> str:
-        rows = [("parameter", "elements", "pruned", "sparsity", "")]
-        rows += [
+        heading = ("parameter", "elements", "pruned", "sparsity", "")
+        rows = [
             (
                 entry.name,
                 f"{entry.num_elements:,}",
@@ -109,27 +96,15 @@ class VerificationReport:
             )
             for entry in self.parameters
         ]
-        rows.append(
-            ("total", f"{self.num_elements:,}", f"{self.num_pruned:,}", f"{self.sparsity:.2%}", "")
-        )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:-1]), last]).rstrip()
-            for first, *rest, last in rows
-        ]
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''}"
-        traffic = f"{self.num_collectives} collectives, {self.bytes_sent:,} bytes per rank"
+        total = (
+            "total", f"{self.num_elements:,}", f"{self.num_pruned:,}", f"{self.sparsity:.2%}", "",
+        )  # fmt: skip
         count = len(self.all_problems)
         verdict = "nothing is wrong" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
         return "\n".join(
             [
-                lines[0],
-                rule,
-                *lines[1:-1],
-                rule,
-                lines[-1],
-                f"{verdict}; {ranks}; {traffic}; {self.seconds:.3g} s",
+                *table(heading, rows, total, left_columns=(0, len(heading) - 1)),
+                "; ".join([verdict, *cost_facts(self)]),
                 *(f"- {text}" for text in self.all_problems),
                 *self._recomputation(),
             ]
@@ -143,13 +118,12 @@ class VerificationReport:
 
 
 class VerificationError(RuntimeError):
-    """Masks do not act, or are not those that pruning left; the same text on every rank.
+    """Masks do not act, or are not those that the last pruning left; the same on every rank.
 
     Attributes:
-        report: what was found.
+        report: the whole report; the message lists the first 20 problems.
     """
 
-    # Of so many the text tells; the report has them all.
     _MAX_SHOWN = 20
 
     def __init__(self, report: VerificationReport) -> None:

@@ -1,0 +1,97 @@
+"""Totals, tables and footers that the reports of a pruning and of a verification share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ParameterCounts(Protocol):
+    """What a report says of one parameter."""
+
+    @property
+    def num_elements(self) -> int: ...
+
+    @property
+    def num_pruned(self) -> int: ...
+
+
+class _HasParameters(Protocol):
+    @property
+    def parameters(self) -> Sequence[ParameterCounts]: ...
+
+
+class _HasCost(Protocol):
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_collectives(self) -> int: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Totals:
+    """Totals over the ``parameters`` of a report."""
+
+    @property
+    def num_elements(self: _HasParameters) -> int:
+        """Elements of all parameters."""
+        return sum(entry.num_elements for entry in self.parameters)
+
+    @property
+    def num_pruned(self: _HasParameters) -> int:
+        """Pruned elements of all parameters."""
+        return sum(entry.num_pruned for entry in self.parameters)
+
+    @property
+    def sparsity(self: _HasParameters) -> float:
+        """Share of pruned elements over all parameters, in [0, 1]."""
+        return share(
+            sum(entry.num_pruned for entry in self.parameters),
+            sum(entry.num_elements for entry in self.parameters),
+        )
+
+
+def share(num_pruned: int, num_elements: int) -> float:
+    """The sparsity, in [0, 1]; 0 if there are no elements."""
+    return num_pruned / num_elements if num_elements else 0.0
+
+
+def table(
+    heading: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str],
+    *,
+    left_columns: Sequence[int] = (0,),
+) -> list[str]:
+    """The lines of a table: heading, rule, rows, rule, total.
+
+    Args:
+        heading, rows, total: cells, as many in each.
+        left_columns: columns that are aligned on the left; all others are on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(heading, *rows, total, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column in left_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return [line(heading), rule, *map(line, rows), rule, line(total)]
+
+
+def cost_facts(report: _HasCost) -> list[str]:
+    """Ranks, traffic and time of a call, for the last line of its report."""
+    return [
+        f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}",
+        f"{report.num_collectives} collectives, {report.bytes_sent:,} bytes per rank",
+        f"{report.seconds:.3g} s",
+    ]
