@@ -7,8 +7,8 @@
 | FSDP2       | on the shard, before the all-gather        | as the parameter, bool      |
 | FSDP1       | the same, on the flat parameter's slice    | this rank's run, bool       |
 
-The Parameter object stays, and its place in ``module._parameters``: optimizers
-made before pruning go on working.
+The Parameter object and its position in ``module._parameters`` stay the same, so that
+optimizers made before pruning keep working.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from distprune._common.pruned_form import local_tensor, mask_key, orig_key
 from distprune.masks import loading, survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
-from distprune.torch_private.wrapper import masked_by
+from distprune.torch_private.wrapper import Managed, masked_by
 
 
 class Transaction:
-    """Changes to modules that can be taken back together.
+    """Changes to modules that can be undone together.
 
     A failure half way through a list of parameters must leave every module as it
-    was, on this rank and, once it is shared, on all.
+    was, on this rank and, once the ranks have shared it, on all.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def attach(
-        self, module: nn.Module, name: str, hook: PruningHook, mask: Tensor, managed: Any | None
+        self, module: nn.Module, name: str, hook: PruningHook, mask: Tensor, managed: Managed | None
     ) -> None:
-        """Prune ``module.<name>``: a first mask, or another one if it is pruned already.
+        """Prune ``module.<name>``, or replace its mask if it is pruned already.
 
         Args:
-            hook: what to register; takes the place of the parameter's present hook.
-            mask: laid out as the parameter.
-            managed: the wrapper's record (torch_private.wrapper.Managed) of it, if any.
+            hook: the hook to register; replaces the parameter's present hook.
+            mask: laid out like the parameter.
+            managed: the wrapper's record of the parameter, if a wrapper manages it.
         """
         owners = _owners(module, name, managed)
         self._remember(owners, name, managed)
@@ -63,14 +63,14 @@ class Transaction:
                 owner._forward_pre_hooks[present[0]] = hook
 
     def detach(
-        self, module: nn.Module, name: str, final: Tensor | None, managed: Any | None
+        self, module: nn.Module, name: str, final: Tensor | None, managed: Managed | None
     ) -> None:
-        """Make the pruning of ``module.<name>`` final; all that is left of it is the hook.
+        """Make the pruning of ``module.<name>`` final. The caller deletes the hook, as in torch.
 
         Args:
-            final: the masked values, local, with pruned elements at +0; None leaves the
-                unmasked ones.
-            managed: the wrapper's record (torch_private.wrapper.Managed) of it, if any.
+            final: the local masked values, with pruned elements at +0; None keeps the unmasked
+                values.
+            managed: the wrapper's record of the parameter, if a wrapper manages it.
         """
         if managed is not None:
             owners = _owners(module, name, managed)
@@ -81,13 +81,13 @@ class Transaction:
             others = [(owner, name) for owner in owners[1:]]
         else:
             parameter = module._parameters[orig_key(name)]
+            assert parameter is not None
             others = _tied_places(module, name)
             if final is not None:
                 local_tensor(parameter.detach()).copy_(final)
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None)
                 _restore_parameter(owner, owned_name)
-        # The module's own hook is the caller's to delete, as in torch.
         for owner, owned_name in others:
             unregister(owner, owned_name)
 
@@ -96,38 +96,38 @@ class Transaction:
         while self._undo:
             self._undo.pop()()
 
-    def _remember(self, owners: list[nn.Module], name: str, managed: Any | None) -> None:
+    def _remember(self, owners: list[nn.Module], name: str, managed: Managed | None) -> None:
         key = live_property.shard_mask_key(name)
         shard_mask = owners[0].__dict__.get(key)
-        restore = [_snapshot(owner, name) for owner in owners]
+        restores = [_snapshot(owner, name) for owner in owners]
         was_renamed = _is_renamed(managed, name)
 
         def undo() -> None:
-            now = owners[0].__dict__.get(key)
-            if managed is not None and now is not shard_mask:
-                if now is not None:
-                    now.detach()
+            new_shard_mask = owners[0].__dict__.get(key)
+            if managed is not None and new_shard_mask is not shard_mask:
+                if new_shard_mask is not None:
+                    new_shard_mask.detach()
                 if was_renamed != _is_renamed(managed, name):
-                    pair = (name, orig_key(name))
-                    managed.rename(*(pair if was_renamed else reversed(pair)))
+                    old, new = (name, orig_key(name)) if was_renamed else (orig_key(name), name)
+                    managed.rename(old, new)
                 if shard_mask is not None:
                     shard_mask.attach()
-            for each in restore:
-                each()
+            for restore in restores:
+                restore()
 
         self._undo.append(undo)
 
 
 def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
-    """Remember what pruning changes on a module; the result puts it back."""
+    """Save everything that pruning changes on a module; returns a function that restores it."""
     cls = module.__class__
-    dicts = [
+    dicts: list[dict[Any, Any]] = [
         module._parameters,
         module._buffers,
         module._forward_pre_hooks,
         module._load_state_dict_post_hooks,
     ]
-    saved = [dict(each) for each in dicts]
+    saved = [dict(contents) for contents in dicts]
     non_persistent = module._non_persistent_buffers_set
     saved_non_persistent = set(non_persistent)
     keys = (name, orig_key(name), live_property.shard_mask_key(name), survival.KEY)
@@ -135,9 +135,9 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
 
     def restore() -> None:
         module.__class__ = cls
-        for each, contents in zip(dicts, saved, strict=True):
-            each.clear()
-            each.update(contents)
+        for registry, contents in zip(dicts, saved, strict=True):
+            registry.clear()
+            registry.update(contents)
         non_persistent.clear()
         non_persistent.update(saved_non_persistent)
         for key in keys:
@@ -148,8 +148,8 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     return restore
 
 
-def _owners(module: nn.Module, name: str, managed: Any | None) -> list[nn.Module]:
-    """The modules that hold the parameter under this name; FSDP masks it for all of them."""
+def _owners(module: nn.Module, name: str, managed: Managed | None) -> list[nn.Module]:
+    """The modules that share the parameter under this name; FSDP masks it for all of them."""
     if managed is None:
         return [module]
     names = (name, orig_key(name))
@@ -157,13 +157,13 @@ def _owners(module: nn.Module, name: str, managed: Any | None) -> list[nn.Module
     return [module, *others]
 
 
-def _is_renamed(managed: Any | None, name: str) -> bool:
-    """Whether the wrapper knows the parameter by its name in the pruned form."""
+def _is_renamed(managed: Managed | None, name: str) -> bool:
+    """Whether the wrapper knows the parameter under its ``_orig`` name."""
     return managed is not None and any(n == orig_key(name) for _, n in managed.owners)
 
 
 def _tied_places(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """Where else a parameter was pruned together with this place, and still is."""
+    """The other places of a tied parameter at which it is still pruned as one with this place."""
     present = find_hook(module, name)
     places = present[1].tied_places if present is not None else ()
     parameter = module._parameters[orig_key(name)]
@@ -202,14 +202,14 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
     _refresh_flat_weights(module, name)
 
 
-def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Any) -> None:
+def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Managed) -> None:
     original, buffer = orig_key(name), mask_key(name)
     key = live_property.shard_mask_key(name)
-    # The gathered copy, if there is one, was made without this mask.
+    # A gathered copy was made without this mask.
     managed.reshard()
     previous = owners[0].__dict__.get(key)
     shard_mask = masked_by(managed, mask)
-    # Pruned before it was wrapped, the parameter has its new name already.
+    # A parameter that was pruned before it was wrapped has its new name already.
     is_renamed = _is_renamed(managed, name)
     for owner in owners:
         if not is_renamed:
@@ -228,7 +228,7 @@ def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Any)
     shard_mask.attach()
 
 
-def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
+def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None:
     key = live_property.shard_mask_key(name)
     managed.reshard()
     owners[0].__dict__[key].detach()
@@ -243,7 +243,7 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Any) -> None:
 
 
 def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
-    """Rename in place, at its place: optimizers save their state by index."""
+    """Rename without a change of order: optimizers save their state by position."""
     if old in module.__dict__:  # FSDP1 without use_orig_params registers no parameter
         module.__dict__[new] = module.__dict__.pop(old)
         return
@@ -254,7 +254,7 @@ def _rename_parameter(module: nn.Module, old: str, new: str) -> None:
 
 
 def _refresh_flat_weights(module: nn.Module, name: str) -> None:
-    """Let a recurrent module see what now stands behind a name of its."""
+    """Update the list of weights that a recurrent module keeps."""
     if name in getattr(module, "_flat_weights_names", ()):
         setattr(module, name, getattr(module, name))
 

@@ -1,7 +1,7 @@
-"""What must hold before a mask is put on a module, taken off it, or cut into shards.
+"""Checks before a mask is attached to a module, detached from it, or cut into shards.
 
-Every check raises before anything changes, with the parameter's name. They run on one rank
-alone: where several ranks act together, the caller shares the error.
+Every check raises before anything changes, and names the parameter. The checks do not
+communicate: where several ranks act together, the caller shares the error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,12 @@ _pruned_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def check_state(module: nn.Module, name: str) -> None:
-    """Raise if ``module.<name>`` is pruned, but not as this library leaves it.
+    """Raise if ``module.<name>`` is pruned, but not in the form of this library.
 
     Raises:
-        RuntimeError: its mask is gone.
+        RuntimeError: its mask was deleted.
         ValueError: torch.nn.utils.prune has pruned it. Two hooks would multiply two masks, and
-            the one that is left after a removal fails at the next forward.
+            the hook that remains after a removal fails at the next forward.
     """
     if find_hook(module, name) is not None:
         if not isinstance(module._buffers.get(mask_key(name)), Tensor):
@@ -55,25 +55,25 @@ def check_state(module: nn.Module, name: str) -> None:
 
 
 def check_idle(module: nn.Module, label: str) -> None:
-    """Raise inside a backward, or inside a forward that the module takes part in.
+    """Raise inside a backward, or inside a forward of the module or of one that contains it.
 
-    For parameters that FSDP gathers: their gathered copy was made with the mask in force, and
-    FSDP expects to find it as it left it.
+    For parameters that FSDP gathers: their gathered copy was made with the present mask, and
+    FSDP expects it unchanged.
 
     Raises:
         RuntimeError: names the parameter and what is running.
 
-    Cost: one look at each frame of the stack.
+    Cost: a comparison per frame of the stack.
     """
     running = None
     if torch._C._current_graph_task_id() != -1:
         running = "a backward"
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while running is None and frame is not None:
         if frame.f_code is _CALL:
-            called = frame.f_locals["self"]
-            if any(each is module for each in called.modules()):
-                running = f"the forward of {type(called).__name__}"
+            caller = frame.f_locals["self"]
+            if any(submodule is module for submodule in caller.modules()):
+                running = f"the forward of {type(caller).__name__}"
         frame = frame.f_back
     if running is not None:
         raise RuntimeError(
@@ -84,7 +84,7 @@ def check_idle(module: nn.Module, label: str) -> None:
 
 
 def check_binary(mask: Tensor, label: str) -> None:
-    """Raise if a mask has another value than 0 and 1.
+    """Raise if a mask has values other than 0 and 1.
 
     Raises:
         ValueError: names the parameter and the value.
@@ -101,7 +101,7 @@ def check_binary(mask: Tensor, label: str) -> None:
 
 
 def check_hook(hook: PruningHook, label: str) -> None:
-    """Raise if a method applies its mask in a way of its own, which only plain modules know.
+    """Raise if a method overrides apply_mask, which has no effect on sharded parameters.
 
     Raises:
         NotImplementedError: names the parameter and the method.
@@ -118,8 +118,8 @@ def check_removable(module: nn.Module, name: str) -> None:
 
     Raises:
         RuntimeError: see :func:`check_state`.
-        ValueError: the parameter is tied, and pruned differently under another name. As one
-            parameter it can hold the zeros of one mask only.
+        ValueError: the parameter is tied, and has another mask under another name. One parameter
+            can have the zeros of one mask only.
     """
     check_state(module, name)
     parameter = module._parameters.get(orig_key(name))
@@ -160,12 +160,12 @@ def check_ties(model: nn.Module) -> None:
 
 
 def check_owners(owners: Iterable[Place], name: str) -> None:
-    """Raise if a parameter that FSDP masks under all its names has other masks under some.
+    """Raise if a tied parameter that FSDP masks as one has different masks under its names.
 
-    That is so if it was pruned on a plain module, and wrapped afterwards.
+    That happens if it was pruned on a plain module, and wrapped afterwards.
 
     Args:
-        owners: (module, registered name), as the wrapper knows them.
+        owners: (module, registered name) pairs, from the wrapper's record.
 
     Raises:
         ValueError: names both.
@@ -198,7 +198,7 @@ def _different(label: str, other: str) -> ValueError:
 
 
 def _pruned_places(parameter: Tensor) -> list[Place]:
-    """Every (module, name) of this process under which a plain parameter is pruned."""
+    """Every (module, name) in this process under which a plain parameter is pruned."""
     for module in hooks.take_bound():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PruningHook):
@@ -207,19 +207,21 @@ def _pruned_places(parameter: Tensor) -> list[Place]:
                     if original not in _pruned_on:
                         _pruned_on[original] = weakref.WeakSet()
                     _pruned_on[original].add(module)
+    if parameter not in _pruned_on:
+        return []
     return [
         (module, hook._tensor_name)
-        for module in _pruned_on.get(parameter, ())
+        for module in _pruned_on[parameter]
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, PruningHook)
         and module._parameters.get(orig_key(hook._tensor_name)) is parameter
     ]
 
 
-def _is_same(mask: Any, other: Any) -> bool:
-    if mask is None or other is None:
-        return mask is other
+def _is_same(mask: Tensor | None, other: Tensor | None) -> bool:
     if mask is other:
         return True
-    held = [local_tensor(each) for each in (mask, other)]
-    return torch.equal(held[0], held[1].to(held[0].device, held[0].dtype))
+    if mask is None or other is None:
+        return False
+    mask, other = local_tensor(mask), local_tensor(other)
+    return torch.equal(mask, other.to(mask.device, mask.dtype))

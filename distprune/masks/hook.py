@@ -18,7 +18,7 @@ from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import live_property
 from distprune.torch_private.wrapper import is_managed
 
-# Modules that got a hook, or were copied with one, since somebody asked last.
+# Modules that got a hook, or were copied with one, since the last call of take_bound.
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -26,11 +26,12 @@ class PruningHook:
     """Base of every pruning method: what torch keeps in ``module._forward_pre_hooks``.
 
     Attributes:
-        _tensor_name: which parameter of the module is pruned.
-        record: what the last pruning of the parameter left; None if that is not known.
-        member: the parameter among those that it was pruned with, if that is known.
-        call_record: how the last pruning chose the mask; None if that is not known.
-        layout: how the parameter lay when the mask was put on it; None if a wrapper has it.
+        _tensor_name: name of the pruned parameter, without "_orig".
+        record: the mask that the last pruning left; None if unknown.
+        member: the parameter's entry in the group that was pruned together; None if unknown.
+        call_record: how the last pruning selected the mask; None if unknown.
+        layout: sharding of the parameter when the mask was attached; None if a wrapper manages it.
+        tied_places: every (module, name) of a tied parameter, which is pruned and removed as one.
     """
 
     _tensor_name: str
@@ -38,15 +39,16 @@ class PruningHook:
     member: Member | None = None
     call_record: CallRecord | None = None
     layout: str | None = None
-    # Of the parameter, then. (torch.utils.swap_tensors refuses what a weak reference refers to.)
-    _parameter_id: int | None = None
-    # The module that the hook is on; not pickled, bound again at the next forward.
-    _module_ref: weakref.ref[nn.Module] | None = None
-    # Every (module, name) of a tied parameter that was pruned, and is removed, as one.
     tied_places: tuple[tuple[nn.Module, str], ...] = ()
-    # Of the parameter that was looked at last: another one tells of a wrapper. None: it was told.
-    _seen: int | None = 0
-    # The DDP wrapper that was told about the mask.
+    # id of the parameter when ``layout`` was noted. An id, because torch.utils.swap_tensors refuses
+    # tensors that have weak references.
+    _parameter_id: int | None = None
+    # The module that has the hook; not pickled, but set again at the next forward.
+    _module_ref: weakref.ref[nn.Module] | None = None
+    # id of the ``_orig`` parameter at the last forward; a new id means that the module was wrapped
+    # since. None: the user has been warned.
+    _last_original_id: int | None = 0
+    # The DDP wrapper that already ignores the mask.
     _ddp_ref: weakref.ref[nn.Module] | None = None
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
@@ -61,7 +63,7 @@ class PruningHook:
                 _check_attached(module, name, shard_mask)
             return
         if is_compiling:
-            _tell_ddp()
+            _exempt_masks_from_ddp()
         else:
             self._before_forward(module)
         setattr(module, name, self.apply_mask(module))
@@ -80,7 +82,7 @@ class PruningHook:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the mask is multiplied in, as usual; if not, the method has a way of its own."""
+        """Whether the mask acts by multiplication: the method does not override apply_mask."""
         return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
 
     def bind(self, module: nn.Module) -> None:
@@ -89,48 +91,49 @@ class PruningHook:
         _bound.add(module)
 
     def note_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
-        """Remember which parameter the mask is for."""
+        """Remember the parameter to which the mask belongs, and its layout."""
         parameter = module._parameters.get(orig_key(self._tensor_name))
         self.layout = None if is_managed or parameter is None else layout_of(parameter)
         self._parameter_id = None
         self.note_again(module)
 
     def note_again(self, module: nn.Module) -> None:
-        """The same after something that may replace the parameter: loading, or moving."""
+        """Remember the parameter after it may have been replaced, by loading or moving."""
         parameter = module._parameters.get(orig_key(self._tensor_name))
         if self.layout is not None and parameter is not None:
             self._parameter_id = id(parameter)
 
     def is_another(self, parameter: Tensor) -> bool:
-        """Whether a parameter is known not to be the one that the mask is for."""
+        """Whether this is known to be another parameter than the one that was pruned."""
         return self._parameter_id not in (None, id(parameter))
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
             self.bind(module)
         original = module._parameters.get(orig_key(self._tensor_name))
-        if self._seen is not None and id(original) != self._seen:
-            self._seen = id(original)
+        if self._last_original_id is not None and id(original) != self._last_original_id:
+            self._last_original_id = id(original)
             _bound.add(module)
             self._check_wrapping(module, original)
-        _tell_ddp(self)
+        _exempt_masks_from_ddp(self)
 
     def _check_wrapping(self, module: nn.Module, original: Tensor | None) -> None:
-        """Tell those who pruned first and wrapped second what is left to do."""
+        """Warn, or raise, if the module was wrapped after it had been pruned."""
         name = self._tensor_name
         label = f"{type(module).__name__}.{name}"
         mask = module._buffers[mask_key(name)]
-        is_parallel = is_dtensor(original)
-        if is_parallel and not is_dtensor(mask):
-            raise RuntimeError(
-                f"{label} was parallelised after it had been pruned, and its mask is whole; "
-                "expected a mask that is sharded like the parameter. Call "
-                "distprune.shard_masks(model) after parallelize_module."
-            )
-        is_spread = is_parallel and mask.placements != original.placements
-        if is_spread or is_managed(module, name):
-            # FSDP registers another tensor at every forward: look no more.
-            self._seen = None
+        needs_sharding = False
+        if is_dtensor(original):
+            if not is_dtensor(mask):
+                raise RuntimeError(
+                    f"{label} was parallelised after it had been pruned, and its mask is whole; "
+                    "expected a mask that is sharded like the parameter. Call "
+                    "distprune.shard_masks(model) after parallelize_module."
+                )
+            needs_sharding = mask.placements != original.placements
+        if needs_sharding or is_managed(module, name):
+            # FSDP registers another tensor at every forward: warn only once.
+            self._last_original_id = None
             warnings.warn(
                 f"{label} was wrapped after it had been pruned: its mask is whole on every rank, "
                 "and FSDP cannot free the masked weights. Call distprune.shard_masks(model) after "
@@ -142,14 +145,14 @@ class PruningHook:
         state = self.__dict__.copy()
         state.pop("_module_ref", None)
         state.pop("_ddp_ref", None)
-        state.pop("_seen", None)
+        state.pop("_last_original_id", None)
         state.pop("_parameter_id", None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
         # [Note: deepcopy] ``module.<name>`` is a product inside the autograd graph,
         # which torch refuses to copy. A module's hooks are copied before its plain
-        # attributes, so the copied product can be entered in the memo here.
+        # attributes, so the copied product can be entered into the memo here.
         module = self._module_ref() if self._module_ref is not None else None
         in_copy = module is not None and id(module) in memo
         if in_copy:
@@ -159,6 +162,7 @@ class PruningHook:
             if isinstance(product, Tensor) and not product.is_leaf and id(product) not in memo:
                 mask = copy.deepcopy(module._buffers[mask_key(name)], memo)
                 original = copy.deepcopy(module._parameters[orig_key(name)], memo)
+                assert mask is not None and original is not None
                 memo[id(product)] = masked_product(original, mask)
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
@@ -169,7 +173,7 @@ class PruningHook:
 
 
 def layout_of(parameter: Tensor) -> str:
-    """How a parameter that no wrapper has is spread over the ranks, in words."""
+    """The sharding of a parameter that no wrapper manages, for messages and comparison."""
     if not is_dtensor(parameter):
         return "whole"
     return f"{parameter.placements} on a mesh of shape {tuple(parameter.device_mesh.shape)}"
@@ -198,38 +202,38 @@ def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
                 yield prefix, hook._tensor_name, hook
 
 
-def _tell_ddp(hook: PruningHook | None = None) -> None:
-    """Tell the DDP wrapper whose forward is running to leave the masks below it alone.
+def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
+    """Make the DDP wrapper whose forward is running ignore the masks below it.
 
     Args:
-        hook: which may know that it has been told.
+        hook: of one of these masks; records for which wrapper this is done already.
     """
     if "torch.nn.parallel.distributed" not in sys.modules:
         return
     from distprune.torch_private import ddp
 
     wrapper = ddp.active_wrapper()
-    told = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
-    if wrapper is None or told is wrapper:
+    last_wrapper = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
+    if wrapper is None or last_wrapper is wrapper:
         return
     hooks = list(named_hooks(wrapper.module))
     masks = (mask_key(f"{prefix}.{name}" if prefix else name) for prefix, name, _ in hooks)
     ddp.ignore_buffers(wrapper, masks)
-    for _, _, each in hooks:
-        each._ddp_ref = weakref.ref(wrapper)
+    for _, _, other in hooks:
+        other._ddp_ref = weakref.ref(wrapper)
 
 
-# For Dynamo: call it while tracing, and leave nothing of it in the graph. (A second model that
-# runs code compiled for a first one is not told.) The decorator for this,
+# Dynamo is to call it while tracing, and to leave nothing of it in the graph. (A second model that
+# runs code compiled for a first one is not exempted.) The decorator for this,
 # torch.compiler.assume_constant_result, imports Dynamo.
-_tell_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_exempt_masks_from_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
     if not shard_mask.is_attached():
         raise RuntimeError(
             f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "
-            "swapped behind the back of FSDP2, by .to() or to_empty() on a module that is not "
+            "replaced without FSDP2's knowledge, by .to() or to_empty() on a module that is not "
             "an FSDPModule itself. Expected the call on the FSDP root; put the mask back with "
             f"custom_from_mask(module, {name!r}, module.{mask_key(name)})."
         )

@@ -1,11 +1,12 @@
-"""After ``load_state_dict``: pruned modules take note of what was loaded into them.
+"""Update pruned modules after ``load_state_dict``.
 
-``assign=True`` puts other parameters on a module, which is no fault; and the masked weight of a
-plain module, which its hook computes before forward, would else be that of the values before.
+``assign=True`` registers new parameters, which is no error. And the masked weight of a plain
+module, which its hook computes before forward, would otherwise keep the previous values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ from distprune.torch_private import live_property
 
 
 def install(module: nn.Module) -> None:
-    """Let a module take note from now on."""
-    if not any(isinstance(each, _AfterLoading) for each in _hooks(module).values()):
-        module.register_load_state_dict_post_hook(_AfterLoading())
+    """Update the module after each ``load_state_dict`` from now on."""
+    if not any(isinstance(hook, _AfterLoading) for hook in _hooks(module).values()):
+        register: Callable[[Any], object] = module.register_load_state_dict_post_hook
+        register(_AfterLoading())
 
 
 def uninstall(module: nn.Module) -> None:
-    """Undo :meth:`install`, once the module has no mask any more."""
-    for key, each in list(_hooks(module).items()):
-        if isinstance(each, _AfterLoading) and not any(each.pruned(module)):
+    """Undo :func:`install`, once the module has no mask any more."""
+    for key, hook in list(_hooks(module).items()):
+        if isinstance(hook, _AfterLoading) and not any(hook.pruned(module)):
             del _hooks(module)[key]
 
 
@@ -39,7 +41,7 @@ class _AfterLoading:
 
     @staticmethod
     def pruned(module: nn.Module) -> list[PruningHook]:
-        """The hooks of what has a mask still."""
+        """The hooks of the parameters that still have a mask."""
         return [
             hook
             for hook in module._forward_pre_hooks.values()
@@ -49,12 +51,13 @@ class _AfterLoading:
 
 
 def _has_product(module: nn.Module, name: str) -> bool:
-    """Whether there is a masked weight, and what was loaded can be multiplied."""
+    """Whether the module has a masked weight, and its loaded factors fit each other."""
     original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
     return (
         isinstance(module.__dict__.get(name), Tensor)
         and not live_property.is_live(module, name)
         and original is not None
+        and mask is not None
         and original.shape == mask.shape
         and original.device == mask.device
         and is_dtensor(original) == is_dtensor(mask)

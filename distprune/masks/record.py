@@ -1,4 +1,4 @@
-"""What is remembered of a pruning, for comparison with what is there later."""
+"""Records of a pruning, with which ``verify`` compares the model later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MaskRecord:
-    """The mask of one whole parameter, in a few words; the same on every rank and any sharding.
+    """The mask of one whole parameter as two numbers; the same on every rank, on any sharding.
 
     Attributes:
         fingerprint: int64, as fingerprint.fingerprint_part adds it up over all shards.
@@ -26,15 +26,15 @@ class MaskRecord:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """How a parameter's mask was chosen by its last pruning, as far as that can be repeated.
+    """How the last pruning selected a parameter's mask, so that the selection can be repeated.
 
     Attributes:
-        token: the same for all parameters of one call, in one process.
-        position: of the parameter in the call's list ...
-        num_parameters: ... of so many.
-        num_pruned: elements that the call pruned, of all its parameters.
-        sample: some of this rank's values then, by which a later change is noticed.
-        obstacle: why it cannot be repeated; None if it can.
+        token: identifies the pruning call within this process.
+        position: of the parameter in the call's list.
+        num_parameters: length of that list.
+        num_pruned: elements that the call pruned in all its parameters.
+        sample: some of this rank's values at that time; shows whether the weights have changed.
+        obstacle: why the selection cannot be repeated; None if it can.
     """
 
     token: int
@@ -49,23 +49,23 @@ _tokens = itertools.count()
 
 
 def new_token() -> int:
-    """Tells one pruning call from all others of this process."""
+    """A number that identifies one pruning call within this process."""
     return next(_tokens)
 
 
 class Member:
-    """One of the parameters that were pruned together: their hooks know each other by it.
+    """One of the parameters that were pruned together; its hook refers to the others by it.
 
-    A module that is put in the place of a pruned one has no trace of a mask; only those that were
-    pruned with it can tell that one is missing.
+    A module that replaces a pruned one has no trace of a mask: that a parameter is missing shows
+    only in those that were pruned together with it.
 
     Args:
         label: the parameter's name.
-        is_full: whether that is its full name in the model.
-        module: has it; the first one if it is tied.
+        is_full: whether the label is its full name in the model.
+        module: the module that has it; the first one if the parameter is tied.
 
     Attributes:
-        group: all members, this one included; shared by them.
+        group: all members, this one included; one set, shared by all.
     """
 
     def __init__(self, label: str, is_full: bool, module: nn.Module | None) -> None:
@@ -76,20 +76,25 @@ class Member:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the module is known to exist no more."""
+        """Whether the module has been freed."""
         return self._module_ref is not None and self._module_ref() is None
 
     def forget(self) -> None:
-        """The parameter is not to be pruned any more."""
+        """Remove the parameter from its group: it need not be pruned any more."""
         self.group.discard(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy stands for another module.
+        # A copy belongs to another module.
         return self.__dict__ | {"_module_ref": None}
 
 
 def join(members: Iterable[Member], earlier: Iterable[Member | None]) -> None:
-    """Let members know each other, and those whom the earlier ones, of the same hooks, knew."""
+    """Make one group of members, and of the groups of their hooks' previous members.
+
+    Args:
+        members: of one pruning call.
+        earlier: the members that their hooks had before; each leaves its group.
+    """
     joined, replaced = set(members), [old for old in earlier if old is not None]
     for old in replaced:
         old.forget()

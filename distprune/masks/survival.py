@@ -1,11 +1,12 @@
-"""Masks outlive whatever goes through ``Module._apply``: ``to_empty()``, ``.to()``, ``.double()``.
+"""Keep masks through everything that uses ``Module._apply``: ``to_empty()``, ``.to()``, ...
 
-``to_empty()`` gives every buffer uninitialised memory. A mask of garbage would prune at
-random, or nothing, in silence; nobody but pruning itself could initialise it again.
+``to_empty()`` gives every buffer uninitialised memory. A mask of random bits would prune at
+random without an error, and only a new pruning could set it right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,17 +25,17 @@ def install(module: nn.Module, name: str) -> None:
 
 
 def uninstall(module: nn.Module) -> None:
-    """Undo :meth:`install`, once the module has no mask any more."""
+    """Undo :func:`install`, once the module has no mask any more."""
     apply = module.__dict__.get(KEY)
     if apply is not None and not apply.has_masks():
         del module.__dict__[KEY]
 
 
 class _ApplyKeepingMasks:
-    """What stands on a module in place of its method ``_apply``.
+    """Replaces the method ``_apply`` of one module.
 
-    An object and not a closure, and on the module itself and not on a subclass: it is copied
-    and pickled with the module, whose class stays what it was.
+    It is an object and not a closure, and an attribute of the module and not of a subclass, so
+    that it is copied and pickled with the module, whose class does not change.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,27 +43,28 @@ class _ApplyKeepingMasks:
         self.names: set[str] = set()
 
     def has_masks(self) -> bool:
-        """Whether one is there; stops at the first."""
+        """Whether the module has any of the masks."""
         buffers = self._module._buffers
         return any(isinstance(buffers.get(mask_key(name)), Tensor) for name in self.names)
 
     def masks(self) -> dict[str, Tensor]:
-        """The masks that are there; FSDP1 takes the parameters away during ``_apply``."""
+        """The masks that the module has. (FSDP1 removes parameters during ``_apply``.)"""
         buffers = self._module._buffers
-        keys = [mask_key(name) for name in self.names]
-        return {key: buffers[key] for key in keys if isinstance(buffers.get(key), Tensor)}
+        masks = {mask_key(name): buffers.get(mask_key(name)) for name in self.names}
+        return {key: mask for key, mask in masks.items() if isinstance(mask, Tensor)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         module = self._module
-        before = self.masks()
-        type(module)._apply(module, *args, **kwargs)
-        for key, now in self.masks().items():
-            mask = before[key]
-            if now is not mask:
-                # A meta tensor holds nothing: the mask waits where it is.
-                device = mask.device if now.is_meta else now.device
-                module._buffers[key] = mask.to(device=device, dtype=now.dtype)
+        masks = self.masks()
+        apply: Callable[..., nn.Module] = type(module)._apply
+        apply(module, *args, **kwargs)
+        for key, new_mask in self.masks().items():
+            mask = masks[key]
+            if new_mask is not mask:
+                # A meta tensor has no values: keep the mask on its device.
+                device = mask.device if new_mask.is_meta else new_mask.device
+                module._buffers[key] = mask.to(device=device, dtype=new_mask.dtype)
         for hook in module._forward_pre_hooks.values():
-            if hasattr(hook, "note_again"):  # the parameter may be another object now
+            if hasattr(hook, "note_again"):  # the parameter may be a new object
                 hook.note_again(module)
         return module

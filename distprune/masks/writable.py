@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint of the installed torch would write at a wrong place."""
+"""Refuse shards that torch.distributed.checkpoint of the installed torch would misplace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
 
 
 def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> None:
-    """Raise if DCP of this torch would write, or read, a shard of a parameter at a wrong place.
+    """Raise if DCP of this torch would write or read a shard of a parameter at a wrong offset.
 
-    That happens to FSDP2 over tensor parallelism where both cut the same dimension and do
+    That happens with FSDP2 over tensor parallelism if both shard the same dimension and do
     not divide it evenly (7 rows on a 3x2 mesh, 9 on 4x2): DCP of torch 2.13 then fails, or saves
     without an error and loses rows. Collective over ``group``.
 
@@ -37,7 +37,7 @@ def _check_boxes(model: nn.Module) -> None:
     wrong = []
     for path, module in named_modules(model):
         for name, parameter in module._parameters.items():
-            # Registered may be the gathered copy; FSDP1's records have no DTensor.
+            # What is registered may be the gathered copy; FSDP1's records have no DTensor.
             record = managed.get((id(module), name))
             parameter = getattr(record, "sharded", parameter)
             if is_dtensor(parameter) and _is_misplaced(name, parameter):
@@ -50,7 +50,7 @@ def _check_boxes(model: nn.Module) -> None:
         raise NotImplementedError(
             f"torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out of "
             f"tensor-parallel ones: {'; '.join(wrong)}. Expected a size that the mesh divides. Pad "
-            "the dimension, take another mesh, or save a consolidated state dict."
+            "the dimension, use another mesh, or save a consolidated state dict."
         )
 
 
@@ -60,9 +60,10 @@ def _is_misplaced(name: str, parameter: DTensor) -> bool:
 
     if not dcp.may_be_misplaced(parameter):
         return False
-    held = dtensor.local_shard(name, parameter, None).coordinates
+    # Per dimension, the range of global indices that this rank has.
+    ranges = dtensor.local_shard(name, parameter, None).coordinates
     sizes, offsets = dcp.written_box(parameter)
-    if 0 in sizes or not all(held):
-        return (0 in sizes) != (not all(held))
-    first = tuple(rows.start for rows in held)
-    return first != tuple(offsets) or tuple(map(len, held)) != tuple(sizes)
+    if 0 in sizes or not all(ranges):
+        return (0 in sizes) != (not all(ranges))
+    starts = tuple(indices.start for indices in ranges)
+    return starts != tuple(offsets) or tuple(map(len, ranges)) != tuple(sizes)
