@@ -38,7 +38,7 @@ from distprune.verification.records import put_records, records_of
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint import StorageReader
+    from torch.distributed.checkpoint.storage import StorageReader
 
 __all__ = [
     "check_writable",
@@ -143,18 +143,19 @@ def load(
     Cost: each rank reads the bytes that it holds, in place: no memory but the masks. The first
     rank also reads the masks of tied parameters whole.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     communicator = world(group)
-    reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
+    reader = storage_reader or FileSystemReader(checkpoint_id)
 
     def read_plan() -> tuple[list[str], list[str], bool]:
         if unmasked not in ("error", "keep", "ones"):
             raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
-        keys = reader.read_metadata().state_dict_metadata
+        entries = reader.read_metadata().state_dict_metadata
         prefix = _MODEL + "."
-        has_records = _RECORDS in keys
-        keys = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        has_records = _RECORDS in entries
+        keys = [key.removeprefix(prefix) for key in entries if key.startswith(prefix)]
         dense = [name for name in _pruned_here(model) if name in keys]
         if dense and unmasked == "error":
             raise ValueError(
@@ -186,7 +187,12 @@ def load(
     if has_records:
         state[_RECORDS] = ""
     _rename(state, as_saved)
-    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=storage_reader, process_group=group)
+    state_dict_loader.load(
+        state,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        process_group=group,
+    )
     _rename(state, {saved: name for name, saved in as_saved.items()})
     state[_MODEL].update(kept)
     _set_state_dict(model, optimizers, pruner, state)
@@ -235,12 +241,14 @@ def prepare_for_load(
 
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
     """The masks on this rank by the names of their parameters."""
-    return {
-        _join(path, hook._tensor_name): module._buffers[mask_key(hook._tensor_name)]
-        for path, module in named_modules(model)
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook) and mask_key(hook._tensor_name) in module._buffers
-    }
+    masks = {}
+    for path, module in named_modules(model):
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PruningHook):
+                mask = module._buffers.get(mask_key(hook._tensor_name))
+                if mask is not None:
+                    masks[_join(path, hook._tensor_name)] = mask
+    return masks
 
 
 def _get_state_dict(

@@ -111,7 +111,7 @@ def _stand_in(model: Any) -> Any:
 def _bare(model: Any) -> Any:
     """An object of a model's own class, with its configuration and nothing else."""
     cls = _own_class(model, sys.modules["transformers.modeling_utils"].PreTrainedModel)
-    bare = cls.__new__(cls)
+    bare: Any = object.__new__(cls)
     object.__setattr__(bare, "config", model.config)
     return bare
 

@@ -40,16 +40,17 @@ class PackedCall:
     modules: list[ModuleFile]
     paths: list[str]
 
-    def unpack(self) -> tuple[Callable, tuple, dict[str, Any]]:
-        """In the other process: import what is needed and return (fn, args, kwargs)."""
+    def unpack(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """In the other process: import the modules and return (fn, args, kwargs)."""
         sys.path[:] = self.paths
         importlib.invalidate_caches()  # files may be younger than this process
         for module in self.modules:
             _make_importable(module)
-        return pickle.loads(self.call)
+        fn, args, kwargs = pickle.loads(self.call)
+        return fn, args, kwargs
 
 
-def pack(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> PackedCall:
+def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
     """Pickle a call.
 
     Raises:
@@ -59,7 +60,7 @@ def pack(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> PackedCall:
     if not callable(fn):
         raise TypeError(f"fn={fn!r} is not callable; expected a function of a module.")
     buffer = io.BytesIO()
-    pickler = _NotingModules(buffer)
+    pickler = _ModuleRecorder(buffer)
     try:
         pickler.dump((fn, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -77,8 +78,8 @@ def pack(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> PackedCall:
     return PackedCall(buffer.getvalue(), _with_parents(pickler.modules), list(sys.path))
 
 
-class _NotingModules(pickle.Pickler):
-    """Notes the module of every function and class that it pickles by name."""
+class _ModuleRecorder(pickle.Pickler):
+    """Records the module of every function and class that it pickles by name."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
@@ -91,8 +92,8 @@ class _NotingModules(pickle.Pickler):
 
 
 def _with_parents(names: dict[str, None]) -> list[ModuleFile]:
-    """The modules and the packages around them, outermost first, as they are loaded here."""
-    found: dict[str, ModuleFile] = {}
+    """The modules and their parent packages, outermost first, as loaded in this process."""
+    files: dict[str, ModuleFile] = {}
     for name in names:
         parts = name.split(".")
         for length in range(1, len(parts) + 1):
@@ -102,46 +103,49 @@ def _with_parents(names: dict[str, None]) -> list[ModuleFile]:
             file = getattr(module, "__file__", None)
             folders = None if folders is None else [str(folder) for folder in folders]
             if file or folders:  # not built in
-                found.setdefault(part, ModuleFile(part, file, folders))
-    return list(found.values())
+                files.setdefault(part, ModuleFile(part, file, folders))
+    return list(files.values())
 
 
-def _make_importable(wanted: ModuleFile) -> None:
-    """See to it that the name stands for the same file as in the process that called."""
-    if _is_same(sys.modules.get(wanted.name), wanted):
+def _make_importable(module_file: ModuleFile) -> None:
+    """Make the module's name stand for the same file as in the calling process."""
+    name, file = module_file.name, module_file.file
+    if _is_from(sys.modules.get(name), module_file):
         return
-    sys.modules.pop(wanted.name, None)  # of an earlier call, from another file
-    if _would_find(wanted):
-        importlib.import_module(wanted.name)
-    elif wanted.file is None:  # a folder without __init__.py
-        module = types.ModuleType(wanted.name)
-        module.__path__ = wanted.folders
-        sys.modules[wanted.name] = module
+    sys.modules.pop(name, None)  # of an earlier call, from another file
+    if _would_find(module_file):
+        importlib.import_module(name)
+    elif file is None:  # a folder without __init__.py
+        module = types.ModuleType(name)
+        module.__path__ = module_file.folders or []
+        sys.modules[name] = module
     else:
         spec = importlib.util.spec_from_file_location(
-            wanted.name, wanted.file, submodule_search_locations=wanted.folders
+            name, file, submodule_search_locations=module_file.folders
         )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"module {name}: Python has no loader for {file}.")
         module = importlib.util.module_from_spec(spec)
-        sys.modules[wanted.name] = module
+        sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            del sys.modules[wanted.name]
+            del sys.modules[name]
             raise
 
 
-def _is_same(module: types.ModuleType | None, wanted: ModuleFile) -> bool:
-    return module is not None and getattr(module, "__file__", None) == wanted.file
+def _is_from(module: types.ModuleType | None, module_file: ModuleFile) -> bool:
+    return module is not None and getattr(module, "__file__", None) == module_file.file
 
 
-def _would_find(wanted: ModuleFile) -> bool:
-    """Whether an ordinary import finds that very file."""
+def _would_find(module_file: ModuleFile) -> bool:
+    """Whether an ordinary import finds exactly that file."""
     try:
-        spec = importlib.util.find_spec(wanted.name)
+        spec = importlib.util.find_spec(module_file.name)
     except (ImportError, ValueError, AttributeError):
         return False
-    return spec is not None and spec.has_location and spec.origin == wanted.file
+    return spec is not None and spec.has_location and spec.origin == module_file.file
 
 
-def _name(fn: Callable) -> str:
+def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)

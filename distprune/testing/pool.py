@@ -12,12 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distprune.testing.calls import PackedCall, RankError, pack
 from distprune.testing.worker import work
+
+if TYPE_CHECKING:
+    from distprune.testing.worker import RankConnection
 
 _GRACE = 3.0  # seconds that the other ranks get to answer once one has failed
 # A worker with more is replaced: torch 2.11 never frees a mesh that FSDP2 or tensor parallelism
@@ -35,7 +38,7 @@ _PRELOAD = [
 
 
 def run_ranks(
-    fn: Callable, world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on every rank and return the results of rank 0, 1, ...
 
@@ -88,7 +91,7 @@ def preload(*modules: str) -> None:
 @dataclass(frozen=True)
 class _Worker:
     process: Any
-    pipe: Connection
+    pipe: RankConnection
     stack_file: Path
 
     def stack(self) -> str:
@@ -105,16 +108,16 @@ class _Worker:
 class _Pool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
-        self._folder: tempfile.TemporaryDirectory | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_calls = 0
         self.has_started = False
         atexit.register(self.close)
 
     def run(self, call: PackedCall, world_size: int, timeout: float) -> list[Any]:
         __tracebackhide__ = True
-        self._start(world_size)
+        folder = self._start(world_size)
         self._num_calls += 1
-        store = Path(self._folder.name, f"store{self._num_calls}")
+        store = folder / f"store{self._num_calls}"
         try:
             for rank, worker in enumerate(self._workers[:world_size]):
                 worker.pipe.send_bytes(pickle.dumps((rank, world_size, str(store), call)))
@@ -145,7 +148,8 @@ class _Pool:
             self._folder.cleanup()
             self._folder = None
 
-    def _start(self, world_size: int) -> None:
+    def _start(self, world_size: int) -> Path:
+        """Start the workers that are missing; returns the folder for stores and stacks."""
         if any(not w.process.is_alive() or w.num_threads() > _MAX_THREADS for w in self._workers):
             self.close()
         context = multiprocessing.get_context("forkserver")
@@ -153,24 +157,27 @@ class _Pool:
         self.has_started = True
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        folder = Path(self._folder.name)
         while len(self._workers) < world_size:
-            stack_file = Path(self._folder.name, f"stack{len(self._workers)}")
+            stack_file = folder / f"stack{len(self._workers)}"
             pipe, far_end = context.Pipe()
             process = context.Process(target=work, args=(far_end, str(stack_file)), daemon=True)
             process.start()
             far_end.close()
             self._workers.append(_Worker(process, pipe, stack_file))
+        return folder
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str, Any]]:
         """Answers by rank; a rank that died or ran out of time has none."""
-        pending = {self._workers[rank].pipe: rank for rank in range(world_size)}
+        pending: dict[object, int] = {self._workers[rank].pipe: rank for rank in range(world_size)}
         deadline = time.monotonic() + timeout
-        answers = {}
+        answers: dict[int, tuple[str, Any]] = {}
         while pending and (left := deadline - time.monotonic()) > 0:
-            for pipe in wait(list(pending), left):
+            pipes = [self._workers[rank].pipe for rank in pending.values()]
+            for pipe in wait(pipes, left):
                 rank = pending.pop(pipe)
                 with contextlib.suppress(EOFError, OSError):
-                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                    answers[rank] = pickle.loads(self._workers[rank].pipe.recv_bytes())
                 if answers.get(rank, ("error",))[0] == "error":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         return answers

@@ -27,8 +27,12 @@ import sys
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 from distprune.testing.calls import PackedCall
+
+if TYPE_CHECKING:
+    RankConnection = Connection[Any, Any]
 
 # Private functions of torch, by module; a torch that lacks one has no such cache.
 _DTENSOR_CACHES = {
@@ -41,7 +45,7 @@ _DTENSOR_CACHES = {
 }
 
 
-def work(pipe: Connection, stack_file: str) -> None:
+def work(pipe: RankConnection, stack_file: str) -> None:
     """Answer calls until the other end closes; SIGUSR1 writes the stack to a file."""
     import torch
 
@@ -63,23 +67,24 @@ def clear_dtensor_caches() -> None:
         return
     for module, functions in _DTENSOR_CACHES.items():
         for path in functions:
-            found = None
+            function: Any = None
             with contextlib.suppress(ImportError):
-                found = importlib.import_module(module)
+                function = importlib.import_module(module)
             for attribute in path.split("."):
-                found = getattr(found, attribute, None)
-            if found is not None:
-                found()
+                function = getattr(function, attribute, None)
+            if function is not None:
+                function()
 
 
 def _answer(rank: int, world_size: int, store: str, call: PackedCall) -> bytes:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore  # torch.distributed does not declare it
 
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(minutes=5),
