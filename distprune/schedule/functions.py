@@ -1,9 +1,9 @@
-"""How sparse a model is to be at which step: pure functions, without a model or a rank.
+"""Schedules: the sparsity of a model at each step, as pure functions without a model or a rank.
 
 [Note: steps] Steps are counted from 0, as ``enumerate(loader)`` counts them: the first
-``ScheduledPruner.step()`` is that of step 0. A schedule names steps at which a pruning is
-*due*. The sparsity is of the total: of all elements of the parameters, each counted once,
-pruned or not. It holds from a due step on until the next.
+``ScheduledPruner.step()`` is step 0. At some steps a pruning is *due*. The sparsity is a share
+of all elements of the parameters, each counted once, pruned or not. It holds from a due step until
+the next.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Schedule(ABC):
 
     @abstractmethod
     def sparsity_at(self, step: int) -> float:
-        """The share of all elements that is to be pruned from ``step`` on, until the next due one.
+        """The share of all elements to be pruned, from ``step`` until the next due step.
 
-        0.0 before the first due step.
+        It is 0.0 before the first due step.
         """
 
     @property
     @abstractmethod
     def ends_at(self) -> float | None:
-        """What :meth:`sparsity_at` comes to in the end; None if that cannot be told."""
+        """The final value of :meth:`sparsity_at`; None if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class OneShot(Schedule):
     """Prunes once.
 
     Args:
-        step: when, counted from 0.
-        sparsity: of the total, in [0, 1].
+        step: the due step, counted from 0.
+        sparsity: share of all elements, in [0, 1].
 
     Raises:
         TypeError, ValueError: a value of a wrong type, or out of range.
@@ -67,7 +67,7 @@ class OneShot(Schedule):
 
 @dataclass(frozen=True)
 class _Ramp(Schedule):
-    """From one sparsity to another; due at begin, every ``frequency`` steps, and at end."""
+    """Raises the sparsity; due at ``begin``, every ``frequency`` steps, and at ``end``."""
 
     begin: int
     end: int
@@ -91,7 +91,7 @@ class _Ramp(Schedule):
     def sparsity_at(self, step: int) -> float:
         if step < self.begin:
             return 0.0
-        # Exact at both ends, whatever the formula rounds to.
+        # Exact at both ends, regardless of rounding in the formula.
         if step >= self.end:
             return self.final_sparsity
         due = _last_due(step, self.begin, self.end, self.frequency)
@@ -106,7 +106,7 @@ class _Ramp(Schedule):
 
     @abstractmethod
     def _between(self, progress: float) -> float:
-        """The sparsity at a share of the way, in [0, 1)."""
+        """The sparsity at ``progress``, the share of steps from begin to end, in [0, 1)."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,12 @@ class Linear(_Ramp):
     """Raises the sparsity by equal amounts.
 
     Args:
-        begin: first due step; ``initial_sparsity`` holds from there on.
-        end: last due step, whether or not a multiple of ``frequency`` away;
-            ``final_sparsity`` holds from there on, exactly. With ``begin`` the only one.
+        begin: first due step; ``initial_sparsity`` holds from this step.
+        end: last due step, even if ``end - begin`` is no multiple of ``frequency``;
+            ``final_sparsity`` holds exactly from this step. If it equals ``begin``, it is the only
+            due step.
         frequency: steps from one due step to the next.
-        final_sparsity, initial_sparsity: of the total, in [0, 1], not decreasing.
+        final_sparsity, initial_sparsity: shares of all elements, in [0, 1], not decreasing.
 
     Raises:
         TypeError, ValueError: a value of a wrong type, or out of range.
@@ -130,7 +131,7 @@ class Linear(_Ramp):
 
 @dataclass(frozen=True)
 class Cubic(_Ramp):
-    """Raises the sparsity fast at first, while there is much to spare, and slower and slower.
+    """Raises the sparsity fast at first, and ever more slowly.
 
     s_f + (s_i - s_f) * (1 - (t - begin) / (end - begin))^3 at due step t.
 
@@ -155,12 +156,13 @@ class Function(Schedule):
     """A function of the step.
 
     Args:
-        fn: called with a due step (an int); returns the sparsity, of the total, in
-            [0, 1]. It has to return the same on every rank. Where it decreases nothing is
-            pruned, and what is pruned stays so. A saved state knows it by its name alone.
+        fn: called with a due step (an int); returns the sparsity, a share of all elements, in
+            [0, 1]. It has to return the same on every rank. Where it decreases, nothing is
+            pruned, and pruned elements stay pruned. A saved state identifies it by its name only.
         frequency: steps from one due step to the next.
         begin: first due step.
-        end: last due step, whether or not a multiple of ``frequency`` away; None: there is none.
+        end: last due step, even if ``end - begin`` is no multiple of ``frequency``; None: there is
+            none.
 
     Raises:
         TypeError, ValueError: a value of a wrong type, or out of range; from ``sparsity_at``
@@ -194,14 +196,14 @@ class Function(Schedule):
         return None
 
     def __repr__(self) -> str:
-        # Without the address that a function's own repr has: equal on every rank and in every run.
+        # Without the address in a function's own repr: equal on every rank and in every run.
         name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
         rest = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:])
         return f"Function(fn={name}, {rest})"
 
 
 def _check_steps(schedule: Schedule, **lowest: int) -> None:
-    """Check fields that are numbers of steps; numpy's become int, so that a repr is one for all."""
+    """Check fields that are numbers of steps; makes them Python ints, so that reprs are equal."""
     for name, least in lowest.items():
         value = getattr(schedule, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):

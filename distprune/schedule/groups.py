@@ -1,4 +1,4 @@
-"""Parameter groups of a pruner: what shares a budget, and the bounds that apply at a step."""
+"""Parameter groups of a pruner, each with a budget, and the bounds that apply at a step."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Group:
             ``ScheduledPruner``.
 
     Attributes:
-        names: full names, or the best that is known, per pair.
-        target: the sparsity in force, of the total.
+        names: per pair, the full name, or the parameter's name and position if that is unknown.
+        target: the present sparsity target, a share of all elements.
 
     Raises:
         ValueError: bounds that the end of the schedule cannot meet.
@@ -61,7 +61,7 @@ class Group:
             self._settle(self._bounded())
 
     def join_stages(self, entries: Sequence[ParameterReport]) -> None:
-        """Learn of the parameters of other ranks, under ``pipeline_parallel``.
+        """Under ``pipeline_parallel``, take the parameters of other ranks into account.
 
         Raises:
             ValueError: bounds that the end of the schedule cannot meet.
@@ -76,7 +76,7 @@ class Group:
         self._check_end()
 
     def _bounded(self) -> list[Bounded]:
-        """A tied parameter is one, under several pairs; in the order of a report."""
+        """The parameters in the order of a report; a tied one is one entry with several pairs."""
         reader = ShardReader()
         tied: dict[Hashable, list[int]] = {}
         sizes: dict[Hashable, int] = {}
@@ -102,18 +102,18 @@ class Group:
         return sum(self._sizes)
 
     def target_at(self, step: int) -> float:
-        """What is to hold at a due step: the schedule's sparsity, but never less than before."""
+        """The sparsity at a due step: the schedule's, but never less than the present target."""
         return max(self.target, self.schedule.sparsity_at(step))
 
     def num_to_prune(self, target: float, entries: Sequence[ParameterReport]) -> int:
-        """How many elements a target is away from what is pruned; below 0 if beyond it."""
+        """Elements to prune to reach a target; negative if more are pruned already."""
         return self._count(target) - sum(entry.num_pruned for entry in entries)
 
     def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
-        """Whether a target does not suffice for all floors yet, but may later.
+        """Whether a target is smaller than the sum of the floors, but may still grow.
 
-        Then no parameter is to be pruned beyond its floor: so the target suffices as soon as
-        it is no smaller than the floors together.
+        Then no parameter is pruned beyond its floor, so that the floors hold as soon as the target
+        is no smaller than their sum.
         """
         end = self.schedule.ends_at
         if self._bounds is None or (end is not None and target >= end):
@@ -132,10 +132,10 @@ class Group:
         return {FLOOR: self._by_key(lowest), CEILING: self._by_key(highest)}
 
     def to_state(self) -> dict[str, Any]:
-        """Plain Python values: what this group is, and how far it has come."""
+        """The group's schedule, parameters and target, as plain Python values."""
         return {
             "schedule": repr(self.schedule),
-            # Under pipeline_parallel every rank has other ones, and one state is saved.
+            # Under pipeline_parallel the ranks have different ones, and one state is saved.
             "parameters": [] if self._is_joined else list(self.names),
             "sparsity": self.target,
         }
@@ -160,64 +160,65 @@ class Group:
 
 
 def make_groups(parameters: Iterable[Any], defaults: Mapping[str, Any]) -> list[Group]:
-    """Groups from (module, name) pairs, which are one, or from dicts, which are one each.
+    """One group from (module, name) pairs, or one group from each of several dicts.
 
     Args:
         parameters: as for ``ScheduledPruner``.
         defaults: the other arguments of :class:`Group`, for dicts that leave them out.
 
     Raises:
-        TypeError, ValueError, AttributeError: something is malformed; says what.
+        TypeError, ValueError, AttributeError: an entry is malformed; says how.
     """
     entries = list(parameters)
     if not any(isinstance(entry, Mapping) for entry in entries):
         entries = [{"parameters": entries}]
-    groups = [_make_group(which, entry, defaults) for which, entry in enumerate(entries)]
+    groups = [_make_group(position, entry, defaults) for position, entry in enumerate(entries)]
     owner: dict[Hashable, int] = {}
     reader = ShardReader()
-    for which, group in enumerate(groups):
+    for position, group in enumerate(groups):
         for name, pair in zip(group.names, group.parameters, strict=True):
             key, _ = reader.identity(*pair)
-            other = owner.setdefault(key, which)
-            if other != which:
+            other = owner.setdefault(key, position)
+            if other != position:
                 raise ValueError(
-                    f"{name} is in parameters[{other}] and in parameters[{which}]; expected "
+                    f"{name} is in parameters[{other}] and in parameters[{position}]; expected "
                     "every parameter in one group, as each group has a budget of its own."
                 )
     return groups
 
 
-def _make_group(which: int, entry: Any, defaults: Mapping[str, Any]) -> Group:
+def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group:
     if not isinstance(entry, Mapping):
         raise TypeError(
-            f"parameters[{which}] is a {type(entry).__name__} among dicts; expected either "
+            f"parameters[{position}] is a {type(entry).__name__} among dicts; expected either "
             "(module, name) pairs or dicts that have them as 'parameters'."
         )
-    known = [name for name in defaults if name != "pipeline_parallel"]
-    if not set(entry) <= {"parameters", *known} or "parameters" not in entry:
+    options = [name for name in defaults if name != "pipeline_parallel"]
+    if not set(entry) <= {"parameters", *options} or "parameters" not in entry:
         raise ValueError(
-            f"parameters[{which}] has the keys {list(entry)}; expected 'parameters', and "
-            f"perhaps {', '.join(map(repr, known))}."
+            f"parameters[{position}] has the keys {list(entry)}; expected 'parameters', and "
+            f"perhaps {', '.join(map(repr, options))}."
         )
     values = {**defaults, **entry, "parameters": list(entry["parameters"])}
     if not isinstance(values["schedule"], Schedule):
         raise TypeError(
-            f"the schedule of parameters[{which}] is {values['schedule']!r}; expected one of "
+            f"the schedule of parameters[{position}] is {values['schedule']!r}; expected one of "
             "distprune.schedule, such as Cubic(...)."
         )
     for pair in values["parameters"]:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(
-                f"parameters[{which}] has {pair!r} in it; expected (module, name) pairs, as "
+                f"parameters[{position}] has {pair!r} in it; expected (module, name) pairs, as "
                 "select(model) makes them."
             )
     if not values["parameters"] and not values["pipeline_parallel"]:
         raise ValueError(
-            f"parameters[{which}] has no parameters; expected at least one (module, name) pair."
+            f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
         )
     return Group(**values)
 
 
 def _places(pair: Pair) -> list[Pair]:
-    """Every (module, name) of a parameter that ``select`` found tied; else the pair itself."""
-    return [tuple(place) for place in getattr(pair, "places", (pair,))]
+    """Every (module, name) of a tied parameter from ``select``; otherwise the pair itself."""
+    places: Iterable[Pair] = getattr(pair, "places", (pair,))
+    return [(module, name) for module, name in places]

@@ -1,9 +1,8 @@
-"""ScheduledPruner: one object that follows a schedule in a training loop or a callback."""
+"""ScheduledPruner: prunes by a schedule, in a training loop or a callback."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
 from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
-from distprune.selection.within_bounds import FLOOR
+from distprune.schedule.reports import merged, with_floors
+from distprune.schedule.states import check_state
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 
@@ -37,15 +37,14 @@ Scores = Mapping[tuple[nn.Module, str], Tensor]
 class ScheduledPruner:
     """Prunes a model by a schedule, one ``step()`` after each step of the optimizer.
 
-    At a step that is due the schedule's sparsity, which is of the total, becomes an exact
-    count: round(sparsity * elements), halves to even, less what the masks in force prune
+    At a due step the schedule's sparsity, a share of all elements, becomes an exact
+    count: round(sparsity * elements), halves to even, minus the elements that the masks prune
     already. So the sparsity never decreases, and a model that was pruned before, or loaded
-    with its masks, is brought to the target from where it is; where it is at or beyond it,
-    nothing happens. Every element counts once: shards, replicas and tied parameters too.
+    with its masks, is pruned further to the target; if it has reached the target,
+    nothing happens. Every element counts once, in shards, replicas and tied parameters too.
 
-    Call it on every rank, with the same arguments, once for each step of the optimizer
-    (under gradient accumulation: not for the micro-batches between), and save its state
-    after its step::
+    Call ``step`` on every rank, once for each step of the optimizer (under gradient
+    accumulation: not for every micro-batch), and save the state after it::
 
         for step, batch in enumerate(loader):
             ...
@@ -53,29 +52,29 @@ class ScheduledPruner:
             report = pruner.step()
 
     Args:
-        parameters: (module, name) pairs, as ``select`` lists them; or, for budgets of their
-            own, dicts with "parameters" and, where they differ from the arguments below,
+        parameters: (module, name) pairs, as ``select`` lists them; or, for groups with budgets of
+            their own, dicts with "parameters" and, where they differ from the arguments below,
             "schedule", "pruning_method", "min_sparsity" and "max_sparsity", like the param
             groups of an optimizer.
-        schedule: what is due when; may be left out if every group has one.
-        pruning_method: a class, as for ``global_unstructured``; is given the count as ``amount``.
+        schedule: the sparsity at each step; may be left out if every group has one.
+        pruning_method: a class, as for ``global_unstructured``; its ``amount`` is the count.
         importance_scores: as for ``global_unstructured``: a mapping, or a function without
-            arguments that returns one. It is called when something is about to be pruned, on
-            every rank, so that it may communicate.
+            arguments that returns one. It is called on every rank before each pruning, so that it
+            may communicate.
         group: the ranks that take part; every rank by default.
         min_sparsity, max_sparsity: floors and ceilings of single parameters, as for
-            ``global_unstructured``. While a growing target is smaller than the floors together,
+            ``global_unstructured``. While a growing target is smaller than the sum of the floors,
             no parameter is pruned beyond its floor; so the floors hold as soon as the target
-            suffices for them. That it does in the end, and that the ceilings leave enough, is
-            checked here (but for a :class:`Function`, whose end is not known).
+            is large enough. The constructor checks that the final target is, and that the ceilings
+            leave enough (except for a :class:`Function`, whose end is unknown).
         pipeline_parallel: the ranks have different parameters, with full names, as for
-            ``global_unstructured``. Bounds go by full name, and are checked at the first
+            ``global_unstructured``. Bounds are given by full name, and are checked at the first
             pruning.
-        verify_every: after every so many steps, whether or not anything was due, check that the
-            masks act, and are those that the last pruning left: see ``verify``. None: never.
+        verify_every: number of steps after which to check, whether or not anything was due, that
+            the masks act, and are those that the last pruning left: see ``verify``. None: never.
 
     Attributes:
-        num_steps: how often ``step()`` was called; the next call is step number ``num_steps``.
+        num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
 
     Raises:
         TypeError, ValueError: arguments of a wrong type; a parameter in two groups; bounds that
@@ -127,25 +126,25 @@ class ScheduledPruner:
         self._last_reports: tuple[PruningReport | None, ...] = (None,) * len(self._groups)
 
     def step(self) -> PruningReport | None:
-        """Prune what is due after this step of the optimizer.
+        """Prune if a pruning is due after this step of the optimizer.
 
         Returns:
-            What was pruned; None if nothing was. The report of several groups lists the
-            parameters of all that were pruned now, and has no threshold, as each group has its
-            own: see :attr:`last_reports`.
+            A report; None if nothing was pruned. The report of several groups lists the
+            parameters of all groups that were pruned now, and has no threshold, because each group
+            has its own: see :attr:`last_reports`.
 
         Raises:
             ValueError: the ranks are at different steps, or have different schedules or
                 targets; a function of the step that returns no sparsity.
             Exception: as ``global_unstructured``, on every rank. The step does not count then,
-                and no group has changed but those before the one that failed: a second call
-                takes up where the first one stopped.
+                and only groups before the one that failed have changed: a second call
+                continues where the first one stopped.
             VerificationError: see ``verify_every``; on every rank. The step counts, and its
                 pruning is done.
 
-        Cost: nothing at a step that is not due, so ranks are only compared where all
-        of them prune. A rank that is at another step, where nothing is due, is not
-        noticed here: the others wait for it until the process group's timeout. At a due step
+        Cost: nothing at a step that is not due, so the ranks are only compared where all
+        of them prune. If one rank is at another step, where nothing is due, the others wait
+        for it until the process group's timeout. At a due step
         one read of the masks, two small all-reduces, and a global pruning.
         """
         reports = tuple(
@@ -159,13 +158,13 @@ class ScheduledPruner:
         if self._verify_every is not None and self.num_steps % self._verify_every == 0:
             self.verify()
         done = [report for report in reports if report is not None]
-        return _merged(done) if done else None
+        return merged(done) if done else None
 
     def verify(self) -> VerificationReport:
         """Check the masks of the parameters now; see :func:`distprune.verify`. Collective.
 
-        Every parameter of a group that this object has pruned has to be pruned. What only the
-        whole model shows, such as a module that was replaced in it, is left to ``verify(model)``.
+        Every parameter of a group that this object has pruned has to be pruned. Problems that only
+        the whole model shows, such as a replaced module, are left to ``verify(model)``.
 
         Returns:
             A report, the same on every rank.
@@ -182,7 +181,7 @@ class ScheduledPruner:
 
     @property
     def pruned_parameters(self) -> list[tuple[nn.Module, str]]:
-        """Those of ``parameters`` in the groups that this object has pruned."""
+        """The (module, name) pairs of the groups that this object has pruned."""
         groups = zip(self._groups, self._has_pruned, strict=True)
         return [pair for group, has_pruned in groups if has_pruned for pair in group.parameters]
 
@@ -193,7 +192,7 @@ class ScheduledPruner:
 
     @property
     def sparsity(self) -> float:
-        """The target in force, of the total of all groups: 0.0 until a pruning was due."""
+        """The present target, a share of all groups' elements; 0.0 until a pruning was due."""
         if len(self._groups) == 1:
             return self._groups[0].target
         total = sum(group.num_elements for group in self._groups)
@@ -201,13 +200,13 @@ class ScheduledPruner:
 
     @property
     def last_reports(self) -> tuple[PruningReport | None, ...]:
-        """What the last ``step()`` pruned, per group."""
+        """The reports of the last ``step()``, per group; None for groups that were not due."""
         return self._last_reports
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in plain Python values; the same on every rank.
 
-        The masks are the model's: save its state dict with this one.
+        The masks belong to the model: save its state dict together with this one.
         """
         return {
             "num_steps": self.num_steps,
@@ -215,26 +214,26 @@ class ScheduledPruner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where a pruner with the same schedules and parameters was saved.
+        """Load the state of a pruner with the same schedules and parameters.
 
         Raises:
-            ValueError: it was saved with other schedules or parameters; says which. Nothing has
+            ValueError: the state has other schedules or parameters; says which. Nothing has
                 changed then.
         """
-        _check_state(state, self.state_dict())
+        check_state(state, self.state_dict())
         self.num_steps = int(state["num_steps"])
         for group, saved in zip(self._groups, state["groups"], strict=True):
             group.target = float(saved["sparsity"])
 
     def remove(self) -> None:
-        """Make all pruning of the parameters final: ordinary ones with zeros in them.
+        """Make the pruning final: the parameters become ordinary ones with zeros.
 
-        Local on every rank. For when the schedule is over: a later pruning would
+        Local on every rank. Call it when the schedule is over: a later pruning would
         rank the zeros like any other value.
 
         Raises:
-            ValueError: a tied parameter that is pruned differently under its names, by another
-                call than this pruner's.
+            ValueError: a tied parameter has different masks under its names, from a call outside
+                this pruner.
             RuntimeError: as ``remove``. No parameter has changed then.
         """
         pairs = [(unwrap(m), name) for each in self._groups for m, name in each.places]
@@ -243,7 +242,7 @@ class ScheduledPruner:
             check_removable(module, name)
         self._has_pruned = [False] * len(self._groups)
         for module, name in pairs:
-            # Else removed with a parameter that it is tied to.
+            # It may have been removed with a parameter to which it is tied.
             if find_hook(module, name) is not None:
                 remove(module, name)
 
@@ -257,7 +256,7 @@ class ScheduledPruner:
             target = group.target_at(self.num_steps)
             return ParameterArguments(
                 parameters=group.parameters,
-                # Whatever decides if a rank goes on to the next collective.
+                # Everything that decides whether a rank takes part in the next collective.
                 facts=[
                     ("step of the schedule", str(self.num_steps)),
                     ("parameter group", f"{position} of {len(self._groups)}"),
@@ -291,11 +290,10 @@ class ScheduledPruner:
         if not is_growing:
             return report
         # While the target grows, floors are passed as ceilings; report them as min_sparsity.
-        entries = tuple(replace(e, held_at=e.held_at and FLOOR) for e in report.parameters)
-        return replace(report, parameters=entries)
+        return with_floors(report)
 
     def _scores(self, position: int, communicator: Communicator) -> Scores | None:
-        """The scores of a group: one mapping serves all groups."""
+        """The scores of one group, from the mapping for all groups."""
         scores = self._importance_scores
         if scores is not None and not isinstance(scores, Mapping):
             scores = communicator.run(scores)
@@ -304,48 +302,3 @@ class ScheduledPruner:
             place for i, group in enumerate(self._groups) if i != position for place in group.places
         ]
         return without_others(scores, mine, others)
-
-
-def _check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    if not set(present) <= set(saved):
-        raise ValueError(
-            f"the state has the keys {list(saved)}; expected {list(present)}, as state_dict() of a "
-            "ScheduledPruner has them."
-        )
-    if len(saved["groups"]) != len(present["groups"]):
-        raise ValueError(
-            f"the state has {len(saved['groups'])} parameter groups and this pruner "
-            f"{len(present['groups'])}; expected the groups that it was saved with."
-        )
-    for position, (old, new) in enumerate(zip(saved["groups"], present["groups"], strict=True)):
-        if old["schedule"] != new["schedule"]:
-            raise ValueError(
-                f"the state of group {position} was saved with schedule {old['schedule']}, and "
-                f"this pruner has {new['schedule']}; expected the same one."
-            )
-        if old["parameters"] != new["parameters"]:
-            lost = [name for name in old["parameters"] if name not in new["parameters"]]
-            added = [name for name in new["parameters"] if name not in old["parameters"]]
-            raise ValueError(
-                f"the state of group {position} was saved with other parameters: only in the "
-                f"state: {', '.join(lost) or '(none)'}; only in this pruner: "
-                f"{', '.join(added) or '(none)'}; expected the same ones, in the same order."
-            )
-
-
-def _merged(reports: Sequence[PruningReport]) -> PruningReport:
-    """One report for the groups that were pruned at a step."""
-    if len(reports) == 1:
-        return reports[0]
-    return PruningReport(
-        method=", ".join(dict.fromkeys(report.method for report in reports)),
-        amount=sum(int(report.amount or 0) for report in reports),
-        parameters=tuple(entry for report in reports for entry in report.parameters),
-        threshold=None,
-        num_ties=0,
-        num_ties_pruned=0,
-        num_ranks=reports[0].num_ranks,
-        num_collectives=sum(report.num_collectives for report in reports),
-        bytes_sent=sum(report.bytes_sent for report in reports),
-        seconds=sum(report.seconds for report in reports),
-    )
