@@ -1,16 +1,16 @@
-"""Hugging Face Accelerate: find out that a run is what it was asked to be.
+"""Hugging Face Accelerate: check that a run is distributed as requested.
 
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
     check_wrapping(accelerator, model)
     pruner = schedule.ScheduledPruner(prune.select(model), plan)  # after prepare
 
-[Note: silent fallbacks] Accelerate (1.15) does not say when it runs something else than it
-was asked for. It has no FSDP on the CPU: a plugin is ignored there, and the model becomes
+[Note: silent fallbacks] Accelerate (1.15) does not say when it runs something other than
+requested. It has no FSDP on the CPU: a plugin is ignored there, and the model becomes
 DDP. On a machine without an accelerator, ``accelerate launch --use_fsdp --num_processes 2``
-is two runs of one process each, and ``accelerate launch --cpu --num_processes 2`` is one.
-All of them train, and prune, something. Nothing of accelerate is imported here: what it was
-asked for stands in the environment, and what it does in the accelerator and the model.
+starts two runs of one process each, and ``accelerate launch --cpu --num_processes 2`` starts one.
+All of them train and prune without an error. This module does not import accelerate: the
+environment tells what was requested, and the accelerator and the model what is running.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "tp": "tensor parall
 def check_wrapping(
     accelerator: Accelerator, model: nn.Module, *, num_processes: int | None = None
 ) -> str:
-    """Stop a run in which accelerate silently did something else than it was asked for.
+    """Raise if accelerate silently did something other than requested.
 
-    What was asked for is read from the environment that ``accelerate launch``, torchrun and
-    ``Accelerator(fsdp_plugin=...)`` leave. See [Note: silent fallbacks].
+    The request is read from the environment that ``accelerate launch``, torchrun and
+    ``Accelerator(fsdp_plugin=...)`` set. See [Note: silent fallbacks].
 
     Args:
-        accelerator: that prepared the model.
-        model: what ``accelerator.prepare`` returned.
-        num_processes: how many processes were asked for, where the environment does not tell
-            (``accelerate launch --cpu`` does not); by default WORLD_SIZE, if set.
+        accelerator: the one that prepared the model.
+        model: the model that ``accelerator.prepare`` returned.
+        num_processes: the requested number of processes, if the environment does not contain it
+            (as with ``accelerate launch --cpu``); by default WORLD_SIZE, if set.
 
     Returns:
-        How the model is spread: "fsdp2", "fsdp1", "ddp", "tp", "fsdp2+tp", or "plain" for one
+        How the model is distributed: "fsdp2", "fsdp1", "ddp", "tp", "fsdp2+tp", or "plain" for one
         process.
 
     Raises:
-        RuntimeError: with what was asked for, what it is, and what to do. On every rank: all of
-            them have the same environment.
+        RuntimeError: names the request, what is running, and what to do. It is raised on every
+            rank, because all have the same environment.
         NotImplementedError: DeepSpeed, Megatron-LM or XLA, which distprune does not prune.
-        TypeError: ``accelerator`` is none.
+        TypeError: ``accelerator`` is no Accelerator.
 
     Cost: one walk over the modules; no communication.
     """
@@ -69,37 +69,38 @@ def check_wrapping(
             "tensor parallelism. Choose another distributed_type in accelerate's config."
         )
     fsdp = _requested_fsdp(accelerator)
-    num_asked = num_processes or int(os.environ.get("WORLD_SIZE", 0)) or None
-    found = _found(model)
-    _check_processes(accelerator, kind, fsdp, num_asked)
-    is_right = found.split("+")[0] == fsdp if fsdp in ("fsdp1", "fsdp2") else "fsdp" in found
+    num_requested = num_processes or int(os.environ.get("WORLD_SIZE", 0)) or None
+    wrapping = _wrapping(model)
+    _check_processes(accelerator, kind, fsdp, num_requested)
+    version_is_known = fsdp in ("fsdp1", "fsdp2")
+    is_right = wrapping.split("+")[0] == fsdp if version_is_known else "fsdp" in wrapping
     if fsdp is not None and not is_right:
         raise RuntimeError(
             f"accelerate was asked for {_NAMES.get(fsdp, 'FSDP')} and runs as {kind}: the model "
-            f"is {_described(found, model)}. {_way_out(accelerator, kind)}"
+            f"is {_described(wrapping, model)}. {_way_out(accelerator, kind)}"
         )
-    if accelerator.num_processes > 1 and found == "plain":
+    if accelerator.num_processes > 1 and wrapping == "plain":
         raise RuntimeError(
             f"the model is a plain {type(model).__name__} on each of "
             f"{accelerator.num_processes} processes, which would train apart; expected what "
             "accelerator.prepare(model, optimizer) returned."
         )
     tp_size = _requested_tp(accelerator)
-    if tp_size > 1 and "tp" not in found.split("+"):
+    if tp_size > 1 and "tp" not in wrapping.split("+"):
         raise RuntimeError(
             f"accelerate was asked for tensor parallelism over {tp_size} ranks, and the model is "
-            f"{_described(found, model)}, without tensor parallelism. Accelerate does not add it: "
-            'load the model with from_pretrained(..., tp_plan="auto") or call parallelize_module, '
-            "both before accelerator.prepare."
+            f"{_described(wrapping, model)}, without tensor parallelism. Accelerate does not add "
+            'it: load the model with from_pretrained(..., tp_plan="auto") or call '
+            "parallelize_module, both before accelerator.prepare."
         )
-    return found
+    return wrapping
 
 
 def _requested_fsdp(accelerator: Accelerator) -> str | None:
-    """'fsdp1', 'fsdp2', 'fsdp' where the version is not known; None if it was not asked for."""
+    """'fsdp1', 'fsdp2', or 'fsdp' if the version is unknown; None if FSDP was not requested."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    is_asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
-    if plugin is None and not is_asked:
+    is_requested = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+    if plugin is None and not is_requested:
         return None
     # A plugin that accelerate ignores is not kept; it leaves ACCELERATE_USE_FSDP, not the version.
     version = getattr(plugin, "fsdp_version", None) or os.environ.get("FSDP_VERSION", "")
@@ -108,27 +109,27 @@ def _requested_fsdp(accelerator: Accelerator) -> str | None:
 
 def _requested_tp(accelerator: Accelerator) -> int:
     config = getattr(accelerator, "parallelism_config", None)
-    asked = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1) if config is None else config.tp_size
-    return int(asked)
+    size = os.environ.get("PARALLELISM_CONFIG_TP_SIZE", 1) if config is None else config.tp_size
+    return int(size)
 
 
 def _check_processes(
-    accelerator: Accelerator, kind: str, fsdp: str | None, num_asked: int | None
+    accelerator: Accelerator, kind: str, fsdp: str | None, num_requested: int | None
 ) -> None:
-    if num_asked is None or accelerator.num_processes == num_asked:
+    if num_requested is None or accelerator.num_processes == num_requested:
         return
-    asked = f"{num_asked} processes" + (f" with {_NAMES.get(fsdp, 'FSDP')}" if fsdp else "")
+    request = f"{num_requested} processes" + (f" with {_NAMES.get(fsdp, 'FSDP')}" if fsdp else "")
     if accelerator.num_processes == 1:
         raise RuntimeError(
-            f"accelerate was asked for {asked} and runs as {kind} with one process: each process "
+            f"accelerate was asked for {request} and runs as {kind} with one process: each process "
             f"trains by itself, on all data. {_way_out(accelerator, kind)} For several processes "
             "on the CPU set ACCELERATE_USE_CPU=true and call `accelerate launch --multi_gpu "
-            f"--num_processes {num_asked}` (not --cpu, which starts one process), or torchrun with "
-            "Accelerator(cpu=True)."
+            f"--num_processes {num_requested}` (not --cpu, which starts one process), or torchrun "
+            "with Accelerator(cpu=True)."
         )
     raise RuntimeError(
-        f"accelerate was asked for {asked} and runs with {accelerator.num_processes}; expected as "
-        "many. Check --num_processes, --num_machines and what started the run."
+        f"accelerate was asked for {request} and runs with {accelerator.num_processes}; expected "
+        "as many. Check --num_processes, --num_machines and what started the run."
     )
 
 
@@ -147,10 +148,10 @@ def _way_out(accelerator: Accelerator, kind: str) -> str:
     )
 
 
-def _found(model: nn.Module) -> str:
-    """How the model is really spread."""
+def _wrapping(model: nn.Module) -> str:
+    """How the model is actually distributed."""
     kinds = []
-    # Loaded if the model has anything of it; importing it costs more than a second.
+    # FSDP is loaded if the model uses it; importing it takes more than a second.
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -174,10 +175,10 @@ def _has_tp(model: nn.Module, is_fsdp2: bool) -> bool:
     return bool(meshes)
 
 
-def _described(found: str, model: nn.Module) -> str:
-    if found == "plain":
+def _described(wrapping: str, model: nn.Module) -> str:
+    if wrapping == "plain":
         return f"a plain {type(model).__name__}"
-    return "wrapped in " + " over ".join(_NAMES[part] for part in found.split("+"))
+    return "wrapped in " + " over ".join(_NAMES[part] for part in wrapping.split("+"))
 
 
 def _text(kind: object) -> str:

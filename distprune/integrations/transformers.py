@@ -7,15 +7,16 @@
     trainer.train()  # resume_from_checkpoint=True goes on where an earlier run stopped
     trainer.save_model("pruned")  # an ordinary model, with the zeros in its weights
 
-[Note: resuming] The Trainer's checkpoints hold ``weight_orig`` and ``weight_mask`` of what is
-pruned. A resuming Trainer loads them before it starts any callback, into a model that is not
+[Note: resuming] The Trainer's checkpoints contain ``weight_orig`` and ``weight_mask`` of pruned
+parameters. A resuming Trainer loads them before it starts any callback, into a model that is not
 pruned yet, and only warns of keys that do not fit. So the callback hooks into the model's
 ``load_state_dict`` when the Trainer is made, and gives the model the masks that a state dict
-has. Where the schedule stands is in ``trainer_state.json``.
+has. The position in the schedule is saved in ``trainer_state.json``.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,24 +45,24 @@ logger = logging.getLogger(__name__)
 
 
 class PruningCallback(TrainerCallback, ExportableState):
-    """Prunes after the optimizer's steps, as a schedule or a recipe says.
+    """Prunes after the optimizer's steps, by a schedule or a recipe.
 
-    Give it to ``Trainer(..., callbacks=[callback])``, on every process; ``add_callback`` is too
-    late for a run that resumes. The schedule's steps are the Trainer's: step ``n`` is that
-    after which ``global_step`` is ``n + 1``. The sparsity in force is logged as "sparsity" in
-    ``trainer.state.log_history``, and what was pruned by this module's logger (INFO).
+    Pass it to ``Trainer(..., callbacks=[callback])``, on every process; ``add_callback`` is too
+    late for a run that resumes. The schedule's steps are the Trainer's: after step ``n``,
+    ``global_step`` is ``n + 1``. The present sparsity is logged as "sparsity" in
+    ``trainer.state.log_history``, and this module's logger reports each pruning (INFO).
 
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
-            makes a ``ScheduledPruner`` of the model that the Trainer has prepared.
+            makes a ``ScheduledPruner`` for the model that the Trainer has prepared.
         include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
         permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
             ordinary model. Checkpoints of the training keep their masks. If False, call
             :meth:`make_permanent` before saving for others, or save with
             ``distprune.checkpoint.save_pretrained``: ``from_pretrained`` does not know
-            ``weight_orig`` and would leave such weights at random. A warning says so.
-        verify_every: after every so many of the Trainer's steps, check that the masks act, and
-            are those that the last pruning left, and stop the training with an error if not: see
+            ``weight_orig``, and would initialise such weights at random. A warning says so.
+        verify_every: number of the Trainer's steps after which to check that the masks act, and
+            are those that the last pruning left; the training stops with an error if not. See
             ``distprune.verify``. None: never.
 
     Attributes:
@@ -69,7 +70,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         last_report: of the last pruning on this process, the same on all; None before it.
 
     Raises:
-        TypeError: a plan of another type, or selection beside a plan that has its own.
+        TypeError: a plan of another type, or a selection for a plan that has its own.
     """
 
     def __init__(
@@ -91,15 +92,16 @@ class PruningCallback(TrainerCallback, ExportableState):
                 "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
                 "that returns a ScheduledPruner."
             )
-        selection = {"include": include, "exclude": exclude, "types": types, "names": names}
-        default = {"include": None, "exclude": (), "types": None, "names": ("weight",)}
-        if not isinstance(plan, Schedule) and selection != default:
+        has_selection = (include, exclude, types, names) != (None, (), None, ("weight",))
+        if not isinstance(plan, Schedule) and has_selection:
             raise TypeError(
                 "include, exclude, types and names go with a schedule; expected the selection in "
                 "the recipe, or in the function."
             )
         self._plan = plan
-        self._selection = selection
+        self._select = functools.partial(
+            select, include=include, exclude=exclude, types=types, names=names
+        )
         self._permanent = permanent
         if verify_every is not None and verify_every < 1:
             raise ValueError(
@@ -113,13 +115,13 @@ class PruningCallback(TrainerCallback, ExportableState):
     def make_permanent(self) -> None:
         """Make the zeros permanent: ordinary parameters, which any program can load.
 
-        Call it on every process. It ends the pruning; a further ``train()`` starts it anew.
+        Call it on every process. It ends the pruning; a further ``train()`` starts a new one.
         """
         if self.pruner is not None:
             self.pruner.remove()
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into ``trainer_state.json``."""
+        """The state that the Trainer writes into ``trainer_state.json``."""
         if self.pruner is None:
             return {"args": {}, "attributes": {"pruning": None}}
         attributes = {"pruning": self.pruner.state_dict()}
@@ -135,10 +137,13 @@ class PruningCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Refuse what cannot work, and see to it that masks can be loaded."""
+        """Refuse settings that cannot work, and prepare the model for loading masks."""
         _check_arguments(args)
         if model is not None:
-            model.register_load_state_dict_pre_hook(_add_masks)
+            register: Callable[[Callable[..., None]], object] = (
+                model.register_load_state_dict_pre_hook
+            )
+            register(_add_masks)
 
     def on_train_begin(
         self,
@@ -148,22 +153,23 @@ class PruningCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the pruner, and let it go on where a checkpoint was saved."""
+        """Make the pruner, and load its state from the checkpoint of a resumed run."""
         assert model is not None
         pruner = self._make_pruner(model)
         parameters = pruner.parameters
-        # Refuses what cannot be pruned, before hours of training.
+        # Raises for parameters that cannot be pruned, before hours of training.
         count_pruned(lambda: ParameterArguments(parameters=parameters), world())
-        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
+        callbacks: object = state.stateful_callbacks  # declared as a list; loaded as a dict
+        saved = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if isinstance(saved, list):
             raise NotImplementedError(
                 f"the Trainer has {len(saved)} callbacks of type {type(self).__name__}; expected "
                 "one. A recipe with groups gives parts of a model budgets of their own."
             )
-        pruning = (saved or {}).get("attributes", {}).get("pruning")
-        if pruning is not None and state.global_step > 0:
-            pruner.load_state_dict(pruning)
-            put_records(model, saved["attributes"].get("masks", {}))
+        attributes = (saved or {}).get("attributes", {})
+        if attributes.get("pruning") is not None and state.global_step > 0:
+            pruner.load_state_dict(attributes["pruning"])
+            put_records(model, attributes.get("masks", {}))
             if pruner.sparsity > 0 and not any(is_pruned(module) for module, _ in parameters):
                 raise RuntimeError(
                     f"the checkpoint of step {state.global_step} is pruned to "
@@ -177,7 +183,7 @@ class PruningCallback(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prune what is due."""
+        """Prune if a pruning is due."""
         assert self.pruner is not None
         report = self.pruner.step()
         if self._verify_every is not None and state.global_step % self._verify_every == 0:
@@ -198,7 +204,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the sparsity to what is logged."""
+        """Add the sparsity to the logged values."""
         if self.pruner is None or logs is None or "loss" not in logs:
             return
         logs["sparsity"] = self.pruner.sparsity
@@ -213,14 +219,14 @@ class PruningCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the zeros permanent, if asked to; else say how the model is to be saved."""
+        """Make the zeros permanent if ``permanent``; else warn how the model has to be saved."""
         if self._permanent:
             self.make_permanent()
         elif model is not None and is_pruned(model) and state.is_world_process_zero:
             logger.warning(
                 "training ends, and the model is still pruned: save_model and save_pretrained "
-                "write weight_orig and weight_mask, which from_pretrained does not know, and "
-                "leaves such layers at random. Call make_permanent() first, or "
+                "write weight_orig and weight_mask, which from_pretrained does not know: it would "
+                "initialise such layers at random. Call make_permanent() first, or "
                 "distprune.checkpoint.save_pretrained(model, path)."
             )
 
@@ -228,7 +234,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         if isinstance(self._plan, Recipe):
             return self._plan.pruner(model)
         if isinstance(self._plan, Schedule):
-            return ScheduledPruner(select(model, **self._selection), self._plan)
+            return ScheduledPruner(self._select(model), self._plan)
         pruner = self._plan(model)
         if not isinstance(pruner, ScheduledPruner):
             raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
@@ -251,7 +257,7 @@ class PruningCallback(TrainerCallback, ExportableState):
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Raises for settings under which pruning would fail later, or silently do something else."""
+    """Raise for settings under which pruning would fail later, or silently not work."""
     if args.deepspeed:
         raise NotImplementedError(
             "DeepSpeed is not supported by distprune; expected one process, DDP or FSDP."
@@ -281,8 +287,9 @@ def _check_arguments(args: TrainingArguments) -> None:
 
 
 def _add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> None:
-    """Before a state dict is loaded: give the model the masks that it has; see [Note: resuming]."""
-    names = {name_of_pruned_mask(key, state_dict) for key in state_dict} - {None}
+    """Give the model the masks of a state dict before it is loaded; see [Note: resuming]."""
+    pruned = (name_of_pruned_mask(key, state_dict) for key in state_dict)
+    names = {name for name in pruned if name is not None}
     if not names:
         return
     pairs = select(model, "*", names=sorted({name.rpartition(".")[2] for name in names}))
