@@ -1,7 +1,7 @@
-"""What is checked on each wrapper: one function for each line of the contract.
+"""The checks that run on each wrapper, one function for each part of the contract.
 
-A check returns what it found wrong on this rank and does not raise for it: a rank that left in
-the middle would keep the others waiting. Each is collective over all ranks.
+Each is collective over all ranks. A check returns what is wrong on this rank and does not raise
+for it: the other ranks would wait for a rank that leaves in the middle.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from distprune.selftest.comparing import (
     whole_weights,
     wrong_masks,
 )
-from distprune.selftest.models import WEIGHTS, Case, held, net, reference_masks, weights_of
+from distprune.selftest.models import WEIGHTS, Case, local_values, net, reference_masks, weights_of
 from distprune.torch_private import private_fields
 from distprune.torch_private.wrapper import managed_parameters
 
-_AMOUNTS = (0.3, 17, 0.5)  # of prunings one after the other
+_AMOUNTS = (0.3, 17, 0.5)  # of successive prunings
 _TRAFFIC_LIMIT = 256_000  # bytes that one pruning may send per rank, whatever the model's size
 
 
 @dataclass
-class Found:
-    """What a check found on this rank.
+class Findings:
+    """The result of a check on this rank.
 
     Attributes:
-        wrong: one sentence for each thing that does not hold.
-        detail: a few words about what was measured; shown in place of "ok".
+        wrong: one sentence for each problem.
+        detail: a few words about a measurement; shown instead of "ok".
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -48,15 +48,15 @@ class Found:
 
 
 class NotTried(Exception):
-    """A check that makes no sense here, for a reason that is the same on every rank."""
+    """A check cannot run on these ranks; the reason is the same on every rank."""
 
 
-def check_private_fields(case: Case) -> Found:
-    """The private fields and functions of torch are there."""
+def check_private_fields(case: Case) -> Findings:
+    """The private fields and functions of torch exist."""
     model = case.wrapped(net("distinct", case.num_ranks))
-    found = Found()
+    findings = Findings()
     for adapter in case.wrapping.adapters:
-        found.wrong += [f"torch has no {name}" for name in private_fields.missing_names(adapter)]
+        findings.wrong += [f"torch has no {name}" for name in private_fields.missing_names(adapter)]
     objects: list[tuple[str, str, Any]] = [("Module", "Module", model)]
     if "DDP" in case.wrapping.adapters:
         objects.append(("DDP", "DistributedDataParallel", model))
@@ -68,27 +68,29 @@ def check_private_fields(case: Case) -> Found:
     ]
     if "FSDP2" in case.wrapping.adapters:
         missing += [f"torch has no {name}" for name in private_fields.missing_states(model)]
-    found.wrong += list(dict.fromkeys(missing))
+    findings.wrong += list(dict.fromkeys(missing))
     if not {"FSDP1", "FSDP2"} & set(case.wrapping.adapters):
-        return found
+        return findings
     managed = managed_parameters(model)
     lost = [n for m, n in weights_of(model) if (id(m), n) not in managed]
     if lost:
-        found.wrong.append(f"{len(lost)} of {len(WEIGHTS)} parameters are not found in the wrapper")
+        findings.wrong.append(
+            f"{len(lost)} of {len(WEIGHTS)} parameters are not found in the wrapper"
+        )
     for each in managed.values():
         try:
             each.check_fields()
         except NotImplementedError as error:
-            found.wrong.append(str(error))
+            findings.wrong.append(str(error))
             break
-    return found
+    return findings
 
 
-def check_masks(case: Case) -> Found:
+def check_masks(case: Case) -> Findings:
     """Masks by magnitude are those of one process, bit for bit, ties included."""
-    found, indices = Found(), case.indices()
+    findings, indices = Findings(), case.indices()
     for kind in ("distinct", "tied", "equal"):
-        model = net(kind, case.num_ranks)
+        model: nn.Module = net(kind, case.num_ranks)
         values = whole_weights(model)
         keeps = [np.ones(each.shape, dtype=bool) for each in values]
         model = case.wrapped(model)
@@ -99,80 +101,82 @@ def check_masks(case: Case) -> Found:
             report = _prune(model, amount)
             when = f"{kind} values, amount {amount}"
             if report.num_pruned_now != expected:
-                found.wrong.append(
+                findings.wrong.append(
                     f"{when}: {report.num_pruned_now} elements were pruned, expected {expected}"
                 )
-            found.wrong += wrong_masks(model, keeps, indices, when)
-    return found
+            findings.wrong += wrong_masks(model, keeps, indices, when)
+    return findings
 
 
-def check_random(case: Case) -> Found:
+def check_random(case: Case) -> Findings:
     """Random masks do not depend on the sharding: they are those of plain replicas."""
-    found, indices = Found(), case.indices()
+    findings, indices = Findings(), case.indices()
     keeps = []
     for seed in (1, 2):
+        plain: nn.Module
+        model: nn.Module
         model, plain = (net("distinct", case.num_ranks) for _ in range(2))
         model = case.wrapped(model)
         for each in (model, plain):
             torch.manual_seed(seed)
             selected = distprune.select(each)
             distprune.global_unstructured(selected, distprune.RandomUnstructured, amount=0.4)
-        keeps = [held(module, mask_key(name)) != 0 for module, name in weights_of(plain)]
-        found.wrong += wrong_masks(model, keeps, indices, f"seed {seed}")
+        keeps = [local_values(module, mask_key(name)) != 0 for module, name in weights_of(plain)]
+        findings.wrong += wrong_masks(model, keeps, indices, f"seed {seed}")
         num_elements = sum(keep.size for keep in keeps)
         num_pruned = num_elements - sum(int(keep.sum()) for keep in keeps)
         if num_pruned != round(0.4 * num_elements):
-            found.wrong.append(
+            findings.wrong.append(
                 f"seed {seed}: {num_pruned} of {num_elements} elements were pruned, expected "
                 f"{round(0.4 * num_elements)}"
             )
-    return found
+    return findings
 
 
-def check_traffic(case: Case) -> Found:
+def check_traffic(case: Case) -> Findings:
     """A pruning sends kilobytes, however large the model is."""
     model = case.wrapped(net("distinct", case.num_ranks, num_inputs=512))
     with Traffic() as traffic:
         _prune(model, 0.5)
-    found = Found(detail=f"{traffic.num_bytes / 1000:.0f} kB")
+    findings = Findings(detail=f"{traffic.num_bytes / 1000:.0f} kB")
     if traffic.num_bytes > _TRAFFIC_LIMIT:
         num_bytes = 4 * sum(each.size for each in whole_weights(net("equal", 1, num_inputs=512)))
-        found.wrong.append(
+        findings.wrong.append(
             f"one pruning sent {traffic.num_bytes / 1000:.0f} kB in {traffic.num_calls} "
             f"collectives, of a model whose weights are {num_bytes / 1000:.0f} kB; expected at "
             f"most {_TRAFFIC_LIMIT / 1000:.0f} kB"
         )
-    return found
+    return findings
 
 
-def check_all_or_none(case: Case) -> Found:
+def check_all_or_none(case: Case) -> Findings:
     """When one rank passes another amount, every rank raises and nothing changes."""
     if case.num_ranks < 2:
         raise NotTried("needs 2 ranks")
-    found, indices = Found(), case.indices()
-    model = net("tied", case.num_ranks)
+    findings, indices = Findings(), case.indices()
+    model: nn.Module = net("tied", case.num_ranks)
     values = whole_weights(model)
     model = case.wrapped(model)
     before = state_of(model)
     try:
         _prune(model, 0.25 if case.rank == case.num_ranks - 1 else 0.5)
-        found.wrong.append("amounts that differ between the ranks raised no error here")
+        findings.wrong.append("amounts that differ between the ranks raised no error here")
     except ValueError as error:
         if "amount" not in str(error):
-            found.wrong.append(f"the error does not name the amount: {error}")
+            findings.wrong.append(f"the error does not name the amount: {error}")
     if state_of(model) != before:
-        found.wrong.append("the model has changed although the ranks' amounts differ")
-        return found
+        findings.wrong.append("the model has changed although the ranks' amounts differ")
+        return findings
     _prune(model, 0.5)  # goes on as if nothing had been
     keeps = reference_masks(values, 0.5, [np.ones(each.shape, dtype=bool) for each in values])
-    found.wrong += wrong_masks(model, keeps, indices, "after the error")
-    return found
+    findings.wrong += wrong_masks(model, keeps, indices, "after the error")
+    return findings
 
 
-def check_training(case: Case) -> Found:
+def check_training(case: Case) -> Findings:
     """A step of training is that of a dense model with masked weights, and the zeros stay."""
-    found, indices = Found(), case.indices()
-    model = net("distinct", case.num_ranks)
+    findings, indices = Findings(), case.indices()
+    model: nn.Module = net("distinct", case.num_ranks)
     dense = net("distinct", case.num_ranks).to(case.device)
     values = whole_weights(model)
     keeps = reference_masks(values, 0.5, [np.ones(each.shape, dtype=bool) for each in values])
@@ -189,38 +193,39 @@ def check_training(case: Case) -> Found:
     }
 
     output = model(batch[rows])
-    found.wrong += far("the output", output, masked_output(dense, masks, batch)[rows])
-    output.square().sum(1).mean().backward()
+    findings.wrong += far("the output", output, masked_output(dense, masks, batch)[rows])
+    torch.autograd.backward(output.square().sum(1).mean())
     optimizer.step()
-    masked_output(dense, masks, batch).square().sum(1).mean().backward()
+    torch.autograd.backward(masked_output(dense, masks, batch).square().sum(1).mean())
     with torch.no_grad():
         for parameter in dense.parameters():
-            parameter -= 0.1 * parameter.grad
+            assert parameter.grad is not None
+            parameter.sub_(0.1 * parameter.grad)
         trained = whole_weights(dense)
         for i, (module, name) in enumerate(weights_of(model)):
-            mine, parts = held(module, orig_key(name)), indices[i]
+            mine, parts = local_values(module, orig_key(name)), indices[i]
             expected = trained[i].reshape(-1)[parts]
-            found.wrong += far(f"{WEIGHTS[i]} after a step", mine, expected)
+            findings.wrong += far(f"{WEIGHTS[i]} after a step", mine, expected)
             pruned = ~keeps[i].reshape(-1)[parts]
             if not np.array_equal(mine[pruned], values[i].reshape(-1)[parts][pruned]):
-                found.wrong.append(f"a step changed pruned elements of {WEIGHTS[i]}")
+                findings.wrong.append(f"a step changed pruned elements of {WEIGHTS[i]}")
         output = model(batch[rows])
         expected = masked_output(dense, masks, batch)[rows]
-        found.wrong += far("the output after a step", output, expected)
-    return found
+        findings.wrong += far("the output after a step", output, expected)
+    return findings
 
 
-def check_checkpoint(case: Case) -> Found:
+def check_checkpoint(case: Case) -> Findings:
     """Masks and weights survive torch.distributed.checkpoint, bit for bit."""
     if case.folder is None:
         raise NotTried("the ranks see no common folder; name one with --folder")
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    found = Found()
+    findings = Findings()
     saved = case.wrapped(net("tied", case.num_ranks))
     _prune(saved, 0.5)
     path = Path(case.folder, case.wrapping.name.replace(" ", ""))
-    dcp.save(distprune.checkpoint.get_state_dict(saved), checkpoint_id=path)
+    save(distprune.checkpoint.get_state_dict(saved), checkpoint_id=path)
     loaded = case.wrapped(net("distinct", case.num_ranks, seed=1))
     distprune.checkpoint.load(path, loaded)
     pairs = zip(WEIGHTS, weights_of(saved), weights_of(loaded), strict=True)
@@ -228,10 +233,10 @@ def check_checkpoint(case: Case) -> Found:
         for key_of in (orig_key, mask_key):
             key = key_of(name)
             if not hasattr(other, key):
-                found.wrong.append(f"{key_of(label)} was not loaded")
-            elif not np.array_equal(held(module, key), held(other, key)):
-                found.wrong.append(f"{key_of(label)} was loaded with other values")
-    return found
+                findings.wrong.append(f"{key_of(label)} was not loaded")
+            elif not np.array_equal(local_values(module, key), local_values(other, key)):
+                findings.wrong.append(f"{key_of(label)} was loaded with other values")
+    return findings
 
 
 def remove_checkpoints(folder: str) -> None:
@@ -240,7 +245,7 @@ def remove_checkpoints(folder: str) -> None:
 
 
 # In the order in which they run; the names are the columns of the table.
-CHECKS: dict[str, Callable[[Case], Found]] = {
+CHECKS: dict[str, Callable[[Case], Findings]] = {
     "private fields": check_private_fields,
     "masks": check_masks,
     "random": check_random,

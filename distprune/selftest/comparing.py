@@ -1,4 +1,4 @@
-"""Comparisons of what this rank holds with a reference: each returns sentences, or nothing."""
+"""Comparisons of this rank's values with a reference; each returns a list of problems."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distprune._common.pruned_form import mask_key
-from distprune.selftest.models import WEIGHTS, held, weights_of
+from distprune.selftest.models import WEIGHTS, local_values, weights_of
 
-_RTOL, _ATOL = 1e-4, 1e-5  # of sums whose order the ranks change
+_RTOL, _ATOL = 1e-4, 1e-5  # for sums, whose order depends on the ranks
 
 
 def whole_weights(model: nn.Module) -> list[np.ndarray]:
@@ -24,14 +24,14 @@ def whole_weights(model: nn.Module) -> list[np.ndarray]:
 def wrong_masks(
     model: nn.Module, keeps: list[np.ndarray], indices: list[np.ndarray], when: str
 ) -> list[str]:
-    """Compare the masks that this rank holds with its parts of whole ones, bit for bit."""
+    """Compare this rank's masks with its parts of the whole masks, bit for bit."""
     wrong = []
     pairs = weights_of(model)
     for label, (module, name), keep, parts in zip(WEIGHTS, pairs, keeps, indices, strict=True):
         if not hasattr(module, mask_key(name)):
             wrong.append(f"{when}: {label} has no mask")
             continue
-        mask, expected = held(module, mask_key(name)), keep.reshape(-1)[parts]
+        mask, expected = local_values(module, mask_key(name)), keep.reshape(-1)[parts]
         if mask.shape != expected.shape:
             wrong.append(
                 f"{when}: the mask of {label} has shape {mask.shape}, expected {expected.shape}"
@@ -50,11 +50,12 @@ def wrong_masks(
 def masked_output(dense: nn.Module, masks: dict[str, Tensor], batch: Tensor) -> Tensor:
     """The output of a dense model whose weights are multiplied by masks."""
     masked = {name: dense.get_parameter(name) * mask for name, mask in masks.items()}
-    return torch.func.functional_call(dense, masked, (batch,))
+    output: Tensor = torch.func.functional_call(dense, masked, (batch,))
+    return output
 
 
 def far(what: str, actual: Any, expected: Any) -> list[str]:
-    """A sentence if two arrays differ by more than rounding."""
+    """A problem if two arrays differ by more than rounding."""
     actual, expected = (
         each.detach().cpu().numpy() if isinstance(each, Tensor) else each
         for each in (actual, expected)
@@ -68,21 +69,21 @@ def far(what: str, actual: Any, expected: Any) -> list[str]:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """What a pruning may change, to be compared with ==."""
+    """Everything that a pruning may change, for comparison with ==."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         state[name] = [*module._parameters, *module._buffers, *module._forward_pre_hooks]
     for module, name in weights_of(model):
         if hasattr(module, name):
-            state[f"{id(module)} {name}"] = held(module, name).tobytes()
+            state[f"{id(module)} {name}"] = local_values(module, name).tobytes()
     return state
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Counts the collectives that the dispatcher runs, and the bytes of their tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_calls = self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

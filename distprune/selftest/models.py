@@ -1,8 +1,8 @@
-"""Small models, every way to wrap them, and the masks that they should get.
+"""Small models, every way to wrap them, and their expected masks.
 
-The reference is numpy and one sort. What a rank holds is found without distprune: a copy of the
-model is filled with the index of each element and wrapped in the same way, so that what the rank
-has of it *is* the list of its indices.
+The reference is numpy and one sort. The elements of a rank are determined without distprune: a
+copy of the model is filled with the index of each element and wrapped in the same way, so that the
+rank's part of it *is* the list of its indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS = ("l1.weight", "l2.weight", "l3.weight")
 
 
 class Net(nn.Module):
-    """Three linear layers; few numbers of ranks divide their 10 and 5 rows."""
+    """Three linear layers; most numbers of ranks do not divide their 10 and 5 rows."""
 
     def __init__(self, num_inputs: int, num_hidden: int) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class Net(nn.Module):
         self.l3 = nn.Linear(10, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.l3(torch.tanh(self.l2(torch.relu(self.l1(x)))))
+        output: Tensor = self.l3(torch.tanh(self.l2(torch.relu(self.l1(x)))))
+        return output
 
 
 @torch.no_grad()
@@ -44,20 +45,20 @@ def net(values: str, num_ranks: int, *, seed: int = 0, num_inputs: int = 6) -> N
             "indices", each element's row-major index.
         num_ranks: divides the number of hidden units, as tensor parallelism needs.
         seed: of the values.
-        num_inputs: how wide the first layer is.
+        num_inputs: width of the first layer.
     """
     model = Net(num_inputs, num_ranks * -(-2 * num_inputs // num_ranks))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         shape = parameter.shape
-        drawn = torch.randn(shape, generator=generator)
+        content = torch.randn(shape, generator=generator)
         if values == "tied":
-            drawn = (drawn * 4).round() / 4
+            content = (content * 4).round() / 4
         elif values == "equal":
-            drawn = torch.full(shape, 0.5).copysign(drawn)
+            content = torch.full(shape, 0.5).copysign(content)
         elif values == "indices":
-            drawn = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
-        parameter.copy_(drawn)
+            content = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+        parameter.copy_(content)
     return model
 
 
@@ -66,41 +67,42 @@ class Wrapping:
     """One way to wrap a model.
 
     Attributes:
-        name: as the table has it.
-        wrap: what it does with a model on ``device``, over ranks of a mesh of ``shape``.
-        adapters: whose private fields it stands on, keys of torch_private.private_fields.
-        least: how many ranks it needs.
-        num_axes: of its mesh; two need an even number of ranks.
-        batch_axes: those of them whose ranks have different parts of a batch.
+        name: its name in the table.
+        wrap: wraps a model on ``device`` for ranks on a mesh of ``shape``.
+        adapters: the adapters whose private fields it needs, keys of torch_private.private_fields.
+        min_ranks: the smallest number of ranks.
+        num_axes: number of mesh axes; two axes need an even number of ranks.
+        batch_axes: the mesh axes whose ranks have different parts of a batch.
     """
 
     name: str
     wrap: Callable[[nn.Module, torch.device, tuple[int, ...]], nn.Module]
     adapters: tuple[str, ...] = ()
-    least: int = 1
+    min_ranks: int = 1
     num_axes: int = 1
     batch_axes: tuple[int, ...] = (0,)
 
     def why_not(self, num_ranks: int) -> str | None:
-        """Why it can not be tried with so many ranks; None if it can."""
-        if num_ranks < self.least:
-            return f"needs {self.least} ranks"
+        """Why it cannot run on this number of ranks; None if it can."""
+        if num_ranks < self.min_ranks:
+            return f"needs {self.min_ranks} ranks"
         if num_ranks % self.num_axes:
             return "needs an even number of ranks"
         return None
 
     def mesh_shape(self, num_ranks: int) -> tuple[int, ...]:
-        """Of all ranks."""
+        """The shape of a mesh of all ranks."""
         return (num_ranks,) if self.num_axes == 1 else (num_ranks // 2, 2)
 
     def part(self, num_ranks: int, rank: int) -> tuple[int, int]:
-        """Which of how many parts of a batch a rank trains on."""
+        """(index of a rank's part of a batch, number of parts)."""
         shape = self.mesh_shape(num_ranks)
         coordinate = np.unravel_index(rank, shape)
-        which, of = 0, 1
+        index, num_parts = 0, 1
         for axis in self.batch_axes:
-            which, of = which * shape[axis] + int(coordinate[axis]), of * shape[axis]
-        return which, of
+            index = index * shape[axis] + int(coordinate[axis])
+            num_parts *= shape[axis]
+        return index, num_parts
 
 
 def _plain(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
@@ -153,7 +155,8 @@ def _fully_shard(model: nn.Module, mesh: Any) -> nn.Module:
 
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # in place
+    return model
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> nn.Module:
@@ -169,21 +172,21 @@ def _parallelize(model: nn.Module, mesh: Any) -> nn.Module:
 WRAPPINGS = (
     Wrapping("plain", _plain, ("Module",), batch_axes=()),
     Wrapping("DDP", _ddp, ("DDP",)),
-    Wrapping("FSDP1", _fsdp1, ("FSDP1",), least=2),
-    Wrapping("FSDP1 hybrid", _fsdp1, ("FSDP1",), least=4, num_axes=2, batch_axes=(0, 1)),
+    Wrapping("FSDP1", _fsdp1, ("FSDP1",), min_ranks=2),
+    Wrapping("FSDP1 hybrid", _fsdp1, ("FSDP1",), min_ranks=4, num_axes=2, batch_axes=(0, 1)),
     Wrapping("FSDP2", _fsdp2, ("FSDP2", "DTensor")),
-    Wrapping("HSDP", _fsdp2, ("FSDP2", "DTensor"), least=4, num_axes=2, batch_axes=(0, 1)),
+    Wrapping("HSDP", _fsdp2, ("FSDP2", "DTensor"), min_ranks=4, num_axes=2, batch_axes=(0, 1)),
     Wrapping("TP", _tp, ("DTensor",), batch_axes=()),
-    Wrapping("FSDP2 + TP", _fsdp2_tp, ("FSDP2", "DTensor"), least=4, num_axes=2),
+    Wrapping("FSDP2 + TP", _fsdp2_tp, ("FSDP2", "DTensor"), min_ranks=4, num_axes=2),
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to wrap models, on this rank; what every check is called with.
+    """The argument of every check: one way to wrap models, on this rank.
 
     Attributes:
-        folder: for checkpoints, which every rank sees; None if there is no such folder.
+        folder: for checkpoints, on a disk that every rank sees; None if there is none.
     """
 
     wrapping: Wrapping
@@ -204,21 +207,21 @@ class Case:
         return self.wrapping.wrap(model.to(self.device), self.device, shape)
 
     def indices(self, num_inputs: int = 6) -> list[np.ndarray]:
-        """For each of ``WEIGHTS``, the row-major indices of the elements that this rank holds."""
+        """For each of ``WEIGHTS``, the row-major indices of this rank's elements."""
         model = self.wrapped(net("indices", self.num_ranks, num_inputs=num_inputs))
-        return [held(module, name).astype(np.int64) for module, name in weights_of(model)]
+        return [local_values(module, name).astype(np.int64) for module, name in weights_of(model)]
 
 
 def weights_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The (module, name) pairs of ``WEIGHTS``, found without distprune."""
     modules = {name.split(".")[-1]: module for name, module in model.named_modules()}
     layers = [modules[name.split(".")[0]] for name in WEIGHTS]
-    # FSDP1 registers what it wraps one level below.
+    # FSDP1 registers the wrapped module one level below.
     return [(getattr(layer, "module", layer), "weight") for layer in layers]
 
 
-def held(module: nn.Module, name: str) -> np.ndarray:
-    """What this rank holds of a parameter or mask, a copy."""
+def local_values(module: nn.Module, name: str) -> np.ndarray:
+    """A copy of this rank's part of a parameter or mask."""
     tensor = local_tensor(getattr(module, name).detach())
     return tensor.clone().cpu().numpy()
 
@@ -228,11 +231,11 @@ def reference_masks(
 ) -> list[np.ndarray]:
     """Masks (True: keep) after one more pruning of whole parameters by magnitude.
 
-    The order is (magnitude, position in the list, row-major index); exactly as many elements are
-    pruned as asked for, of those that are kept so far.
+    The order is (magnitude, position in the list, row-major index), among the elements that are
+    not pruned yet; exactly ``amount`` elements, or this share of them, are pruned.
     """
-    sizes = [each.size for each in values]
-    magnitudes = np.abs(np.concatenate([each.reshape(-1) for each in values]).astype(np.float64))
+    sizes = [whole.size for whole in values]
+    magnitudes = np.abs(np.concatenate([whole.reshape(-1) for whole in values]).astype(np.float64))
     positions = np.repeat(np.arange(len(sizes)), sizes)
     indices = np.concatenate([np.arange(size) for size in sizes])
     kept = np.concatenate([keep.reshape(-1) for keep in keeps])
@@ -241,4 +244,4 @@ def reference_masks(
     k = amount if isinstance(amount, int) else round(amount * len(order))
     kept[order[:k]] = False
     parts = np.split(kept, np.cumsum(sizes)[:-1])
-    return [part.reshape(each.shape) for part, each in zip(parts, values, strict=True)]
+    return [part.reshape(whole.shape) for part, whole in zip(parts, values, strict=True)]

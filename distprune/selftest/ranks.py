@@ -1,7 +1,7 @@
-"""The ranks of a self-test: how they meet, and how they learn of each other's results.
+"""The ranks of a self-test: how they meet, and how they exchange results.
 
-Results travel through the store at which the ranks met, and not through the backend that is
-under test: a rank that failed in the middle of a collective can still say so.
+Results travel through the store at which the ranks met, and not through the backend under
+test: a rank that failed in the middle of a collective can still report it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _MARGIN = 10.0  # seconds that a rank gets to report an error of the backend
 
@@ -27,17 +29,17 @@ class Ranks:
 
     Args:
         timeout: seconds in which each step has to end.
-        cpu: leave accelerators alone.
-        meeting: (store, rank, number of ranks), if somebody else has arranged it.
+        cpu: use the CPU even if there are accelerators.
+        meeting: (store, rank, number of ranks), if the caller has arranged it.
 
     Raises:
-        LostError: the ranks do not find each other, or find different devices.
+        LostError: the ranks do not find each other, or would use different devices.
 
     Attributes:
-        rank, size: of this rank, and of all.
-        device: what this rank computes on.
+        rank, size: this rank, and the number of ranks.
+        device: the device of this rank.
         backend: of torch.distributed.
-        notes: why it is not an accelerator, if there is one.
+        notes: why an accelerator of this machine is not used.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Ranks:
         timeout: float,
         *,
         cpu: bool = False,
-        meeting: tuple[dist.Store, int, int] | None = None,
+        meeting: tuple[Store, int, int] | None = None,
     ) -> None:
         self.timeout = timeout
         self.notes: list[str] = []
@@ -63,7 +65,7 @@ class Ranks:
                 )
             dist.init_process_group(
                 self.backend,
-                store=dist.PrefixStore("group", self._store),
+                store=PrefixStore("group", self._store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=timeout),
@@ -75,15 +77,16 @@ class Ranks:
             raise LostError(f"the ranks did not meet: {error}") from error
 
     def share(self, value: Any) -> list[Any]:
-        """What each rank passed, in the order of ranks, on every rank.
+        """The values of all ranks, in the order of ranks; the same on every rank.
 
         Args:
-            value: what JSON can hold.
+            value: a value that JSON can represent.
 
         Raises:
-            LostError: names the ranks that did not answer in time; on every rank that is left.
+            LostError: names the ranks that did not answer in time; on every other rank.
         """
         self._num_shared += 1
+        answers: list[Any]
         key = f"shared{self._num_shared}"
         if self.rank:
             with contextlib.suppress(RuntimeError):
@@ -118,7 +121,7 @@ class Ranks:
         try:
             return json.loads(self._store.get(key))
         except RuntimeError:
-            self._store.set_timeout(timedelta(seconds=1))  # the others had as much time
+            self._store.set_timeout(timedelta(seconds=1))  # the other ranks had the same time
             return _NO_ANSWER
 
     def _choose_device(self, cpu: bool) -> tuple[torch.device, str]:
@@ -142,10 +145,11 @@ class Ranks:
         return torch.device("cpu"), "gloo"
 
 
-def _meet(patience: timedelta) -> tuple[dist.Store, int, int]:
+def _meet(patience: timedelta) -> tuple[Store, int, int]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return next(dist.rendezvous("env://", timeout=patience))
-    return dist.HashStore(), 0, 1
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+        return store, rank, size
+    return HashStore(), 0, 1
 
 
 _NO_ANSWER = "no answer"

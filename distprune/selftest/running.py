@@ -1,4 +1,4 @@
-"""Runs all checks, one after the other, each with a deadline, and learns what every rank found."""
+"""Runs all checks in sequence, each with a deadline, and collects the findings of all ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 import distprune
-from distprune.selftest.checks import CHECKS, Found, NotTried, remove_checkpoints
+from distprune.selftest.checks import CHECKS, Findings, NotTried, remove_checkpoints
 from distprune.selftest.models import WRAPPINGS, Case
 from distprune.selftest.ranks import LostError, Ranks
 from distprune.selftest.table import FAILED, NOT_TRIED, OK, Report, Result
 from distprune.torch_private.private_fields import TESTED
 
-_MARGIN = 20.0  # seconds after a deadline, in which the backend and the store give up first
-_MAX_SHOWN = 8  # sentences of one check
+_MARGIN = 20.0  # seconds after a deadline, so that the backend and the store time out first
+_MAX_SHOWN = 8  # problems of one check
 
 
 def run(
@@ -40,11 +40,11 @@ def run(
     """Run every check on every wrapping that these ranks allow. Collective.
 
     Args:
-        ranks: all of them.
-        folder: where checkpoints may be written; a temporary one of rank 0 by default.
+        ranks: all ranks.
+        folder: for checkpoints; by default a temporary folder that rank 0 makes.
         started: called with the facts, before the first check.
         finished: called with the results of each wrapping.
-        stuck: called, from another thread, when this process hangs; it should end it.
+        stuck: called from another thread when this process hangs; should end the process.
 
     Returns:
         The report, the same on every rank.
@@ -75,11 +75,11 @@ def run(
 
 
 def facts(ranks: Ranks) -> dict[str, Any]:
-    """What a bug report starts with."""
+    """Versions, device, backend and ranks, for a bug report."""
     device = ranks.device.type
     if device != "cpu" and hasattr(torch.get_device_module(device), "get_device_name"):
         device += f" ({torch.get_device_module(device).get_device_name()})"
-    found = {
+    versions = {
         "distprune": distprune.__version__,
         "torch": f"{torch.__version__} (tested: {TESTED[0]} to {TESTED[1]})",
         "numpy": np.__version__,
@@ -90,8 +90,8 @@ def facts(ranks: Ranks) -> dict[str, Any]:
         "ranks": ranks.size,
     }
     if ranks.notes:
-        found["note"] = "; ".join(ranks.notes)
-    return found
+        versions["note"] = "; ".join(ranks.notes)
+    return versions
 
 
 def _run_checks(
@@ -101,10 +101,10 @@ def _run_checks(
     for name, check in CHECKS.items():
         began = time.perf_counter()
         result = Result(case.wrapping.name, name, FAILED)
-        # Reported as it stands if this process hangs.
+        # This text is reported if the process hangs.
         result.wrong = [f"did not end within {ranks.timeout:.0f} s"]
-        watched = Report(report.facts, [*report.results, result], "this process hangs")
-        alarm = threading.Timer(ranks.timeout + _MARGIN, stuck, [watched])
+        partial_report = Report(report.facts, [*report.results, result], "this process hangs")
+        alarm = threading.Timer(ranks.timeout + _MARGIN, stuck, [partial_report])
         alarm.daemon = True
         alarm.start()
         try:
@@ -122,50 +122,50 @@ def _run_checks(
     return results
 
 
-def _attempt(check: Callable[[Case], Found], case: Case) -> dict[str, Any]:
-    """What a check found on this rank, for the others to read."""
-    found = {"tried": True, "raised": False}
+def _attempt(check: Callable[[Case], Findings], case: Case) -> dict[str, Any]:
+    """The findings of a check on this rank, as plain values for the other ranks."""
+    outcome = {"tried": True, "raised": False}
     try:
-        return {**found, **asdict(check(case))}
+        return {**outcome, **asdict(check(case))}
     except NotTried as reason:
-        return {**found, "tried": False, "wrong": [], "detail": str(reason)}
+        return {**outcome, "tried": False, "wrong": [], "detail": str(reason)}
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return {**found, "raised": True, "wrong": [trace], "detail": ""}
+        return {**outcome, "raised": True, "wrong": [trace], "detail": ""}
 
 
 def _judge(result: Result, ranks: Ranks, mine: dict[str, Any], report: Report) -> None:
-    """Complete a result with what all ranks found."""
-    found = ranks.share(mine)
-    by_text: dict[str, list[int]] = {}
-    for rank, each in enumerate(found):
-        for text in each["wrong"]:
-            by_text.setdefault(text, []).append(rank)
+    """Complete a result with the outcomes of all ranks."""
+    outcomes = ranks.share(mine)
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, outcome in enumerate(outcomes):
+        for text in outcome["wrong"]:
+            ranks_by_text.setdefault(text, []).append(rank)
     result.wrong = [
-        f"rank {', '.join(map(str, who))}: {text}" if ranks.size > 1 else text
-        for text, who in list(by_text.items())[:_MAX_SHOWN]
+        f"rank {', '.join(map(str, with_text))}: {text}" if ranks.size > 1 else text
+        for text, with_text in list(ranks_by_text.items())[:_MAX_SHOWN]
     ]
-    if len(by_text) > _MAX_SHOWN:
-        result.wrong.append(f"and {len(by_text) - _MAX_SHOWN} more")
-    tried = all(each["tried"] for each in found)
-    result.status = FAILED if by_text else OK if tried else NOT_TRIED
-    result.detail = found[0]["detail"]
-    if len({each["raised"] for each in found}) > 1:
-        # The others may be inside a collective that this one has left.
-        report.ended = "a check raised on some of the ranks only, which are out of step since"
+    if len(ranks_by_text) > _MAX_SHOWN:
+        result.wrong.append(f"and {len(ranks_by_text) - _MAX_SHOWN} more")
+    tried = all(outcome["tried"] for outcome in outcomes)
+    result.status = FAILED if ranks_by_text else OK if tried else NOT_TRIED
+    result.detail = outcomes[0]["detail"]
+    if len({outcome["raised"] for outcome in outcomes}) > 1:
+        # The other ranks may be inside a collective that this rank has left.
+        report.ended = "a check raised on some ranks only, which are out of step since then"
 
 
-def _common_folder(ranks: Ranks, given: str | None) -> tuple[str | None, str | None]:
-    """(a folder that every rank sees, the one to be deleted on this rank)."""
+def _common_folder(ranks: Ranks, parent: str | None) -> tuple[str | None, str | None]:
+    """(a new folder that every rank sees, or None; the folder that this rank has to delete)."""
     made = None
     if ranks.rank == 0:
         try:
-            made = tempfile.mkdtemp(prefix="distprune-selftest-", dir=given)
+            made = tempfile.mkdtemp(prefix="distprune-selftest-", dir=parent)
         except OSError as error:
             print(f"distprune selftest: no checkpoints: {error}", file=sys.stderr)
     path = ranks.share(made)[0]
-    seen = ranks.share(path is not None and os.path.isdir(path))
-    return (path if all(seen) else None), made
+    is_visible = ranks.share(path is not None and os.path.isdir(path))
+    return (path if all(is_visible) else None), made
 
 
 def end_process(code: int) -> None:

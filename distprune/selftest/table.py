@@ -1,4 +1,4 @@
-"""What a self-test prints: versions, one line for each wrapping, and what does not hold."""
+"""The text of a self-test: versions, one line for each wrapping, and the problems."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Result:
     """One check on one wrapping.
 
     Attributes:
-        wrapping, check: their names; no check where the wrapping could not be tried.
+        wrapping, check: their names; check is None if the wrapping could not be tried.
         status: ``OK``, ``FAILED`` or ``NOT_TRIED``.
-        detail: what was measured, or why it was not tried.
-        wrong: what does not hold, rank by rank.
+        detail: a measurement, or why the check was not tried.
+        wrong: the problems, with their ranks.
         seconds: on rank 0.
     """
 
@@ -31,13 +31,13 @@ class Result:
 
 @dataclass
 class Report:
-    """All that a self-test found.
+    """The results of a self-test.
 
     Attributes:
-        facts: what a bug report starts with: versions, device, backend, ranks.
-        results: in the order in which they were found.
-        ended: why not all checks ran; None if they did.
-        seconds: in all, without importing torch.
+        facts: versions, device, backend and ranks, for a bug report.
+        results: in the order of the checks.
+        ended: why the self-test ended early; None if all checks ran.
+        seconds: total time, without importing torch.
     """
 
     facts: dict[str, Any]
@@ -46,21 +46,21 @@ class Report:
     seconds: float = 0.0
 
     def of_status(self, status: str) -> list[Result]:
-        """The results of one status."""
+        """The results with this status."""
         return [result for result in self.results if result.status == status]
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was tried holds, and everything was tried that could be."""
+        """Whether all checks that were tried passed, and the self-test did not end early."""
         return self.ended is None and not self.of_status(FAILED)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The report as plain data for JSON."""
         return {"holds": self.holds, **asdict(self)}
 
 
 class Lines:
-    """The text of a report, line by line, as the results come.
+    """The text of a report, line by line, as results arrive.
 
     Args:
         wrappings: names of the rows.
@@ -78,7 +78,7 @@ class Lines:
         return "\n".join([*lines, "", self._row("", self._checks)])
 
     def row(self, wrapping: str, results: Sequence[Result]) -> str:
-        """One wrapping."""
+        """The line of one wrapping."""
         if results[0].check is None:
             return self._row(wrapping, [f"not tried: {results[0].detail}"])
         by_check = {result.check: result for result in results}
@@ -92,17 +92,17 @@ class Lines:
         return self._row(wrapping, cells)
 
     def end(self, report: Report) -> str:
-        """What was not tried, what does not hold, and the answer."""
+        """The checks that were not tried, those that failed, and the conclusion."""
         lines = [""]
         reasons: dict[tuple[str, str], list[str]] = {}
-        for each in report.of_status(NOT_TRIED):
-            if each.check is not None:
-                reasons.setdefault((each.check, each.detail), []).append(each.wrapping)
+        for result in report.of_status(NOT_TRIED):
+            if result.check is not None:
+                reasons.setdefault((result.check, result.detail), []).append(result.wrapping)
         for (check, reason), wrappings in reasons.items():
             lines.append(f'not tried: "{check}" on {", ".join(wrappings)}: {reason}')
         failed = report.of_status(FAILED)
-        for each in failed:
-            lines += [f'FAILED: "{each.check}" on {each.wrapping}', *_indented(each.wrong)]
+        for result in failed:
+            lines += [f'FAILED: "{result.check}" on {result.wrapping}', *_indented(result.wrong)]
         if report.ended is not None:
             lines.append(f"ended early: {report.ended}")
         num_tried = len(failed) + len(report.of_status(OK))

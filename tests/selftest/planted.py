@@ -157,7 +157,7 @@ def one_rank_raises(stack):
     def check(case):
         if case.rank == 1:
             raise MemoryError("planted")
-        return checks.Found()
+        return checks.Findings()
 
     _as_check(stack, check)
 
@@ -169,7 +169,7 @@ def one_rank_sleeps(stack):
     def check(case):
         if case.rank == 1:
             time.sleep(8)
-        return checks.Found()
+        return checks.Findings()
 
     _as_check(stack, check)
 

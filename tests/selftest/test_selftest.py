@@ -166,7 +166,7 @@ def test_a_rank_that_dies_is_exit_code_5_on_the_others():
 
 FAILING = """
 from distprune.selftest import checks
-checks.CHECKS["masks"] = lambda case: checks.Found(["planted"])
+checks.CHECKS["masks"] = lambda case: checks.Findings(["planted"])
 from distprune.cli.main import main
 main(["selftest", "--cpu"])
 """
