@@ -1,18 +1,18 @@
-"""Checkpoints of pruned models: what torch.distributed.checkpoint (DCP) needs beside its own tools.
+"""Checkpoints of pruned models with torch.distributed.checkpoint (DCP).
 
-Masks are buffers of the model, DTensors where the parameters are, so DCP saves them, and
-shards them anew, like any other tensor. Save with::
+Masks are buffers of the model, and DTensors where the parameters are, so DCP saves and
+reshards them like any other tensor. Save with::
 
     state = checkpoint.get_state_dict(model, optimizer, pruner)
     dcp.save(state, checkpoint_id=path)
 
-and go on from there, on any other sharding or on one process, with::
+and resume, on any other sharding or on one process, with::
 
     checkpoint.load(path, model, optimizer, pruner)   # model: fresh, dense or pruned
 
-[Note: async_save] ``dcp.async_save`` communicates from a thread while training goes on. On a
-process group that anything else uses in the meantime, pruning included, their messages mix and
-the job hangs. Give it one of its own, made once: ``process_group=dist.new_group(backend="gloo")``.
+[Note: async_save] ``dcp.async_save`` communicates from a thread while training continues. If
+training or pruning uses the same process group meanwhile, their messages mix and the job hangs.
+Give it a group of its own, made once: ``process_group=dist.new_group(backend="gloo")``.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ Unmasked = Literal["error", "keep", "ones"]
 
 
 class Stateful(Protocol):
-    """What has a state, such as a ScheduledPruner."""
+    """An object with a state dict, such as a ScheduledPruner."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in plain values or tensors."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from a state."""
+        """Restore a state."""
         ...
 
 
@@ -74,19 +74,19 @@ def get_state_dict(
     *,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """All that a training run with pruning has to save, for ``dcp.save`` or ``dcp.async_save``.
+    """The state of a training run with pruning, for ``dcp.save`` or ``dcp.async_save``.
 
     Collective over ``group``, as saving is. See [Note: async_save].
 
     Args:
         model: wrapped or not; pruned or not.
         optimizers: of its parameters.
-        pruner: a ScheduledPruner, or whatever has a state dict.
+        pruner: a ScheduledPruner, or any object with a state dict.
         group: the ranks that save together; every rank by default.
 
     Returns:
         {"model": ..., "optimizer": ..., "pruner": ..., "masks": ...}, without what was not given.
-        "masks" is what ``verify`` knows of them, as JSON, if anything is pruned. Tensors
+        "masks" is the record of the masks for ``verify``, as JSON, if anything is pruned. Tensors
         are references, not copies, sharded as they are in the model. Keys are those of the
         unwrapped model ("layers.0.weight_orig", "layers.0.weight_mask"): no prefix of DDP,
         FSDP, activation checkpointing or ``torch.compile``.
@@ -94,7 +94,7 @@ def get_state_dict(
     Raises:
         NotImplementedError: see :func:`check_writable`, on every rank.
 
-    Cost: no tensor is copied or communicated; one all-reduce of 40 bytes. As torch's own
+    Cost: no tensor is copied or communicated; one all-reduce of 40 bytes. As with torch's own
     function, an optimizer that never stepped makes one step with learning rate 0.
     """
     check_writable(model, group=group)
@@ -115,33 +115,34 @@ def load(
     storage_reader: StorageReader | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Load what was saved with :func:`get_state_dict`, on any sharding, into a model.
+    """Load a checkpoint of :func:`get_state_dict`, saved on any sharding, into a model.
 
-    The model may be fresh: it is given a mask wherever the checkpoint has one. Collective
+    The model may be fresh: it gets a mask wherever the checkpoint has one. Collective
     over ``group``. Masks and weights are those that were saved, bit for bit; ``verify`` compares
-    the masks with what was known of them then.
+    the masks with their saved record.
 
     Args:
-        checkpoint_id: what ``dcp.save`` was given.
+        checkpoint_id: as for ``dcp.save``.
         model: wrapped or not; dense, or pruned in any way.
-        optimizers: of its parameters, made before or after; as many as were saved.
-        pruner: takes its saved state.
-        unmasked: what becomes of a parameter that is pruned here and dense in the checkpoint:
-            "error"; "keep" its mask on the loaded weights (rewinding); a mask of "ones".
-        storage_reader: where it is not in files.
+        optimizers: of its parameters, made before or after pruning; as many as were saved.
+        pruner: restores its saved state.
+        unmasked: what to do with a parameter that is pruned in the model and dense in the
+            checkpoint: "error"; "keep" its mask on the loaded weights (rewinding); "ones" for a
+            mask of ones.
+        storage_reader: for checkpoints that are not in files.
         group: the ranks that load together; every rank by default.
 
     Raises:
         ValueError: such a parameter, by name, with ``unmasked="error"``; ranks that see
             different checkpoints; a tied parameter that was saved with different masks under its
-            names, or with one under some of them, for a model that has one mask for all of them.
+            names, or with a mask under some of them, for a model that has one mask for all.
             Nothing has changed then.
-        NotImplementedError: see :func:`check_writable`; reading goes the same way.
-        Exception: whatever DCP raises, a missing key above all; weights may be loaded in
-            part then.
+        NotImplementedError: see :func:`check_writable`, which also applies to reading.
+        Exception: whatever DCP raises, such as for a missing key; some weights may be loaded
+            then.
 
-    Cost: each rank reads the bytes that it holds, in place: no memory but the masks. The first
-    rank also reads the masks of tied parameters whole.
+    Cost: each rank reads the bytes of its own shards, in place, with no memory but the masks. The
+    first rank also reads the masks of tied parameters whole.
     """
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -212,18 +213,18 @@ def prepare_for_load(
 ) -> None:
     """Give a mask of ones to every parameter that is pruned in a state dict and not in a model.
 
-    For a state dict that :func:`load` does not read: a consolidated one, of this library or of a
-    model pruned by ``torch.nn.utils.prune``. It loads then, by ``model.load_state_dict`` or
-    ``set_model_state_dict``, since state dicts load into what exists. Collective over ``group``.
+    For a state dict that :func:`load` cannot read: a consolidated one, of this library or of a
+    model pruned by ``torch.nn.utils.prune``. ``model.load_state_dict`` or ``set_model_state_dict``
+    can load it then, because they load into existing tensors only. Collective over ``group``.
 
     Args:
-        model: wrapped or not; parameters that are pruned already stay as they are.
+        model: wrapped or not; parameters that are pruned already do not change.
         keys: a state dict, or its keys, without wrapper prefixes. Parameters that the
-            model does not have are left out (those of another pipeline stage, say).
+            model does not have are ignored (those of another pipeline stage, for example).
         group: as in ``global_unstructured``.
 
     Raises:
-        ValueError: FSDP shards a tied parameter, which is pruned under some of its names only.
+        ValueError: FSDP shards a tied parameter that is pruned under some of its names only.
         Exception: as ``global_unstructured``. No module has changed then, on any rank.
 
     Cost: memory for the masks; a few small all-reduces.

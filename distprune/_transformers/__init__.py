@@ -1,1 +1,1 @@
-"""Names of transformers: those of a checkpoint, and those of the model that is made of it."""
+"""Names of tensors in transformers: those of a checkpoint, and those of the loaded model."""

@@ -1,8 +1,8 @@
-"""Which masks of a file are for which parameters of a model.
+"""Find the parameters of a model to which the masks of a file belong.
 
-A mask has the name of a tensor of a checkpoint, or of a parameter of the model that it was saved
-from. :func:`match_masks` finds the parameter by that name alone; what a library does to names and
-tensors when it loads a checkpoint is a :class:`LoadingRules` (see transformers_names).
+A mask has the name of a tensor of a checkpoint, or of a parameter of the model from which it was
+saved. :func:`match_masks` finds the parameter by this name alone; the changes that a library makes
+to names and tensors when it loads a checkpoint are :class:`LoadingRules` (see names.py).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Protocol
 from torch import Tensor
 
 Shape = tuple[int, ...]
-# From a name in the file to the whole mask, bool, of its shape there.
+# From a name in the file to the whole mask, bool, of its shape in the file.
 ReadMask = Callable[[str], Tensor]
 
-# Of so many names close matches are looked for, and so many are shown.
+# Close matches are searched for this many names, and this many names are shown.
 _NUM_COMPARED = 20
 _NUM_SHOWN = 200
 
 
 class MaskSource(Protocol):
-    """Where the mask of one parameter comes from.
+    """The origin of one parameter's mask.
 
     Attributes:
-        names: of the masks in the file that it is made of.
+        names: of the masks in the file from which it is made.
     """
 
     @property
@@ -41,7 +41,7 @@ class MaskSource(Protocol):
 
 @dataclass(frozen=True)
 class SameTensor:
-    """A mask that is for the whole parameter as it is.
+    """A mask of the file that applies to the parameter unchanged.
 
     Attributes:
         name: of the mask.
@@ -59,12 +59,12 @@ class SameTensor:
 
 @dataclass
 class Matching:
-    """What :func:`match_masks` found.
+    """The result of :func:`match_masks`.
 
     Attributes:
-        sources: by parameter, where its mask comes from.
-        unexpected: masks that no parameter is for; by name, why not, or "".
-        mismatched: masks of another shape than their parameter has; by name, what differs.
+        sources: the origin of each parameter's mask, by parameter.
+        unexpected: masks without a parameter: the reason, or "", by name of the mask.
+        mismatched: masks of another shape than their parameter: the difference, by name.
     """
 
     sources: dict[str, MaskSource] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Matching:
     mismatched: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, shape: Shape, parameter: str, expected: Shape) -> None:
-        """Note that a mask is for a parameter, as it is; the first one, if there are several."""
+        """Assign a mask to a parameter, unchanged; if there are several, the first one counts."""
         if parameter in self.sources:
             first = ", ".join(self.sources[parameter].names[:3])
             self.unexpected[name] = f"{parameter} has the mask {first}"
@@ -84,7 +84,7 @@ class Matching:
 
 
 class LoadingRules(Protocol):
-    """What a library does to a checkpoint when it loads it into a model."""
+    """The changes that a library makes to a checkpoint when it loads it into a model."""
 
     def match(
         self, masks: Mapping[str, Shape], parameters: Mapping[str, Shape], others: Iterable[str]
@@ -94,12 +94,12 @@ class LoadingRules(Protocol):
         Args:
             masks: shapes, by name in the checkpoint.
             parameters: shapes, by name in the model.
-            others: names of other tensors of the checkpoint, as far as they are known.
+            others: known names of other tensors of the checkpoint.
         """
         ...
 
     def with_other_prefix(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
-        """A parameter of this name but for the prefix of the base model; None without one."""
+        """The parameter with this name except for the prefix of the base model; None if none."""
         ...
 
 
@@ -113,55 +113,55 @@ def match_masks(
 ) -> Matching:
     """Find the parameters of masks.
 
-    [Note: whose names] A name of a checkpoint may be that of a parameter whose tensor comes from
-    elsewhere, or that is transposed on loading. So the names of a checkpoint go through the
-    rules, and those of a model only if the model has no parameter of this name.
+    [Note: whose names] A name in a checkpoint may be that of a parameter which is loaded from
+    another tensor, or transposed on loading. So names of a checkpoint always go through the
+    rules, and names of a model only if the model has no parameter of this name.
 
     Args:
         masks: shapes, by name in the file.
         parameters: shapes, by name in the model; a tied one under all its names.
-        rules: of the library that the model is from; None: names stay as they are.
+        rules: of the model's library; None: names do not change.
         is_checkpoint: whether the names are those of a checkpoint, or of a model.
-        others: names of other tensors of the checkpoint, as far as they are known.
+        others: known names of other tensors of the checkpoint.
     """
-    found = Matching()
-    left = dict(masks)
+    matching = Matching()
+    unmatched = dict(masks)
     if rules is None or not is_checkpoint:
         for name, shape in masks.items():
             parameter: str | None = name if name in parameters else None
             if parameter is None and rules is not None:
                 parameter = rules.with_other_prefix(name, parameters)
             if parameter is not None:
-                found.add(name, shape, parameter, parameters[parameter])
-                del left[name]
-    if rules is not None and left:
-        by_rules = rules.match(left, parameters, others)
-        found.unexpected |= by_rules.unexpected
+                matching.add(name, shape, parameter, parameters[parameter])
+                del unmatched[name]
+    if rules is not None and unmatched:
+        by_rules = rules.match(unmatched, parameters, others)
+        matching.unexpected |= by_rules.unexpected
         for parameter, source in by_rules.sources.items():
-            if parameter in found.sources:
+            if parameter in matching.sources:
                 reason = f"{parameter} has a mask of its own name"
-                found.unexpected |= dict.fromkeys(source.names, reason)
+                matching.unexpected |= dict.fromkeys(source.names, reason)
             else:
-                found.sources[parameter] = source
-        found.mismatched |= by_rules.mismatched
+                matching.sources[parameter] = source
+        matching.mismatched |= by_rules.mismatched
     else:
-        found.unexpected |= dict.fromkeys(left, "")
-    return found
+        matching.unexpected |= dict.fromkeys(unmatched, "")
+    return matching
 
 
-def with_close_names(names: Sequence[str], known: Iterable[str]) -> str:
-    """Names, each with the known one that is most like it, one to a line.
+def with_close_names(names: Sequence[str], candidates: Iterable[str]) -> str:
+    """The names, one per line, each with the most similar candidate.
 
-    Cost: a comparison of each of the first names with each kind of known ones; those that differ
-    in numbers alone are of one kind.
+    Cost: a comparison of each of the first names with each kind of candidate; names that differ
+    only in their numbers are of one kind.
     """
     kinds: dict[str, list[str]] = {}
-    for name in known:
+    for name in candidates:
         kinds.setdefault(_kind(name), []).append(name)
     lines = []
-    for which, name in enumerate(names[:_NUM_SHOWN]):
+    for position, name in enumerate(names[:_NUM_SHOWN]):
         close = None
-        if which < _NUM_COMPARED:
+        if position < _NUM_COMPARED:
             for kind in difflib.get_close_matches(_kind(name), kinds, 1):
                 alike = _with_numbers(kind, name)
                 close = alike if alike in kinds[kind] else kinds[kind][0]

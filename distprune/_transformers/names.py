@@ -1,7 +1,7 @@
-"""Masks of a checkpoint as transformers would load them, were they its tensors.
+"""Convert masks of a checkpoint as transformers converts its tensors on loading.
 
-A mask goes the way of its tensor: its name by the same renamings, and its elements by the same
-operations, which run on booleans as long as they move elements and compute nothing.
+The name of a mask goes through the same renamings as its tensor's, and its elements through the
+same operations, which work on booleans as long as they only move elements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distprune._transformers.table import (
 
 
 def rules_for(model: nn.Module) -> TransformersRules | None:
-    """How transformers loads checkpoints into a model; None if it is not one of its models.
+    """The rules by which transformers loads a model's checkpoints; None for other models.
 
     Args:
         model: wrapped or not.
@@ -37,10 +37,10 @@ def rules_for(model: nn.Module) -> TransformersRules | None:
 
 
 class TransformersRules:
-    """See mask_matching.LoadingRules.
+    """Implements mask_matching.LoadingRules.
 
     Args:
-        model: of transformers, unwrapped; modules below it may be wrapped.
+        model: a transformers model, unwrapped; modules below it may be wrapped.
     """
 
     def __init__(self, model: Any) -> None:
@@ -66,44 +66,46 @@ class TransformersRules:
         self, masks: Mapping[str, Shape], parameters: Mapping[str, Shape], others: Iterable[str]
     ) -> Matching:
         """Find the parameters of masks; see mask_matching.LoadingRules."""
-        found = Matching()
+        matching = Matching()
         groups: dict[tuple[str, int], _Group] = {}
-        # In the order in which transformers goes over a checkpoint: some renamings depend on it.
+        # In the order in which transformers visits a checkpoint: some renamings depend on it.
         for name in sorted({*masks, *others}, key=natural_key):
-            renamed, target, which, pattern = self._renamed(name, parameters)
+            renamed, target, number, pattern = self._renamed(name, parameters)
             if name not in masks:
                 continue
             if target not in parameters:
-                found.unexpected[name] = (
+                matching.unexpected[name] = (
                     "" if target == name else f"transformers loads it as {target}"
                 )
-            elif which is None:
-                found.add(name, masks[name], target, parameters[target])
+            elif number is None:
+                matching.add(name, masks[name], target, parameters[target])
             else:
-                group = groups.setdefault((target, which), _Group(target, self._converters[which]))
+                new_group = _Group(target, self._converters[number])
+                group = groups.setdefault((target, number), new_group)
                 group.members[renamed] = (name, pattern)
         stand_in = Shapes(parameters)
         for group in groups.values():
-            self._match_group(group, masks, parameters, stand_in, found)
-        return found
+            self._match_group(group, masks, parameters, stand_in, matching)
+        return matching
 
     def _renamed(
         self, name: str, parameters: Mapping[str, Shape]
     ) -> tuple[str, str, int | None, str | None]:
-        """What transformers makes of a name.
+        """Rename a tensor of the checkpoint as transformers does.
 
         Returns:
-            The name that goes into a conversion; the parameter's name, the first one if there are
-            several; which conversion, or None; and the pattern of it that the name matched.
+            The name with which it enters a conversion; the name of the parameter, the first one
+            if there are several; the number of the conversion, or None; and the pattern of the
+            conversion that the name matched.
         """
         renamed = name
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
-        target, which, pattern = renamed, None, None
+        target, number, pattern = renamed, None, None
         for position, converter in enumerate(self._converters):
             target, pattern = converter.rename_source_key(renamed)
             if pattern is not None:
-                which = position
+                number = position
                 break
         if target not in parameters:
             other = self.with_other_prefix(target, parameters)
@@ -113,10 +115,10 @@ class TransformersRules:
                 renamed = renamed.removeprefix(start) if shorter else start + renamed
                 target = other
         if target not in parameters:
-            as_it_is = name if name in parameters else self.with_other_prefix(name, parameters)
-            if as_it_is is not None:
-                return as_it_is, as_it_is, None, None
-        return renamed, target, which, pattern
+            unchanged = name if name in parameters else self.with_other_prefix(name, parameters)
+            if unchanged is not None:
+                return unchanged, unchanged, None, None
+        return renamed, target, number, pattern
 
     def _match_group(
         self,
@@ -124,24 +126,24 @@ class TransformersRules:
         masks: Mapping[str, Shape],
         parameters: Mapping[str, Shape],
         stand_in: Shapes,
-        found: Matching,
+        matching: Matching,
     ) -> None:
-        """Plan the conversion of masks that go into one parameter, or several, together."""
+        """Plan the conversion of masks that together make one parameter or several."""
         names = [name for name, _ in group.members.values()]
-        computing = [each for each in group.converter.operations if not only_moves(each)]
+        computing = [step for step in group.converter.operations if not only_moves(step)]
         if computing:
             reason = (
                 f"transformers makes {group.target} of it by {type(computing[0]).__name__}, "
                 "which may do more than move elements"
             )
-            found.unexpected |= dict.fromkeys(names, reason)
+            matching.unexpected |= dict.fromkeys(names, reason)
             return
         inputs = self._inputs(group, masks, parameters, stand_in)
         conversion = Conversion(group.target, group.converter, inputs, self._config, stand_in)
         try:
             outputs = conversion.shapes()
-        except Exception as error:  # of an operation on shapes that it is not for
-            found.mismatched |= dict.fromkeys(
+        except Exception as error:  # an operation raises for shapes that it does not support
+            matching.mismatched |= dict.fromkeys(
                 names, f"{group.target} cannot be made of it ({error})"
             )
             return
@@ -149,14 +151,14 @@ class TransformersRules:
         if wrong:
             target, shape = next(iter(wrong.items()))
             reason = f"{target} has shape {parameters.get(target)}; its masks give {shape}"
-            found.mismatched |= dict.fromkeys(names, reason)
+            matching.mismatched |= dict.fromkeys(names, reason)
             return
-        taken = [target for target in outputs if target in found.sources]
+        taken = [target for target in outputs if target in matching.sources]
         if taken:
-            first = ", ".join(found.sources[taken[0]].names[:3])
-            found.unexpected |= dict.fromkeys(names, f"{taken[0]} has the mask {first}")
+            first = ", ".join(matching.sources[taken[0]].names[:3])
+            matching.unexpected |= dict.fromkeys(names, f"{taken[0]} has the mask {first}")
             return
-        found.sources |= {target: Converted(conversion, target) for target in outputs}
+        matching.sources |= {target: Converted(conversion, target) for target in outputs}
 
     def _inputs(
         self,
@@ -165,20 +167,20 @@ class TransformersRules:
         parameters: Mapping[str, Shape],
         stand_in: Shapes,
     ) -> list[Input]:
-        """What goes into a conversion: those tensors, too, that have no mask.
+        """The inputs of a conversion, including tensors without a mask.
 
-        The reverse of the conversion tells them, from the shapes of the parameters.
+        They result from the reverse conversion of the parameters' shapes.
         """
-        given = [
+        masked = [
             Input(renamed, pattern, name, masks[name])
             for renamed, (name, pattern) in group.members.items()
         ]
         try:
             whole = self._reversed(group, parameters, stand_in)
-        except Exception:  # it has no reverse, and then every tensor needs a mask
-            return given
-        if any(whole.get(each.renamed) != each.shape for each in given):
-            return given
+        except Exception:  # without a reverse, every tensor needs a mask
+            return masked
+        if any(whole.get(source.renamed) != source.shape for source in masked):
+            return masked
         pattern_of = {renamed: pattern for renamed, (_, pattern) in group.members.items()}
         inputs = []
         for renamed in sorted(whole, key=natural_key):
@@ -193,7 +195,7 @@ class TransformersRules:
     def _reversed(
         self, group: _Group, parameters: Mapping[str, Shape], stand_in: Shapes
     ) -> dict[str, Shape]:
-        """The tensors that a conversion makes parameters of: shapes, by name."""
+        """Shapes of the tensors from which a conversion makes parameters, by name."""
         first, *rest = group.converter.target_patterns
         targets = [group.target, *(group.target.replace(first, other, 1) for other in rest)]
         backwards = group.converter.reverse_transform()
@@ -209,11 +211,11 @@ class TransformersRules:
 
 @dataclass
 class Converted:
-    """A mask that a conversion makes of one or several; see mask_matching.MaskSource.
+    """A mask that a conversion makes from one or several; implements mask_matching.MaskSource.
 
     Attributes:
-        conversion: of them.
-        target: the parameter, among those that it makes.
+        conversion: makes the mask.
+        target: name of the parameter, among those that the conversion makes.
     """
 
     conversion: Conversion
@@ -221,24 +223,24 @@ class Converted:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(each.name for each in self.conversion.inputs if each.name is not None)
+        return tuple(s.name for s in self.conversion.inputs if s.name is not None)
 
     def read(self, read_mask: ReadMask) -> Tensor:
-        def tensor_of(each: Input) -> Tensor:
-            if each.name is None:  # nothing of this tensor was pruned
-                return torch.ones(each.shape, dtype=torch.bool)
-            return read_mask(each.name)
+        def tensor_of(source: Input) -> Tensor:
+            if source.name is None:  # no element of this tensor was pruned
+                return torch.ones(source.shape, dtype=torch.bool)
+            return read_mask(source.name)
 
         return self.conversion.run(tensor_of)[self.target]
 
 
 class _Group:
-    """Masks that one conversion takes together.
+    """Masks that enter one conversion together.
 
     Attributes:
-        target: the first parameter that it makes.
+        target: name of the first parameter that the conversion makes.
         converter: of transformers.
-        members: by name before the conversion, the name of the mask, and the pattern it matched.
+        members: (name of the mask, matched pattern), by name before the conversion.
     """
 
     def __init__(self, target: str, converter: Any) -> None:

@@ -1,7 +1,7 @@
 """Masks of a model under the names, and in the shapes, that transformers would save them.
 
-``save_pretrained`` undoes what was done to a checkpoint on loading: what is one tensor in the
-model is several in the files, or the other way round. A mask for the files goes the same way.
+``save_pretrained`` undoes the conversions of a checkpoint on loading: one tensor of the
+model becomes several in the files, or the other way round. Masks are converted in the same way.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SavedMasks:
     """The masks of one parameter, or of several that are saved together.
 
     Attributes:
-        parameters: those that have a mask.
-        tensors: shapes, by name in the checkpoint, of what is made of them.
-        conversion: what makes it; None if one mask is saved as it is.
+        parameters: the parameters that have a mask.
+        tensors: shapes of the converted masks, by name in the checkpoint.
+        conversion: converts the masks; None if one mask is saved unchanged.
         renamed: from the conversion's names to those of the checkpoint.
     """
 
@@ -43,30 +43,34 @@ class SavedMasks:
     renamed: dict[str, str]
 
     def make(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Masks by their names in the checkpoint, bool, from whole ones by parameter."""
+        """The masks by their names in the checkpoint, bool.
+
+        Args:
+            masks: whole masks by parameter.
+        """
         assert self.conversion is not None
 
-        def tensor_of(each: Input) -> Tensor:
-            if each.name is None:
-                return torch.ones(each.shape, dtype=torch.bool)
-            return masks[each.name]
+        def tensor_of(source: Input) -> Tensor:
+            if source.name is None:
+                return torch.ones(source.shape, dtype=torch.bool)
+            return masks[source.name]
 
-        made = self.conversion.run(tensor_of)
-        return {self.renamed[name]: mask for name, mask in made.items()}
+        converted = self.conversion.run(tensor_of)
+        return {self.renamed[name]: mask for name, mask in converted.items()}
 
 
 def as_saved(
     model: nn.Module, parameters: Mapping[str, Shape], masked: Collection[str]
 ) -> list[SavedMasks]:
-    """How transformers would save the masks of a model; as they are, if it is none of its models.
+    """How transformers would save the masks of a model; unchanged if it is not one of its models.
 
     Args:
         model: wrapped or not.
-        parameters: all of them: shapes, by name.
-        masked: names of those that have a mask.
+        parameters: shapes of all parameters, by name.
+        masked: names of the parameters that have a mask.
 
     Raises:
-        NotImplementedError: a conversion cannot be undone on a mask; named.
+        NotImplementedError: a conversion cannot be undone on a mask; names the parameter.
     """
     pretrained = pretrained_model(model)
     if pretrained is None:
@@ -74,24 +78,26 @@ def as_saved(
     renamings, converters = _backwards(pretrained)
     saved: list[SavedMasks] = []
     groups: dict[tuple[str, int], list[Input]] = {}
-    # In the order in which transformers goes over a state dict: some renamings depend on it.
+    # In the order in which transformers visits a state dict: some renamings depend on it.
     for name in sorted(parameters, key=natural_key):
-        for which, converter in enumerate(converters):
+        for position, converter in enumerate(converters):
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:
                 mask = name if name in masked else None
                 member = Input(name, pattern, mask, parameters[name])
-                groups.setdefault((target, which), []).append(member)
+                groups.setdefault((target, position), []).append(member)
                 break
         else:
             renamed = _renamed(name, renamings)
             if name in masked:
                 saved.append(_unchanged(name, renamed, parameters))
     stand_in = Shapes(parameters)
-    for (target, which), inputs in groups.items():
-        names = tuple(each.name for each in inputs if each.name is not None)
+    for (target, position), inputs in groups.items():
+        names = tuple(source.name for source in inputs if source.name is not None)
         if names:
-            conversion = Conversion(target, converters[which], inputs, pretrained.config, stand_in)
+            conversion = Conversion(
+                target, converters[position], inputs, pretrained.config, stand_in
+            )
             saved.append(_converted(conversion, names, renamings))
     return saved
 
@@ -101,7 +107,7 @@ def _unchanged(name: str, saved_name: str, parameters: Mapping[str, Shape]) -> S
 
 
 def _converted(conversion: Conversion, names: tuple[str, ...], renamings: list[Any]) -> SavedMasks:
-    computing = [each for each in conversion.converter.operations if not only_moves(each)]
+    computing = [step for step in conversion.converter.operations if not only_moves(step)]
     if computing:
         raise NotImplementedError(
             f"{names[0]}: transformers saves it by {type(computing[0]).__name__}, which may do "
@@ -115,19 +121,19 @@ def _converted(conversion: Conversion, names: tuple[str, ...], renamings: list[A
 
 def _backwards(model: Any) -> tuple[list[Any], list[Any]]:
     """The renamings and the conversions of saving, in order."""
-    used = getattr(model, "_weight_conversions", None)
-    if used is None:  # it was not loaded; then transformers adds no prefix that it may not have had
-        listed = transforms_of(model, add_legacy=False)
-        used = [each for each in listed if type(each).__name__ != "PrefixChange"]
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # the model was not loaded; then transformers adds no prefix on saving
+        table = transforms_of(model, add_legacy=False)
+        transforms = [step for step in table if type(step).__name__ != "PrefixChange"]
     try:
-        reverse = [copy.deepcopy(each).reverse_transform() for each in reversed(used)]
+        reverse = [copy.deepcopy(step).reverse_transform() for step in reversed(transforms)]
     except NotImplementedError as error:
         raise NotImplementedError(
             "a conversion of this model has no reverse, so transformers does not save it as it "
             "was; expected names='model', which leaves masks as they are."
         ) from error
-    converters = [each for each in reverse if hasattr(each, "operations")]
-    return [each for each in reverse if not hasattr(each, "operations")], converters
+    converters = [step for step in reverse if hasattr(step, "operations")]
+    return [step for step in reverse if not hasattr(step, "operations")], converters
 
 
 def _renamed(name: str, renamings: list[Any]) -> str:

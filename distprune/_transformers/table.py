@@ -1,4 +1,4 @@
-"""transformers' own conversion table of a model, and its operations at work on masks.
+"""The conversion table that transformers has for a model, and its operations applied to masks.
 
 transformers 5 renames tensors when it loads a checkpoint, and merges, splits, transposes and
 permutes some (the experts of a mixture become one tensor); when it saves, it does the reverse.
@@ -21,7 +21,7 @@ from distprune._common.naming import named_modules, unwrap
 from distprune._transformers.mask_matching import Shape
 
 _OPERATIONS_MODULE = "transformers.core_model_loading"
-# Operations that move elements, and neither compute with them nor leave some out.
+# Operations that only move elements: they neither compute with them nor drop any.
 MOVING_OPERATIONS = frozenset({
     "Chunk", "Concatenate", "Conv3dToLinear", "ErnieFuseAndSplitTextVisionExperts",
     "ErnieSplitAndDecoupleTextVisionExperts", "Interleave", "LinearToConv3d", "MergeModulelist",
@@ -32,11 +32,11 @@ MOVING_OPERATIONS = frozenset({
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor that goes into a conversion.
+    """One input tensor of a conversion.
 
     Attributes:
         renamed: its name before the conversion.
-        pattern: of the converter, that the name matched.
+        pattern: the converter's pattern that the name matched.
         name: of its mask; None if it has none.
         shape: of the tensor.
     """
@@ -49,14 +49,14 @@ class Input:
 
 @dataclass
 class Conversion:
-    """A conversion of transformers with all that goes into it.
+    """A conversion of transformers with its inputs.
 
     Attributes:
-        target: the name that transformers calls it by.
-        converter: of transformers; is not changed.
-        inputs: in the order in which transformers takes them.
+        target: the name by which transformers calls it.
+        converter: of transformers; not changed.
+        inputs: in the order in which transformers passes them.
         config: of the model.
-        model: what stands for it.
+        model: a stand-in for the model.
     """
 
     target: str
@@ -66,23 +66,25 @@ class Conversion:
     model: Any
 
     def run(self, tensor_of: Callable[[Input], Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names of the parameters."""
+        """The converted tensors, by name of the parameter."""
         converter = copy.deepcopy(self.converter)
-        for each in self.inputs:
-            converter.add_tensor(self.target, each.renamed, each.pattern, tensor_of(each))
-        made = converter.convert(self.target, model=self.model, config=self.config)
-        if isinstance(made, tuple):  # with errors, in the first versions of transformers 5
-            made = made[0]
-        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+        for source in self.inputs:
+            converter.add_tensor(self.target, source.renamed, source.pattern, tensor_of(source))
+        tensors = converter.convert(self.target, model=self.model, config=self.config)
+        if isinstance(tensors, tuple):  # the first versions of transformers 5 return errors, too
+            tensors = tensors[0]
+        return {n: value[0] if isinstance(value, list) else value for n, value in tensors.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """Of what :meth:`run` makes; nothing is computed."""
-        made = self.run(lambda each: torch.empty(each.shape, dtype=torch.bool, device="meta"))
-        return {name: tuple(value.shape) for name, value in made.items()}
+        """The shapes of the tensors that :meth:`run` returns, without computing them."""
+        tensors = self.run(
+            lambda source: torch.empty(source.shape, dtype=torch.bool, device="meta")
+        )
+        return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
 class Shapes:
-    """What operations ask of a model: the shapes of its parameters, by their plain names."""
+    """A stand-in for a model in operations, which need the shapes of its parameters only."""
 
     def __init__(self, parameters: Mapping[str, Shape]) -> None:
         self._parameters = parameters
@@ -92,24 +94,24 @@ class Shapes:
 
 
 def _stand_in(model: Any) -> Any:
-    """What transformers' table asks of a model: its models by their plain names and own classes.
+    """A stand-in for a model in transformers' table: its submodels by plain name and own class.
 
     Wrappers change both.
     """
 
-    def listed() -> Iterator[tuple[str, Any]]:
+    def submodels() -> Iterator[tuple[str, Any]]:
         base = sys.modules["transformers.modeling_utils"].PreTrainedModel
         for name, module in named_modules(model):
             if isinstance(module, base):
                 yield name, _bare(module)
 
     root = _bare(model)
-    object.__setattr__(root, "named_modules", listed)
+    object.__setattr__(root, "named_modules", submodels)
     return root
 
 
 def _bare(model: Any) -> Any:
-    """An object of a model's own class, with its configuration and nothing else."""
+    """An object of a model's own class that has its configuration only."""
     cls = _own_class(model, sys.modules["transformers.modeling_utils"].PreTrainedModel)
     bare: Any = object.__new__(cls)
     object.__setattr__(bare, "config", model.config)
@@ -117,7 +119,7 @@ def _bare(model: Any) -> Any:
 
 
 def _own_class(module: nn.Module, base: type) -> type:
-    """The class of a model before FSDP2 put another one in its place."""
+    """The class of a model before FSDP2 replaced it."""
     sharded: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     return next(
         cls
@@ -127,8 +129,9 @@ def _own_class(module: nn.Module, base: type) -> type:
 
 
 def pretrained_model(model: nn.Module) -> Any | None:
-    """A model of transformers without its wrapper; None if it is not one of its models."""
-    modeling = sys.modules.get("transformers.modeling_utils")  # or nobody has such a model
+    """A transformers model without its wrapper; None if it is not a transformers model."""
+    # If it was not imported, no transformers model exists.
+    modeling = sys.modules.get("transformers.modeling_utils")
     model = unwrap(model)
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return None
@@ -136,18 +139,18 @@ def pretrained_model(model: nn.Module) -> Any | None:
 
 
 def transforms_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
-    """What transformers does on loading, in order; nothing before transformers 5.
+    """The transforms of transformers on loading, in order; none before transformers 5.
 
     Args:
-        model: of transformers, unwrapped.
-        add_legacy: with the renamings of old checkpoints of any model.
+        model: a transformers model, unwrapped.
+        add_legacy: include the renamings of old checkpoints of any model.
     """
     try:
         table = importlib.import_module("transformers.conversion_mapping")
     except ImportError:  # transformers 4 renames nothing by a table
         return []
     try:
-        listed = table.get_model_conversion_mapping(_stand_in(model), add_legacy=add_legacy)
+        transforms = table.get_model_conversion_mapping(_stand_in(model), add_legacy=add_legacy)
     except (AttributeError, TypeError) as error:
         version = sys.modules["transformers"].__version__
         warnings.warn(
@@ -156,11 +159,11 @@ def transforms_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
             stacklevel=2,
         )
         return []
-    # Those that a user gave to from_pretrained (key_mapping) go first, as they did there.
-    used = getattr(model, "_weight_conversions", None) or []
-    known = {_patterns(each) for each in listed}
-    own = [copy.deepcopy(each) for each in used if _patterns(each) not in known]
-    return [*own, *listed]
+    # The user's own transforms (key_mapping of from_pretrained) come first, as on loading.
+    applied = getattr(model, "_weight_conversions", None) or []
+    in_table = {_patterns(step) for step in transforms}
+    own = [copy.deepcopy(step) for step in applied if _patterns(step) not in in_table]
+    return [*own, *transforms]
 
 
 def _patterns(transform: Any) -> tuple[Any, ...]:

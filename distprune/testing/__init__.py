@@ -20,7 +20,7 @@ ranks)::
         assert run_ranks(sum_of_ranks, 4) == [6, 6, 6, 6]
 
 A failing rank's traceback becomes the text of a :class:`RankError`; a rank that hangs is killed
-at the deadline, and the place where it was stuck is shown. No port is chosen, so any number of
+at the deadline, and its stack is shown. No network port is needed, so any number of
 pytest processes (``pytest -n 4`` of pytest-xdist) can run side by side. The machine needs no
 accelerator and no more cores than one. Linux and macOS; nothing here imports pytest.
 

@@ -19,7 +19,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """Where a module came from: pytest loads test files by path, under names of its choice."""
+    """The file of a module; pytest loads test files by path, under names that it chooses."""
 
     name: str
     file: str | None
@@ -32,7 +32,7 @@ class PackedCall:
 
     Attributes:
         call: pickled (fn, args, kwargs).
-        modules: of every function and class in it, parents first.
+        modules: the modules of every function and class in it, parents first.
         paths: the caller's ``sys.path``.
     """
 

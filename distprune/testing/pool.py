@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from distprune.testing.worker import RankConnection
 
 _GRACE = 3.0  # seconds that the other ranks get to answer once one has failed
-# A worker with more is replaced: torch 2.11 never frees a mesh that FSDP2 or tensor parallelism
-# has used, and each keeps the threads of its group.
+# A worker with more threads is replaced: torch 2.11 never frees a mesh that FSDP2 or tensor
+# parallelism has used, and each mesh keeps the threads of its group.
 _MAX_THREADS = 64
 _PRELOAD = [
     "numpy",
@@ -73,9 +73,10 @@ def run_ranks(
 def preload(*modules: str) -> None:
     """Import further modules once, before the ranks' processes split off.
 
-    Worth it for what most tests import and what takes long, such as ``"transformers"``; a
-    module that is missing is left out. Call it before the first :func:`run_ranks`, for
-    instance in ``conftest.py``. Modules must not start threads when they are imported.
+    This saves time for modules that most tests import and that load slowly, such as
+    ``"transformers"``; modules that are not installed are ignored. Call it before the first
+    :func:`run_ranks`, for instance in ``conftest.py``. Importing the modules must not start
+    threads.
 
     Raises:
         RuntimeError: the processes have started.
@@ -98,7 +99,7 @@ class _Worker:
         return self.stack_file.read_text() if self.stack_file.exists() else ""
 
     def num_threads(self) -> int:
-        """Of the process; 0 where the system does not tell."""
+        """Threads of the process; 0 where /proc does not exist."""
         try:
             return len(os.listdir(f"/proc/{self.process.pid}/task"))
         except OSError:

@@ -1,10 +1,10 @@
-"""What runs in each rank's process: answer one call after another, each in a new group.
+"""The process of one rank: it answers one call after another, each in a new group.
 
-[Note: one group after another in one process] Three things make that safe:
+[Note: one group after another in one process] Three things make this safe:
   - a barrier right after init: a rank that failed while another was still inside
     init would leave their group counters apart, and the next call would hang;
-  - DTensor's caches are cleared after destroy: they hand out the mesh of the
-    previous call, whose groups are dead, and keep the threads of those groups;
+  - DTensor's caches are cleared after destroy: they would return the mesh of the
+    previous call, whose groups are destroyed, and keep the threads of those groups;
   - the groups are destroyed only when every rank has answered, so that no rank
     sees "connection closed by peer" because another one was quicker.
 
@@ -51,7 +51,7 @@ def work(pipe: RankConnection, stack_file: str) -> None:
 
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what is preloaded stays: full collections then look at the tests' objects only
+    gc.freeze()  # full collections then visit the tests' objects only, not the preloaded ones
     with open(stack_file, "w") as stacks, contextlib.suppress(EOFError, OSError):
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         while True:
@@ -93,7 +93,7 @@ def _answer(rank: int, world_size: int, store: str, call: PackedCall) -> bytes:
         torch.manual_seed(1000 + rank)
         fn, args, kwargs = call.unpack()
         return pickle.dumps(("ok", fn(*args, **kwargs)))
-    except BaseException:  # SystemExit and pytest.fail must reach the caller too
+    except BaseException:  # including SystemExit and pytest.fail
         return pickle.dumps(("error", traceback.format_exc()))
 
 
@@ -105,5 +105,5 @@ def _leave_group() -> None:
         groups += dist.distributed_c10d._world.pg_map
         dist.destroy_process_group()
     clear_dtensor_caches()
-    gc.collect()  # wrapped models are reference cycles that hold the dead group and its threads
+    gc.collect()  # wrapped models are reference cycles that keep the group and its threads
     groups.clear()  # the last references; see [Note: the last reference to a group]
