@@ -13,10 +13,13 @@ import torch
 import torch.nn.utils.prune as torch_prune
 from measuring import Bound, CheckFailed, Table, Verdict, interleaved, measured
 
+from helpers.sampling import THOROUGH
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="part of make test-thorough")
 def test_cheap_parts_run_from_end_to_end():
     command = [sys.executable, bench.__file__, "--quick", "--parts", "importing,schedules"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
