@@ -1,1 +1,1 @@
-"""Checkpoint folders as they are on disk: where they are, what they hold, and their numbers."""
+"""Checkpoint folders on disk: their location, their files, and the numbers of their tensors."""

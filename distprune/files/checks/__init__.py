@@ -1,1 +1,1 @@
-"""What ``verify`` compares: files, claims, counts and the order of the cut."""
+"""The checks of ``verify``: files, reports, counts, and the order of the cut."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-NUM_BYTES = 1024  # of a lock file, whatever it says: it is rewritten in one piece
+NUM_BYTES = 1024  # of every lock file, so that one write replaces all of it
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """Headers of safetensors files, read strictly: any malformed file raises CheckpointError.
 
-[Note: header] A file is eight bytes of length n (little-endian), n bytes of JSON, and data.
-The JSON maps a name to dtype, shape and the byte range in the data. The ranges must cover the data
-exactly, without overlap. Nothing is allocated before n is compared with the size of the file. A
-duplicate key is an error: programs would differ in which of the two values they use.
+[Note: header] A file is the length n of the header (8 bytes, little-endian), the header, and data::
+
+    | n |{"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "b": ...}|aaaaaa|bbb...|
+    0   8                                                                         8 + n
+
+The byte ranges must cover the data exactly, without overlap. Nothing is allocated before n is
+compared with the size of the file. A duplicate key is an error: programs would differ in which of
+the two values they use.
 
 The ``safetensors`` package does not serve here: it accepts duplicate keys, refuses dtypes that are
 merely copied, reports one problem at a time, and maps the data, which can end in SIGBUS.
@@ -56,6 +60,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         product = 1
         for size in self.shape:
             product *= size
@@ -63,6 +68,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes in the file."""
         return self.stop - self.start
 
 

@@ -1,1 +1,1 @@
-"""What is written about a pruned checkpoint: report, warnings and model card."""
+"""The report, the warnings and the model card of a pruned checkpoint."""

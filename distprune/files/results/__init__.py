@@ -1,1 +1,1 @@
-"""The result folder: who may write it, how it grows, and how a stopped run resumes."""
+"""The result folder: how it is checked, filled, resumed after a stop, and published."""

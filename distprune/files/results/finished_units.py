@@ -1,4 +1,4 @@
-"""Units that earlier runs of a task finished, as its folder of journals records them."""
+"""Units that earlier runs of a task finished, read from its folder of journals."""
 
 from __future__ import annotations
 

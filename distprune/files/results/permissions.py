@@ -22,7 +22,7 @@ def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
             ``folder`` itself.
 
     Raises:
-        OSError: one cannot be made.
+        OSError: a folder cannot be made.
     """
     for name, mode in folders:
         with contextlib.suppress(FileExistsError):
