@@ -1,1 +1,1 @@
-"""What every room uses, and what knows of none of them: numbers, names, communication."""
+"""Numbers, names and communication: used by all other rooms, and using none of them."""

@@ -13,7 +13,7 @@ Amount = int | float
 
 
 def validate_amount(amount: Amount) -> None:
-    """Check an amount by itself, before anything is known of what it applies to.
+    """Check an amount by itself, before it is applied to a number of elements.
 
     Args:
         amount: a fraction in [0, 1], or a count >= 0. Anything that is a

@@ -25,7 +25,7 @@ def attempt(function: Callable[..., T], *args: Any) -> T | Failed:
     """
     try:
         return function(*args)
-    except Exception as error:  # whatever it is, every rank is to raise it
+    except Exception as error:  # of any type: every rank is to raise it
         return Failed(error)
 
 

@@ -1,4 +1,4 @@
-"""Floors and ceilings of single parameters: from sparsities as given to exact counts.
+"""Floors and ceilings of single parameters: from the sparsities of a call to exact counts.
 
 [Note: decimals] A bound is read as the decimal that was written: 0.07 of 100 elements are
 7. In binary 0.07 * 100 lies above 7, and the floor would be 8. A ``Fraction`` is exact.
@@ -43,7 +43,7 @@ def to_bounds(
     min_sparsity: SparsityBound | None,
     max_sparsity: SparsityBound | None,
 ) -> Bounds | None:
-    """Floors are rounded up and ceilings down: what was asked for holds; see [Note: decimals].
+    """Convert to counts: floors are rounded up and ceilings down; see [Note: decimals].
 
     Args:
         parameters: of the call.
@@ -59,15 +59,16 @@ def to_bounds(
     """
     floors = _per_parameter("min_sparsity", min_sparsity, parameters, default=0)
     ceilings = _per_parameter("max_sparsity", max_sparsity, parameters, default=1)
-    sizes = [each.num_elements for each in parameters]
+    sizes = [parameter.num_elements for parameter in parameters]
     lowest = tuple(math.ceil(s * n) for s, n in zip(floors, sizes, strict=True))
     highest = tuple(math.floor(s * n) for s, n in zip(ceilings, sizes, strict=True))
-    for each, low, high in zip(parameters, lowest, highest, strict=True):
+    for parameter, low, high in zip(parameters, lowest, highest, strict=True):
         if low > high:
             raise ValueError(
-                f"{each.label}: min_sparsity asks for at least {low:,} pruned elements of "
-                f"{each.num_elements:,} and max_sparsity for at most {high:,}; expected a floor "
-                "that is not above the ceiling. Widen the bounds, or exempt so small a parameter."
+                f"{parameter.label}: min_sparsity asks for at least {low:,} pruned elements of "
+                f"{parameter.num_elements:,} and max_sparsity for at most {high:,}; expected a "
+                "floor that is not above the ceiling. Widen the bounds, or exempt so small a "
+                "parameter."
             )
     if not any(lowest) and list(highest) == sizes:
         return None
@@ -75,31 +76,32 @@ def to_bounds(
 
 
 def _per_parameter(
-    what: str, given: SparsityBound | None, parameters: Sequence[Bounded], default: int
+    keyword: str, bound: SparsityBound | None, parameters: Sequence[Bounded], default: int
 ) -> list[Fraction]:
-    if not isinstance(given, Mapping):
-        return [_exact(what, default if given is None else given)] * len(parameters)
-    known: set[Hashable] = set()
-    found = []
-    for each in parameters:
-        keys = [key for key in each.keys if key in given]
-        known.update(keys)
-        values = {_exact(f"{what}[{each.label}]", given[key]) for key in keys} or {
+    """One sparsity per parameter, from a bound of all or from a mapping."""
+    if not isinstance(bound, Mapping):
+        return [_exact(keyword, default if bound is None else bound)] * len(parameters)
+    used: set[Hashable] = set()
+    sparsities = []
+    for parameter in parameters:
+        keys = [key for key in parameter.keys if key in bound]
+        used.update(keys)
+        values = {_exact(f"{keyword}[{parameter.label}]", bound[key]) for key in keys} or {
             Fraction(default)
         }
         if len(values) > 1:
             raise ValueError(
-                f"{what} has several values for {each.label}: "
-                f"{', '.join(repr(given[key]) for key in keys)}; expected one."
+                f"{keyword} has several values for {parameter.label}: "
+                f"{', '.join(repr(bound[key]) for key in keys)}; expected one."
             )
-        found.append(values.pop())
-    unknown = [key for key in given if key not in known]
+        sparsities.append(values.pop())
+    unknown = [key for key in bound if key not in used]
     if unknown:
         raise ValueError(
-            f"{what} has {_shown(unknown[0])}, which is none of the parameters; expected (module, "
-            f"name) pairs or full names among them, such as {parameters[0].label!r}."
+            f"{keyword} has {_shown(unknown[0])}, which is none of the parameters; expected "
+            f"(module, name) pairs or full names among them, such as {parameters[0].label!r}."
         )
-    return found
+    return sparsities
 
 
 def _exact(what: str, value: Any) -> Fraction:

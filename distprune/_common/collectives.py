@@ -6,9 +6,9 @@ or over every axis of a device mesh, and the order in which ranks are added can
 not change a result.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
-its next call would meet their present one. So whatever may fail on one rank alone is a *local
-step* of the collective that follows it: :meth:`Communicator.reduce` runs the step, and sends a
-word for "it failed" along with what it returns. The size of what is sent is known before the step
+its next call would meet their present one. So all work that may fail on one rank alone is a *local
+step* of the collective that follows it: :meth:`Communicator.reduce` runs the step, and sends a word
+that says whether it failed along with its result. The size of the message is known before the step
 runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
 Between a collective and the next local step there is only code that does the same on every rank:
 it works on values that all ranks share, and if it raises, it raises everywhere.
@@ -161,7 +161,7 @@ class Communicator:
         return self._reduce(values, "max")
 
     def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
-        """The different texts among those of all ranks, and which of them each rank has.
+        """The different texts among those of all ranks, and the text of every rank.
 
         Args:
             text: this rank's, of any length.
@@ -181,13 +181,13 @@ class Communicator:
         # Eight bytes to an integer; every text begins at an integer of its own.
         num_words = [-(-lengths[first] // 8) for first in firsts]
         words = torch.zeros(sum(num_words), dtype=torch.int64)
-        starts = [sum(num_words[:which]) for which in range(len(kinds))]
+        starts = [sum(num_words[:number]) for number in range(len(kinds))]
         if self.index in firsts:
-            which = firsts.index(self.index)
-            padded = raw.ljust(8 * num_words[which], b"\0")
+            number = firsts.index(self.index)
+            padded = raw.ljust(8 * num_words[number], b"\0")
             if padded:
-                mine = torch.frombuffer(bytearray(padded), dtype=torch.int64)
-                words[starts[which] : starts[which] + num_words[which]] = mine
+                own_words = torch.frombuffer(bytearray(padded), dtype=torch.int64)
+                words[starts[number] : starts[number] + num_words[number]] = own_words
         joined = self.sum(words).numpy().tobytes()
         texts = [
             joined[8 * start : 8 * start + lengths[first]].decode()
@@ -265,17 +265,17 @@ class Communicator:
 
     def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> None:
         digests = [_digest(f"{label}={text}") for label, text in facts[:num_common]]
-        # Last, in case that one rank's facts are a part of another's.
+        # Last, because one rank's facts may be the beginning of another's.
         digests.append(len(facts))
         texts = [f"{label}: {text}" for label, text in facts[:num_common]]
         texts.append(f"{len(facts)} facts in all")
         shared = torch.tensor(digests)
         low, high = self.min(shared), self.max(shared)
-        which = int((low != high).nonzero()[0])
-        mine, text, low, high = shared[which], texts[which], low[which], high[which]
+        number = int((low != high).nonzero()[0])
+        own, text, low, high = shared[number], texts[number], low[number], high[number]
         examples = []
         for value in (low, high):
-            candidate = self.rank if bool(mine == value) else _INT64_MAX
+            candidate = self.rank if bool(own == value) else _INT64_MAX
             rank = int(self.min(torch.tensor([candidate]))[0])
             examples.append((rank, self._text_from_rank(text, rank)))
         examples.sort()

@@ -16,7 +16,7 @@ from typing import Any
 # Process groups (by id) that a call of this process is using, and the thread of that call.
 _in_use: dict[int, int] = {}
 _lock = threading.Lock()
-# An interrupt that waits. Only the main thread gets any.
+# Has an element while an interrupt waits. Only the main thread gets interrupts.
 _waiting: list[None] = []
 
 

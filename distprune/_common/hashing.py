@@ -46,7 +46,7 @@ def hash_keys(indices: Tensor, seed: int) -> Tensor:
 def hash_in_place(indices: Array, seed: int, scratch: Scratch) -> None:
     """Replace an int64 array by its :func:`hash_keys`, with numpy.
 
-    It makes no copies, and does not wait for other threads.
+    Makes no copies, and does not wait for other threads.
     """
     x, shifted = indices.view(np.uint64), scratch.array("shifted", indices.size, np.uint64)
     x *= np.uint64(_WEYL)

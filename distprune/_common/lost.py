@@ -1,4 +1,4 @@
-"""What to say where a mask is gone that nobody but the library should have deleted."""
+"""The error for a mask buffer that other code has deleted."""
 
 from __future__ import annotations
 

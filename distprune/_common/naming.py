@@ -9,7 +9,7 @@ from torch import nn
 
 
 class NamedParameter(tuple[nn.Module, str]):
-    """A (module, name) pair, as torch.nn.utils.prune takes them, that knows its full name.
+    """A (module, name) pair, as torch.nn.utils.prune takes them, with its full name.
 
     Attributes:
         fqn: fully qualified name without wrapper prefixes, for reports and messages.
@@ -33,11 +33,11 @@ class NamedParameter(tuple[nn.Module, str]):
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """What a wrapper wraps, by the wrapper's type: a submodule called ``module`` is not one."""
+    """The module inside all wrappers. A wrapper is recognised by its type, not by an attribute."""
     while True:
         inner = None
         for type_module, type_name, attribute in _WRAPPERS:
-            # A type that nobody has imported wraps nothing.
+            # A wrapper whose module is not imported wraps nothing.
             loaded = sys.modules.get(type_module)
             if loaded is not None and isinstance(module, getattr(loaded, type_name)):
                 inner = getattr(module, attribute)

@@ -15,7 +15,7 @@ def natural_key(name: str) -> SortKey:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _part_key(part: str) -> tuple[int, int, str]:
-    """Of a run of digits, or of anything else; names are made of few different ones."""
+    """The key of a run of digits or of other characters; names consist of few different runs."""
     if not "0" <= part[0] <= "9":
         return (1, 0, part)
     number = part.lstrip("0")

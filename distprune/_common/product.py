@@ -1,21 +1,21 @@
-"""The product of values and a bool mask, in memory that is there already."""
+"""The product of values and a bool mask, in memory that exists already."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# 1 MiB of float32: what is made of a part of a mask stays in a core's cache.
+# 1 MiB of float32: the temporaries of a chunk stay in a core's cache.
 _CHUNK = 1 << 18
-# Of fewer elements torch's product takes less time than the calls around it would.
+# For fewer elements, torch's product takes less time than the calls of the chunked one.
 _SMALL = 1 << 14
 
 
 def write_product(values: Tensor, mask: Tensor, out: Tensor) -> None:
     """Write ``values * mask``, rounded to the dtype of ``out``, into ``out``.
 
-    A product, not a select: what is pruned keeps its sign (-0.0), and inf becomes NaN, as in the
-    product that one process computes. The bits are those of ``(values * mask).to(out.dtype)``.
+    A product, not a selection: pruned elements keep their sign (-0.0), and inf becomes NaN, as in
+    the product that one process computes. The bits are those of ``(values * mask).to(out.dtype)``.
 
     Args:
         values: of any dtype.

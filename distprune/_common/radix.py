@@ -5,7 +5,7 @@
                                   |       |
                                  low     high                the next interval: the bin of the key
 
-Callers count the keys of each bin, in memory, on disk or over many ranks; what is here looks at
+Callers count the keys of each bin, in memory, on disk or over many ranks; this module works on
 histograms only. The edges of bins are multiples of 2**shift, so that the bin of a key is
 ``(key >> shift) - (low >> shift)``.
 

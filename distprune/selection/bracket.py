@@ -22,7 +22,7 @@ from distprune.selection.sampling import sample
 _SIGMAS = 5.0
 # Up to so many elements in all are collected outright: a sample would not pay.
 COLLECT_ALL = 1 << 16
-# A key that holds a larger share of the sample than this is counted, not collected.
+# A key with more than this fraction of the sample is counted, not collected.
 _HEAVY = 0.01
 
 
@@ -103,7 +103,7 @@ def bracket(
         if not 0 <= rank < size:
             continue
         edge, count = yield from _order_statistic(drawn, histogram, descent.at(rank), margin / 5)
-        # A key that holds much of the sample is counted, not collected.
+        # A key with much of the sample is counted, not collected.
         is_heavy = edge[0] == edge[1] and count > max(_HEAVY * size, margin / 5)
         if is_lower:
             pivots.add(edge[0] - 1)

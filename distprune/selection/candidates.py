@@ -91,7 +91,7 @@ class Collected:
         keys: [m].
         is_counted: whether this rank counts them.
         number: how many there are. On a device, ``positions`` and ``keys`` have a fixed length:
-            they may hold fewer, or have meaningless values at the end.
+            they may have fewer, or have meaningless values at the end.
     """
 
     span: range
@@ -123,5 +123,5 @@ class ChunkScan:
 
 
 def are_bool(out: Tensor, previous: Tensor | None) -> bool:
-    """Whether a mask and the one before it are bool, so that flags can be compared into it."""
+    """Whether a mask and the previous one are bool, so that a comparison can write it."""
     return out.dtype is torch.bool and (previous is None or previous.dtype is torch.bool)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Selection:
-    """What was selected: a cut, and facts about it that all ranks share.
+    """A cut, and facts about it that are the same on all ranks.
 
     Attributes:
         cut: where the total order is cut.
@@ -71,7 +71,7 @@ def select_lowest(
         num_live: live elements of every whole parameter.
         k: elements before the cut, 0 <= k <= sum(num_live).
         keys: the range of all keys.
-        communicator: the ranks that hold the parts.
+        communicator: the ranks that have the parts.
         refuse_nan: raise on a live NaN, on every rank; otherwise NaN rank last.
         drafts: flat masks, uninitialised, one per part, to draft during the scan;
             see passes.[Note: draft].

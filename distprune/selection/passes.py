@@ -103,8 +103,8 @@ def scan(
         interval: closed interval of keys to collect, or None.
         drafts: flat masks, uninitialised, one per part: see [Note: draft]. Written if there is
             an interval.
-        expected_share: of all elements, that the interval is expected to hold. Where a device
-            meets many more in a chunk, that chunk is scanned again.
+        expected_share: about which fraction of all elements lies in the interval. A chunk in which
+            a device meets many more is scanned again.
     """
     outs = drafts if drafts is not None and interval is not None else None
     chunks = chunks_of(parts, only_counted=outs is None)

@@ -91,7 +91,7 @@ def select_within(
 
     Cost: per round of [Note: active set] a selection among the free parameters; rounds are few in
     practice, and at most one more than parameters. Then
-    one selection in each parameter that is held, all of them side by side: about ten
+    one selection in each parameter that a bound decides, all of them side by side: about ten
     all-reduces, of up to 16 KiB per parameter.
     """
     free = list(range(len(parts)))

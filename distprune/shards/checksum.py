@@ -5,10 +5,10 @@ of a word times any odd weight is the same, so that two words could exchange the
 elements of a bool mask their values, without a trace. So the upper half of a word is first
 added, without carry, to the lower one: then 33 random bits of a weight meet every bit of a word.
 
-[Note: no differences cancel] A sum over ranks of what each rank holds does not tell whether
+[Note: no differences cancel] A sum over ranks of their checksums does not show whether
 replicas are equal: w + d and w - d cancel, and so do two shards that a replica has exchanged. So
-the checksum of a shard is hashed together with the place of the shard in the parameter, and
-*that* is summed: the replicas of each shard add the same number, or the sum is wrong.
+the checksum of a shard is hashed together with the position of the shard in the parameter, and
+the hashes are summed: the replicas of each shard add the same number, or the sum is wrong.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DEVICE_BLOCKS = 256
 
 
 def checksums(locals_: Sequence[Tensor]) -> list[int]:
-    """For each tensor an int64 that differs, as good as surely, between two of a shape and dtype.
+    """An int64 per tensor, almost surely different for different tensors of a shape and dtype.
 
-    The sum, modulo 2**64, of all 64-bit words, folded, each times an odd number that depends on
-    where the word is: one word that differs always shows. How a tensor lies in memory, and on which
-    device, makes no difference. See [Note: folded words].
+    The sum, modulo 2**64, of all 64-bit words, folded, times odd numbers that depend on their
+    positions: a single word that differs always changes it. The strides and the device of a tensor
+    make no difference. See [Note: folded words].
 
     Args:
         locals_: any shapes, dtypes and devices.
@@ -52,26 +52,26 @@ def checksums(locals_: Sequence[Tensor]) -> list[int]:
         sums.append(_on_cpu(flat) if memory.takes_numpy(flat.device) else _anywhere(flat))
     of_blocks = _on_host(sums)
     totals = [
-        sum(each * _block_weight(block) for block, each in enumerate(blocks))
+        sum(block_sum * _block_weight(block) for block, block_sum in enumerate(blocks))
         for blocks in of_blocks
     ]
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
 def of_shard(shard: LocalShard, *parts: int) -> int:
-    """Checksums of what a rank holds of a parameter, hashed with the place of its shard; an int64.
+    """Checksums of a rank's part of a parameter, hashed with the position of the part; an int64.
 
     See [Note: no differences cancel].
 
     Args:
         shard: where its elements are.
-        parts: checksums, or other int64, that replicas of the shard share.
+        parts: checksums, or other int64, that are equal on replicas of the shard.
     """
     if shard.coordinates:
-        place = repr([(held.start, held.stop, held.step) for held in shard.coordinates])
+        position = repr([(rows.start, rows.stop, rows.step) for rows in shard.coordinates])
     else:
-        place = repr((shard.index.start, shard.index.offset, shard.values.numel()))
-    data = place.encode() + struct.pack(f"<{len(parts)}q", *parts)
+        position = repr((shard.index.start, shard.index.offset, shard.values.numel()))
+    data = position.encode() + struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
@@ -81,7 +81,7 @@ def replicas_agree(num_replicas: int, of_all: int, of_first: int) -> bool:
     Args:
         num_replicas: of each shard.
         of_all: the sum, modulo 2**64, of :func:`of_shard` over all ranks.
-        of_first: the same over the ranks that hold replica 0.
+        of_first: the same over the ranks of replica 0.
     """
     return (num_replicas * of_first - of_all) % 2**64 == 0
 
@@ -112,12 +112,12 @@ def _anywhere(flat: Tensor) -> Tensor:
 
 
 def _on_host(sums: Sequence[list[int] | Tensor]) -> list[list[int]]:
-    """What is on a device comes over together."""
-    waiting = [each for each in sums if isinstance(each, Tensor)]
-    arrived = iter(torch.cat(waiting).tolist() if waiting else [])
+    """Sums as numbers; waits for a device once."""
+    on_device = [blocks for blocks in sums if isinstance(blocks, Tensor)]
+    copied = iter(torch.cat(on_device).tolist() if on_device else [])
     return [
-        [next(arrived) for _ in range(each.numel())] if isinstance(each, Tensor) else each
-        for each in sums
+        [next(copied) for _ in range(blocks.numel())] if isinstance(blocks, Tensor) else blocks
+        for blocks in sums
     ]
 
 

@@ -18,14 +18,14 @@ from distprune.shards.shard import LocalShard
 
 
 @dataclass(frozen=True)
-class MeshPlace:
-    """A device mesh as this rank sees it; to be asked for once per mesh, not per parameter.
+class MeshView:
+    """A device mesh as seen from this rank. Slow to make: once per mesh, not per parameter.
 
     Attributes:
         shape: of the mesh.
         coordinate: of this rank; None if it is outside.
         ranks: global ranks, row-major.
-        unordered: axes along which the ranks do not ascend everywhere.
+        unordered: axes along which the ranks do not always ascend.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class MeshPlace:
     unordered: tuple[int, ...] = ()
 
     @classmethod
-    def on(cls, mesh: DeviceMesh) -> MeshPlace:
+    def on(cls, mesh: DeviceMesh) -> MeshView:
         coordinate = mesh.get_coordinate()
         return cls(
             tuple(mesh.shape),
@@ -48,7 +48,7 @@ def local_shard(
     name: str,
     parameter: DTensor,
     mask: Tensor | None,
-    place: MeshPlace | None = None,
+    view: MeshView | None = None,
     *,
     is_from_fsdp2: bool = True,
 ) -> LocalShard:
@@ -56,9 +56,9 @@ def local_shard(
 
     Args:
         name: for messages.
-        parameter: on any mesh; this rank may be outside it and hold nothing.
+        parameter: on any mesh; this rank may be outside it, without elements.
         mask: the mask in force, laid out as the parameter.
-        place: the parameter's mesh, if that is known already.
+        view: of the parameter's mesh, if it exists already.
         is_from_fsdp2: whether ``fully_shard`` made the outermost cut.
 
     Raises:
@@ -66,10 +66,10 @@ def local_shard(
             of another kind than FSDP2 makes; a mesh whose ranks do not ascend.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
-    place = place or MeshPlace.on(mesh)
-    _check_order(name, mesh, placements, place)
-    _check_strided(name, parameter.shape, place.shape, placements, is_from_fsdp2)
-    splits = splits_of(name, parameter.ndim, place.shape, place.coordinate, placements)
+    view = view or MeshView.on(mesh)
+    _check_order(name, mesh, placements, view)
+    _check_strided(name, parameter.shape, view.shape, placements, is_from_fsdp2)
+    splits = splits_of(name, parameter.ndim, view.shape, view.coordinate, placements)
     coordinates = (
         dim_coordinates(parameter.shape, splits)
         if splits is not None
@@ -87,11 +87,11 @@ def local_shard(
     if tuple(values.shape) != expected:
         raise NotImplementedError(
             f"{name}: this rank holds a shard of shape {tuple(values.shape)}, but "
-            f"{placements} on a mesh of shape {place.shape} should give {expected}. "
+            f"{placements} on a mesh of shape {view.shape} should give {expected}. "
             "Expected the shards that distribute_tensor, parallelize_module or fully_shard make."
         )
     order = memory_order(values) or list(range(values.ndim))
-    replica, num_replicas = replica_of(place.shape, place.coordinate, placements)
+    replica, num_replicas = replica_of(view.shape, view.coordinate, placements)
     return LocalShard(
         name=name,
         parameter=parameter,
@@ -103,9 +103,9 @@ def local_shard(
         index=index_map(parameter.shape, coordinates, order),
         replica=replica,
         num_replicas=num_replicas,
-        ranks=place.ranks,
+        ranks=view.ranks,
         # Not which ranks: the same parameter may be on several meshes of one shape.
-        layout=f"{placements} on a mesh of shape {place.shape}",
+        layout=f"{placements} on a mesh of shape {view.shape}",
         mesh=mesh,
         placements=placements,
         key=id(parameter),
@@ -113,7 +113,7 @@ def local_shard(
 
 
 def _local_mask(mask: Tensor, values: Tensor, is_inside: bool) -> Tensor:
-    """This rank's part; a rank outside the mesh knows that there is a mask, and holds none."""
+    """This rank's part; on a rank outside the mesh an empty tensor."""
     assert is_dtensor(mask)
     return _local(mask) if is_inside else torch.empty_like(values, dtype=mask.dtype)
 
@@ -124,17 +124,17 @@ def _local(tensor: DTensor) -> Tensor:
 
 
 def _check_order(
-    name: str, mesh: DeviceMesh, placements: Sequence[Placement], place: MeshPlace
+    name: str, mesh: DeviceMesh, placements: Sequence[Placement], view: MeshView
 ) -> None:
     """Refuse shards on ranks that do not ascend along their mesh axis.
 
     On such a mesh torch 2.13 contradicts itself. ``fully_shard`` and ``distribute_tensor`` hand
     out chunks in the order of the process group, which is sorted, while sizes, offsets in
     checkpoints and ``distribute_tensor(src_data_rank=None)`` follow the coordinate in the mesh. So
-    checkpoints put rows in the wrong places, uneven tensors lose elements, and the replicas of
-    HSDP may hold different chunks.
+    checkpoints put rows into the wrong position, uneven tensors lose elements, and the replicas of
+    HSDP may have different chunks.
     """
-    for axis in place.unordered:
+    for axis in view.unordered:
         if not isinstance(placements[axis], Replicate):
             raise NotImplementedError(
                 f"{name}: the parameter is sharded ({placements[axis]}) along axis {axis} of a "
@@ -158,24 +158,24 @@ def _check_strided(
     left of the other cuts of that dimension; the split factor is the product of the sizes of
     their axes. A view of a DTensor that merges a dimension with a sharded one writes the same
     type, and means rows that lie apart. If all cuts are even then two placements with the pattern
-    of FSDP2 mean the same, whoever made them; if they are not, only FSDP2's own is a run.
+    of FSDP2 mean the same, however they were made; if they are not, only FSDP2's own is a run.
     """
     for axis, placement in enumerate(placements):
         if not isinstance(placement, _StridedShard) or mesh_shape[axis] == 1:
             continue
         dim = placement.dim % len(shape)
         cuts = [
-            (other, each)
-            for other, each in enumerate(placements)
-            if isinstance(each, (Shard, _StridedShard)) and each.dim % len(shape) == dim
+            (other_axis, other)
+            for other_axis, other in enumerate(placements)
+            if isinstance(other, (Shard, _StridedShard)) and other.dim % len(shape) == dim
         ]
-        to_the_right = [(other, each) for other, each in cuts if other > axis]
-        num_chunks = math.prod(mesh_shape[other] for other, _ in to_the_right)
+        to_the_right = [(other_axis, other) for other_axis, other in cuts if other_axis > axis]
+        num_chunks = math.prod(mesh_shape[other_axis] for other_axis, _ in to_the_right)
         is_pattern = placement.split_factor == num_chunks and all(
-            isinstance(each, Shard) for _, each in to_the_right
+            isinstance(other, Shard) for _, other in to_the_right
         )
-        is_even = shape[dim] % math.prod(mesh_shape[other] for other, _ in cuts) == 0
-        is_outermost = all(isinstance(each, Replicate) for each in placements[:axis])
+        is_even = shape[dim] % math.prod(mesh_shape[other_axis] for other_axis, _ in cuts) == 0
+        is_outermost = all(isinstance(other, Replicate) for other in placements[:axis])
         if is_pattern and (is_even or (is_from_fsdp2 and is_outermost)):
             continue
         raise NotImplementedError(
@@ -227,7 +227,7 @@ def splits_of(
 def replica_of(
     mesh_shape: Sequence[int], coordinate: Sequence[int] | None, placements: Sequence[Placement]
 ) -> tuple[int, int]:
-    """Which copy of its elements a rank holds, and how many copies there are."""
+    """Which copy of its elements a rank has, and how many copies there are."""
     replica, num_replicas = 0, 1
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):

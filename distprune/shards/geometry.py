@@ -1,7 +1,7 @@
-"""Where a rank's part of a tensor sits in the whole: pure functions on shapes and splits.
+"""Where a rank's part of a tensor is in the whole: pure functions on shapes and splits.
 
-Knows neither process groups nor DTensor; sharding/ turns a wrapper's own terms
-into the splits used here.
+Uses neither process groups nor DTensor; the other modules of this room convert a wrapper's own
+terms into the splits used here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """One cut of a tensor dimension into chunks, as torch.chunk cuts, of which a rank holds one."""
+    """One cut of a tensor dimension into chunks, as torch.chunk makes them.
+
+    Attributes:
+        dim: the dimension.
+        num_chunks: how many chunks there are.
+        chunk: the number of this rank's chunk.
+    """
 
     dim: int
     num_chunks: int
-    which: int
+    chunk: int
 
 
 def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[range, ...]:
-    """Global coordinates, per tensor dimension, of the elements that one rank holds.
+    """Global coordinates, per tensor dimension, of the elements of one rank.
 
     Args:
         shape: the global shape.
@@ -36,9 +42,9 @@ def dim_coordinates(shape: Sequence[int], splits: Sequence[Split]) -> tuple[rang
     """
     coordinates = [range(size) for size in shape]
     for split in splits:
-        held = coordinates[split.dim]
-        size = -(-len(held) // split.num_chunks)
-        coordinates[split.dim] = held[split.which * size : (split.which + 1) * size]
+        whole = coordinates[split.dim]
+        size = -(-len(whole) // split.num_chunks)
+        coordinates[split.dim] = whole[split.chunk * size : (split.chunk + 1) * size]
     return tuple(coordinates)
 
 

@@ -1,7 +1,7 @@
 """From a module's parameter, however it is wrapped, to this rank's LocalShard.
 
-Reads and changes nothing. The owning wrapper is looked for first and the type of
-the tensor second: after an evaluation FSDP2's root has plain gathered tensors
+Reads and changes nothing. The reader first asks for a wrapper's record of the parameter, and only
+then for the type of the tensor: after an evaluation FSDP2's root has plain gathered tensors
 registered, which look like replicas.
 """
 
@@ -30,7 +30,7 @@ class ShardReader:
 
     Args:
         replica, num_replicas: this rank's place among the ranks of the call, for
-            parameters that every rank holds whole.
+            parameters that are whole on every rank.
     """
 
     def __init__(self, replica: int = 0, num_replicas: int = 1) -> None:
@@ -38,8 +38,8 @@ class ShardReader:
         self._num_replicas = num_replicas
         # Made on demand: a call for one parameter may not need the records of all others.
         self._managed: dict[tuple[int, str], Managed] | None = None
-        # By mesh and by FSDP1 module: lists of ranks are long, and parameters share them.
-        self._places: dict[Any, Any] = {}
+        # By mesh and by FSDP1 module: lists of ranks are long, and the same for many parameters.
+        self._mesh_views: dict[Any, Any] = {}
         self._ranks: dict[Any, tuple[int, ...]] = {}
 
     def managed(self, module: nn.Module, name: str) -> Managed | None:
@@ -127,13 +127,13 @@ class ShardReader:
             from distprune.shards import dtensor
 
             mesh = parameter.device_mesh
-            if mesh not in self._places:
-                self._places[mesh] = dtensor.MeshPlace.on(mesh)
+            if mesh not in self._mesh_views:
+                self._mesh_views[mesh] = dtensor.MeshView.on(mesh)
             return dtensor.local_shard(
                 label,
                 parameter,
                 mask,
-                self._places[mesh],
+                self._mesh_views[mesh],
                 is_from_fsdp2=managed is not None,
             )
         from distprune.shards import replicated
@@ -155,7 +155,7 @@ class ShardReader:
         return id(parameter), parameter.numel()
 
     def communicator(self, module: nn.Module, name: str) -> Communicator:
-        """The ranks that hold a sharded parameter together."""
+        """The ranks over which a sharded parameter is spread."""
         managed = self.managed(module, name)
         if isinstance(managed, ManagedRun):
             return over_groups(managed.groups, managed.ranks)
@@ -175,7 +175,7 @@ def is_sharded(module: nn.Module, name: str) -> bool:
 
 
 def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
-    """This rank's part of scores or of a mask given whole, or as a DTensor like the parameter.
+    """This rank's part of scores or of a mask, from a whole tensor or a DTensor like the parameter.
 
     Raises:
         ValueError: a shape or a layout other than the parameter's.
@@ -195,9 +195,9 @@ def local_part(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tens
 
 
 def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
-    """What must be equal on all ranks of a tensor of which each slices its own part.
+    """A checksum of a whole tensor, which must be equal on all ranks that slice their parts of it.
 
-    Nothing where each rank may give its part only: a DTensor, or 1-d under FSDP1.
+    Not of a tensor that is this rank's part already: a DTensor, or 1-d under FSDP1.
     """
     is_part = is_dtensor(tensor) or (isinstance(shard, FlatShard) and tensor.ndim == 1)
     if not shard.is_sharded or is_part:
@@ -206,14 +206,14 @@ def whole_checksum(tensor: Tensor, shard: LocalShard) -> str:
 
 
 def unflattened(label: str, what: str, tensor: Tensor, shard: LocalShard) -> Tensor:
-    """Scores given whole and 1-d, row-major, in the parameter's shape; any others as they are.
+    """Whole scores that are 1-d, row-major, in the parameter's shape; any others as they are.
 
     Under FSDP1 a 1-d tensor of the length of this rank's run is such a run, in the order of
     memory, as a gradient is; also if the run is the whole parameter.
 
     Raises:
         ValueError: under FSDP1, a 1-d tensor that is no run, of a parameter whose order of memory
-            is not row-major: on a rank that holds the whole parameter it would be taken for a run.
+            is not row-major: on a rank that has the whole parameter it would be taken for a run.
     """
     if tensor.ndim != 1 or tensor.shape == shard.shape or tensor.numel() != shard.numel:
         return tensor

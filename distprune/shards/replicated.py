@@ -1,4 +1,4 @@
-"""Plain tensors: whole on every rank that holds them (one process, DDP, ignored by FSDP)."""
+"""Plain tensors, which are whole on every rank that has them: one process, DDP, ignored by FSDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""LocalShard: what one rank knows of one parameter. The value that flows through the stages."""
+"""LocalShard: one rank's part of one parameter, the value that a pruning call works on.
+
+It has two views of the same elements, here of rows 2 and 3 of a [4, 3] parameter:
+
+    the whole parameter        values, N-d        flat(values), 1-d: what selection counts
+     0  1  2
+     3  4  5
+     6  7  8   coordinates      6  7  8           position   0  1  2  3  4  5
+     9 10 11   (2..4, 0..3)     9 10 11           index      6  7  8  9 10 11
+
+The flat view follows memory, so it needs no copy; ``index`` maps its positions to row-major indices
+of the whole parameter, in which ties are ordered on every sharding. Of replicas, each rank counts a
+part of the positions (``counted``).
+"""
 
 from __future__ import annotations
 
@@ -28,13 +41,13 @@ class LocalShard:
         values: this rank's part, N-d, detached; may be empty.
         mask: this rank's part of the mask in force, same shape; None if unpruned.
         shape: the global shape.
-        coordinates: a range per dimension: where the part sits.
+        coordinates: a range per dimension: where the part is.
         order: dimensions in the order of memory; flat views follow it.
         index: from positions in a flat view to global row-major indices.
-        replica: which copy of these elements this rank holds ...
-        num_replicas: ... out of how many that hold the same ones.
-        ranks: global ranks that hold the parameter together; None for a plain tensor.
-        layout: how it is spread over them, in words.
+        replica: which copy of these elements this rank has ...
+        num_replicas: ... and how many copies there are.
+        ranks: global ranks that have the parameter together; None for a plain tensor.
+        layout: how the parameter is spread over them, in words.
         mesh, placements: how a DTensor is laid out; None for any other tensor.
         key: the same for a tied parameter under all its names.
     """
@@ -57,7 +70,7 @@ class LocalShard:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several ranks hold the parameter together, replicated axes included."""
+        """Whether the parameter is spread over several ranks, replicated axes included."""
         return self.ranks is not None
 
     @property
@@ -67,7 +80,7 @@ class LocalShard:
 
     @property
     def counted(self) -> range:
-        """Flat positions that this rank counts: replicas share the work evenly."""
+        """Flat positions that this rank counts: ranks of replicas count equal parts."""
         n = self.values.numel()
         return range(
             n * self.replica // self.num_replicas, n * (self.replica + 1) // self.num_replicas
@@ -92,7 +105,7 @@ class LocalShard:
             axis: the channels' dimension in the whole parameter.
 
         Returns:
-            A view [rows, ...] and int64 [rows]; several rows may share a channel.
+            A view [rows, ...] and int64 [rows]; several rows may belong to one channel.
         """
         channels = self.coordinates[axis]
         return local.movedim(axis, 0), torch.arange(channels.start, channels.stop)
@@ -102,7 +115,7 @@ class LocalShard:
         return torch.empty_like(self.values, dtype=dtype)
 
     def as_parameter_layout(self, local: Tensor) -> Tensor:
-        """A local tensor as the parameter holds it: a DTensor if the parameter is one."""
+        """A local tensor in the form of the parameter: a DTensor if the parameter is one."""
         if self.mesh is None or self.placements is None:
             return local
         from torch.distributed.tensor import DTensor
@@ -118,7 +131,7 @@ class LocalShard:
             )
 
     def sample(self, size: int = 256) -> Tensor:
-        """A copy of some of the values, evenly spaced, 1-d: an optimizer's step changes them."""
+        """A copy of some values, evenly spaced, 1-d: it shows whether an optimizer changed them."""
         flat = self.flat(self.values)
         return flat[:: max(1, flat.numel() // size)].clone()
 
@@ -126,7 +139,7 @@ class LocalShard:
         """The values with pruned elements at zero, as they are now (N-d, a copy if pruned)."""
         if self.mask is None:
             return self.values
-        # Scores of another dtype may have left a mask of theirs.
+        # Scores of another dtype may have left a mask of that dtype.
         return self.values * self.mask.to(dtype=self.values.dtype)
 
 
@@ -134,8 +147,8 @@ class LocalShard:
 class FlatShard(LocalShard):
     """A run of a parameter's elements, in the order of its memory, as FSDP1 cuts it.
 
-    ``values`` and ``mask`` are 1-d, ``coordinates`` is empty, ``index`` says where each
-    element belongs.
+    ``values`` and ``mask`` are 1-d, ``coordinates`` is empty, ``index`` gives the
+    global index of every element.
     """
 
     def slice_of(self, full: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from distprune.shards.shard import LocalShard
+from distprune.torch_private.managed import Managed
 
 Scores = Mapping[tuple[nn.Module, str], Tensor]
 
@@ -18,20 +18,20 @@ class Target:
     """One parameter to prune, under every (module, name) that the caller gave for it.
 
     Attributes:
-        label: its full name, or what stands for it in messages.
-        places: where it is on this rank; empty if only other ranks have it.
-        is_tied: all places are to be removed together.
-        managed: a wrapper's record of it (torch_private.wrapper.Managed), if it has one.
+        label: its full name, or its substitute in messages.
+        places: its (module, name) pairs on this rank; empty if only other ranks have it.
+        is_tied: whether it has several places, which are removed together.
+        managed: a wrapper's record of it, if it has one.
         shard: this rank's part.
-        scores: this rank's part of the importance scores; None if none were given.
-        about_scores: what of them must be equal on all ranks.
+        scores: this rank's part of the importance scores; None without scores.
+        about_scores: facts about the scores that must be equal on all ranks.
         is_named: whether the label is a full name.
     """
 
     label: str
     places: tuple[tuple[nn.Module, str], ...]
     is_tied: bool
-    managed: Any | None
+    managed: Managed | None
     shard: LocalShard
     scores: Tensor | None
     about_scores: str = "none"

@@ -94,8 +94,8 @@ class ManagedParameter(ManagedDTensor):
             self.group._to_sharded()  # type: ignore[no-untyped-call]
 
     def _check_no_backward(self) -> None:
-        # Graphs hold the gathered parameter, which is there from the first gather on; its memory
-        # comes and goes.
+        # Graphs refer to the gathered parameter, which exists from the first gather on; its memory
+        # is freed and allocated again.
         gathered = getattr(self.fsdp_param, "_unsharded_param", None)
         if gathered is not None and live_graphs.reaches(gathered):
             raise backward_to_come(*self.owners[0])

@@ -4,9 +4,9 @@ Autograd has no register of graphs. A parameter does not know the graphs that it
 refer to it: while its reference count is 1 there is none. If it is more, the graphs are found
 from their other ends, the tensors of this process that have a ``grad_fn``, and are walked down to
 the parameters. A node whose saved tensors have been freed ends a walk: no backward can pass it.
-So the ``loss`` that a training loop still holds after ``backward()`` counts for nothing.
+So the ``loss`` that a training loop still refers to after ``backward()`` does not count.
 
-Saved tensors are looked at and never unpacked, because unpacking runs a forward again under
+Saved tensors are inspected and never unpacked, because unpacking runs a forward again under
 activation checkpointing.
 """
 
@@ -27,11 +27,11 @@ from distprune._common.pruned_form import local_tensor
 _SAVED = "_raw_saved_"
 # Other threads count their nodes themselves.
 _MAX_AGE = 1.0  # seconds
-# When graphs were looked at last (the number of the next autograd node, and the time), and what
-# they reached.
-_seen_at: int | None = None
-_seen_time = 0.0
-_seen: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+# When graphs were last walked (the number of the next autograd node, and the time), and what they
+# reached.
+_walked_at: int | None = None
+_walked_time = 0.0
+_reached: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
 
 def reaches(parameter: Tensor) -> bool:
@@ -46,40 +46,40 @@ def reaches(parameter: Tensor) -> bool:
     num_references: int = parameter._use_count()  # type: ignore[attr-defined]
     if num_references <= 1 or not _reaches(parameter):
         return False
-    # What was seen may have been dropped since, and a dropped graph may wait in a cycle.
+    # The graph may have been dropped since the walk, or may wait for garbage collection in a cycle.
     gc.collect()
-    _look()
+    _walk()
     return _reaches(parameter)
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Make tensors that are in no graph, and remember what was seen of graphs before.
+    """Make tensors that are in no graph without outdating the last walk.
 
     (DTensor.from_local counts as an autograd node, also under no_grad.)
     """
-    global _seen_at
-    was_seen = _seen_at == _clock()
+    global _walked_at
+    is_current = _walked_at == _clock()
     yield
-    if was_seen:
-        _seen_at = _clock()
+    if is_current:
+        _walked_at = _clock()
 
 
 def _reaches(parameter: Tensor) -> bool:
-    if _seen_at != _clock() or time.monotonic() - _seen_time > _MAX_AGE:
-        _look()
-    leaves, storages = _seen
+    if _walked_at != _clock() or time.monotonic() - _walked_time > _MAX_AGE:
+        _walk()
+    leaves, storages = _reached
     return id(parameter) in leaves or _storage(parameter) in storages
 
 
 def _clock() -> int:
-    """The number of the next autograd node of this thread: no forward leaves it as it was."""
+    """The number of the next autograd node of this thread: every forward changes it."""
     return torch._C._autograd._get_sequence_nr()
 
 
-def _look() -> None:
-    """Walk every graph of this process from the tensors that hold it."""
-    global _seen_at, _seen_time, _seen
+def _walk() -> None:
+    """Walk every graph of this process, from the tensors that refer to it."""
+    global _walked_at, _walked_time, _reached
     leaves: set[int] = set()
     storages: set[int] = set()
     # By identity; kept, because an id is that of another object later.
@@ -101,8 +101,8 @@ def _look() -> None:
             if isinstance(variable, Tensor):
                 leaves.add(id(variable))
             pending += [following for following, _ in node.next_functions if following is not None]
-    _seen_at, _seen_time = _clock(), time.monotonic()
-    _seen = (frozenset(leaves), frozenset(storages - {0}))
+    _walked_at, _walked_time = _clock(), time.monotonic()
+    _reached = (frozenset(leaves), frozenset(storages - {0}))
 
 
 def _roots() -> list[Any]:

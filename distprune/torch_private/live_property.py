@@ -1,4 +1,4 @@
-"""A property in place of ``module.weight`` where a value set before forward would not do.
+"""A property in place of ``module.weight``, where a value set before forward is not enough.
 
 - Under FSDP the registered parameter is swapped between shard and gathered copy
   all the time; ``weight`` has to follow.

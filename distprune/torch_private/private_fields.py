@@ -1,6 +1,6 @@
 """The private fields and functions of torch that distprune relies on: one table.
 
-The adapters of this package look here before they read a parameter, and ``distprune selftest``
+The adapters of this package check it before they read a parameter, and ``distprune selftest``
 compares all of the table with the torch that is installed. A field that a new torch renames or
 drops is then named, wherever it is noticed first.
 """
@@ -98,7 +98,7 @@ def check(wrapper: str, objects: Mapping[str, Any]) -> None:
     Raises:
         NotImplementedError: names the fields, this torch, and those that are supported.
 
-    Cost: a look at each attribute, some microseconds.
+    Cost: some microseconds.
     """
     missing = missing_fields(wrapper, objects)
     if missing:
@@ -109,14 +109,14 @@ def missing_fields(wrapper: str, objects: Mapping[str, Any]) -> list[str]:
     """The fields of the table that a wrapper's objects lack: ["FSDPParam.mesh_info"]."""
     return [
         f"{kind}.{name}"
-        for kind, each in objects.items()
+        for kind, instance in objects.items()
         for name in FIELDS[wrapper][kind]
-        if not any(hasattr(each, either) for either in name.split(" or "))
+        if not any(hasattr(instance, field) for field in name.split(" or "))
     ]
 
 
 def missing_states(model: nn.Module) -> list[str]:
-    """The fields that FSDP2's states of a model lack; its parameters are found through them."""
+    """The fields that FSDP2's states of a model lack; they lead to its parameters."""
     from torch.distributed.fsdp import FSDPModule
 
     missing: list[str] = []
@@ -139,10 +139,10 @@ def missing_names(wrapper: str) -> list[str]:
             missing.append(path)
             continue
         for name in names:
-            found = module
+            value = module
             for part in name.split("."):
-                found = getattr(found, part, None)
-            if found is None:
+                value = getattr(value, part, None)
+            if value is None:
                 missing.append(f"{path}.{name}")
     return missing
 

@@ -34,7 +34,7 @@ def cut_by_torch(whole, splits):
     for split in splits:
         chunks = whole.chunk(split.num_chunks, split.dim)
         empty = whole.narrow(split.dim, 0, 0)
-        whole = chunks[split.which] if split.which < len(chunks) else empty
+        whole = chunks[split.chunk] if split.chunk < len(chunks) else empty
     return whole
 
 

@@ -188,8 +188,8 @@ def test_a_gradient_penalty(layers):
 
 
 def test_graphs_are_walked_once_for_a_call(layers, monkeypatch):
-    looks, look = [], live_graphs._look
-    monkeypatch.setattr(live_graphs, "_look", lambda: (looks.append(1), look()))
+    looks, look = [], live_graphs._walk
+    monkeypatch.setattr(live_graphs, "_walk", lambda: (looks.append(1), look()))
     monkeypatch.setattr(live_graphs, "_MAX_AGE", float("inf"))  # however slow this machine is
     loss = forward(layers)
     loss.backward()
