@@ -90,8 +90,8 @@ def _selftest(context: typer.Context) -> None:
 app.add_typer(recipe.app, name="recipe", rich_help_panel="Recipes and support")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         print(distprune.__version__)
         raise typer.Exit
 
@@ -108,7 +108,7 @@ def _main(
 
 # The base of the parser's errors: recent versions of typer contain a parser, older ones use click.
 _ParserError: Any = next(
-    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
 

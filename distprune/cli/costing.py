@@ -6,12 +6,15 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distprune._common.mask_bits import num_bytes_of
 from distprune.files.disk.destination import partial_folders
 from distprune.files.disk.space import folder_bytes, free_bytes
 from distprune.files.errors import OutputError
-from distprune.files.planning import Plan, PlannedGroup
+
+if TYPE_CHECKING:
+    from distprune.files.planning import Plan, PlannedGroup
 
 # Bytes per second of one process, if the disk is not the limit.
 _SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9

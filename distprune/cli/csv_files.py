@@ -21,7 +21,7 @@ _FORMULA = "=+-@"
 
 
 def check(path: Path) -> None:
-    """See that the file can be made, before all weights are read; "-" is stdout.
+    """Check that the file can be written, before all weights are read; "-" is stdout.
 
     Raises:
         OutputError: its folder does not exist, or it is a folder itself.
@@ -53,8 +53,8 @@ def write(path: Path, facts: Iterable[TensorFacts], num_pruned: Mapping[str, int
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for each in facts:
-        writer.writerow(_row(each, num_pruned))
+    for tensor in facts:
+        writer.writerow(_row(tensor, num_pruned))
     if str(path) == "-":
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.getvalue().encode(encoding, "backslashreplace").decode(encoding))

@@ -20,11 +20,11 @@ def _dump(value: Any, indent: str, depth: int) -> str:
     inner = indent + "  "
     if depth and isinstance(value, dict) and value:
         lines = [
-            f"{inner}{json.dumps(str(key))}: {_dump(each, inner, depth - 1)}"
-            for key, each in value.items()
+            f"{inner}{json.dumps(str(key))}: {_dump(item, inner, depth - 1)}"
+            for key, item in value.items()
         ]
         return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
     if depth and isinstance(value, (list, tuple)) and any(isinstance(v, dict) for v in value):
-        lines = [inner + json.dumps(each) for each in value]
+        lines = [inner + json.dumps(item) for item in value]
         return "[\n" + ",\n".join(lines) + "\n" + indent + "]"
     return json.dumps(value)

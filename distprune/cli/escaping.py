@@ -8,10 +8,10 @@ _HARMLESS = "\t"
 
 
 def printable(text: str) -> str:
-    """A text with all that is no visible character written as an escape sequence.
+    """Write every character that is not visible as an escape sequence.
 
-    That is control characters ("\\x1b", a line break), marks that turn the direction of text,
-    spaces that are none, and bytes of file names that are no UTF-8. A tab stays.
+    These are control characters ("\\x1b", a line break), marks that change the direction of text,
+    other spaces, and bytes of file names that are not UTF-8. A tab stays.
     """
     if text.isprintable():
         return text

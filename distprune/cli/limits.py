@@ -1,4 +1,4 @@
-"""Limits of the process that end it inside of libraries, where nothing can be caught."""
+"""Memory limits at which libraries abort the process, which cannot be caught."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from distprune.files.errors import MachineError
 
-_TORCH_BYTES = 750_000_000  # of address space, to import it and to do anything
+_TORCH_BYTES = 750_000_000  # of address space, to import torch and start
 
 
 @contextlib.contextmanager
 def checked_before_torch() -> Iterator[None]:
-    """Refuse to import torch where its libraries would abort the process for lack of memory.
+    """Refuse to import torch if its libraries would abort the process for lack of memory.
 
     Raises:
         MachineError: from an import of torch, if ``ulimit -v`` leaves too little.
@@ -28,7 +28,7 @@ def checked_before_torch() -> Iterator[None]:
 
 
 class _Finder:
-    """Finds no module; it is asked before each is imported."""
+    """Finds no module; it is called before every import."""
 
     def find_spec(self, name: str, *_: Any) -> None:
         if name != "torch":

@@ -19,10 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         from distprune.cli import ending, streams
 
-        given = sys.argv[1:] if arguments is None else list(arguments)
+        command_line = sys.argv[1:] if arguments is None else list(arguments)
         streams.prepare()
-        with ending.signals_end_the_process(streams.wants_json(given), arguments is None):
-            code = ending.finish(_run, given, is_process=arguments is None)
+        with ending.signals_end_the_process(streams.wants_json(command_line), arguments is None):
+            code = ending.finish(_run, command_line, is_process=arguments is None)
     except KeyboardInterrupt:
         code = 130
         print("distprune: interrupted.", file=sys.stderr)
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _run(given: Sequence[str]) -> int:
+def _run(command_line: Sequence[str]) -> int:
     from distprune.cli import exits
     from distprune.cli.commands import selftest
 
-    if given[:1] == ["selftest"]:  # without typer and rich, which may not be installed
-        return selftest.main(given[1:])
+    if command_line[:1] == ["selftest"]:  # without typer and rich, which may not be installed
+        return selftest.main(command_line[1:])
     try:
         from distprune.cli.app import run
     except ModuleNotFoundError as error:
@@ -49,4 +49,4 @@ def _run(given: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return exits.USAGE
-    return run(given)
+    return run(command_line)

@@ -1,4 +1,4 @@
-"""What ``-v`` shows of masks on disk: how sparse each tensor is."""
+"""The table of masks that ``-v`` shows: the sparsity of each tensor."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ class Picture:
     """What a picture shows.
 
     Attributes:
-        title: what was looked at.
-        zeros: what zeros are called: "zero", or "pruned".
-        tensors: name, elements, and zeros of each.
-        exponents: how many numbers lie in [2**e, 2**(e+1)), by e.
-        sampled: the share of the numbers that ``exponents`` counts.
+        title: the name of the checkpoint.
+        zeros: the word for zeros: "zero" or "pruned".
+        tensors: (name, number of elements, number of zeros).
+        exponents: number of elements in [2**e, 2**(e+1)), by e.
+        sampled: the share of the elements that ``exponents`` counts.
         thresholds: the largest magnitude that was pruned: of all, or of each tensor.
         notes: sentences below the title.
     """
@@ -30,7 +30,7 @@ class Picture:
 
 
 def plain(text: str, most: int) -> str:
-    """A name that has no formulas of matplotlib and no characters that a font may lack."""
+    """A name without formulas of matplotlib and characters that a font may lack."""
     text = ascii(text)[1:-1]
     if len(text) > most:
         text = f"{text[: most // 2 - 2]}...{text[-(most // 2) :]}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distprune.cli import sources
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.names import shape_text, without_numbers
-from distprune.files.planning import Plan, PlannedTensor
-from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.policy import Verdict
 from distprune.files.text import format_size
+
+if TYPE_CHECKING:
+    from distprune.files.planning import Plan, PlannedTensor
+    from distprune.files.recipe import FileRecipe
+    from distprune.files.selecting.policy import Verdict
 
 
 def show_warnings(terminal: Terminal, plan: Plan) -> None:

@@ -75,8 +75,8 @@ def draw_grid(figure: Figure, axes: Axes, grid: Grid, zeros: str) -> None:
 
 def _sum(counts: Iterable[Count]) -> Count:
     total = Count()
-    for each in counts:
-        total.add(each.num_elements, each.num_zero)
+    for part in counts:
+        total.add(part.num_elements, part.num_zero)
     return total
 
 
@@ -129,7 +129,7 @@ def _write_texts(
 
 def _row_labels(rows: Sequence[Row], num_layers: int) -> dict[int, str]:
     """By row: the layer's number, with the stack's name at its first layer; not too many."""
-    step = next(each for each in _STEPS if len(rows) <= each * MAX_LABELS)
+    step = next(step for step in _STEPS if len(rows) <= step * MAX_LABELS)
     labels: dict[int, str] = {}
     first = 0
     for y, row in enumerate(rows):

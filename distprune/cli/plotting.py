@@ -20,10 +20,10 @@ _MAX_INCHES = 22.0
 
 
 def check(path: Path) -> None:
-    """See that a picture can be made before hours of work.
+    """Check that a picture can be drawn, before hours of work.
 
     Raises:
-        SelectionError: matplotlib is missing, or the name is not that of a picture.
+        SelectionError: matplotlib is missing, or the file's name has another ending.
         OutputError: the folder does not exist.
     """
     if path.suffix.lower() not in _FORMATS:
@@ -41,7 +41,7 @@ def draw(path: Path, picture: Picture) -> None:
     """Draw a picture; needs no display.
 
     Args:
-        path: of the file; its ending says which format.
+        path: of the file; its ending sets the format.
         picture: what to show.
 
     Raises:

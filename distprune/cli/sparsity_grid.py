@@ -78,7 +78,7 @@ def make_grid(
         max_outside: rows at most of tensors that are in no layer.
     """
     placed = [(role_of(name), name, elements, zeros) for name, elements, zeros in tensors]
-    inside = [each for each in placed if each[0].layer]
+    inside = [tensor for tensor in placed if tensor[0].layer]
     sizes: dict[str, int] = {}
     for place, _, elements, _ in inside:
         sizes[place.kind] = sizes.get(place.kind, 0) + elements
@@ -87,7 +87,7 @@ def make_grid(
     layers: dict[tuple[object, ...], Row] = {}
     totals: dict[str, Count] = {}
     total = Count()
-    for place, _, elements, zeros in sorted(inside, key=lambda each: _order(each[0])):
+    for place, _, elements, zeros in sorted(inside, key=lambda tensor: _order(tensor[0])):
         label = ".".join(map(str, place.layer))
         row = layers.setdefault((place.stack, place.layer), Row(label, stacks[place.stack]))
         kind = kinds[place.kind]
@@ -107,7 +107,7 @@ def make_grid(
 
 
 def _names(sizes: dict[str, int], most: int, *, shorten: bool = True) -> dict[str, str]:
-    """What each is called: all but the largest ones are "others"."""
+    """The name of each; all but the largest are "others"."""
     shown = list(sizes)
     if len(sizes) > most:
         shown = sorted(sizes, key=lambda name: (-sizes[name], name))[: most - 1]

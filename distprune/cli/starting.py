@@ -63,7 +63,7 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
             "WORLD_SIZE": str(num_ranks), ranks.STORE: str(Path(folder, "store")),
             ranks.PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1",
         }  # fmt: skip
-        # Ranks that each take all cores for themselves wait for one another.
+        # Ranks that all use every core slow one another down.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **own}
         document = Path(folder, "document.json")
         messages: list[str] = []
@@ -105,9 +105,9 @@ def _pass_on(document: Path, code: int, text: str) -> None:
 def _python() -> list[str]:
     """This Python, as strict as it was started, and without the current folder on its path."""
     flags = sys.flags
-    given = [("-I", flags.isolated), ("-E", flags.ignore_environment), ("-s", flags.no_user_site)]
+    options = [("-I", flags.isolated), ("-E", flags.ignore_environment), ("-s", flags.no_user_site)]
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe, *(name for name, is_set in given if is_set)]
+    return [sys.executable, *safe, *(name for name, is_set in options if is_set)]
 
 
 # Runs this very package, wherever it was found. Python 3.10 has no -P: '' is the current folder.

@@ -33,18 +33,18 @@ def layout(
 
     Cost: half a second for 100,000 rows of six columns.
     """
-    # Column by column: what has to be asked of every cell is asked in C, once for a column.
+    # Each check is done in C, once for all cells of a column.
     texts = [[heading] for heading in columns]
     for column, cells in zip(texts, zip(*rows, strict=True), strict=False):
         column += cells if "".join(cells).isprintable() else map(_one_line, cells)
     is_right = [heading in right for heading in columns]
-    wanted = [max(map(_measure(column), column)) for column in texts]
-    widths, gap = wanted, _GAPS[0]
+    natural = [max(map(_measure(column), column)) for column in texts]
+    widths, gap = natural, _GAPS[0]
     if width is not None:
-        widths, gap = _fit(wanted, columns, is_right, width, _NARROWEST)
+        widths, gap = _fit(natural, columns, is_right, width, _NARROWEST)
         if _total(widths, gap) > width and len(columns) > 2:
-            return _stacked(texts, wanted, is_right, width)
-    if widths != wanted:
+            return _stacked(texts, natural, is_right, width)
+    if widths != natural:
         texts = _folded(texts, widths)
     return _lines(texts, widths, is_right, gap)
 
@@ -54,7 +54,7 @@ def _one_line(text: str) -> str:
 
 
 def _measure(texts: Sequence[str]) -> Callable[[str], int]:
-    """What tells how many columns of a terminal a text takes."""
+    """The function that measures the width of texts in columns of a terminal."""
     return len if "".join(texts).isascii() else cell_len
 
 
@@ -78,12 +78,12 @@ def _lines(
 
 
 def _stacked(
-    texts: Sequence[Sequence[str]], wanted: Sequence[int], is_right: Sequence[bool], width: int
+    texts: Sequence[Sequence[str]], natural: Sequence[int], is_right: Sequence[bool], width: int
 ) -> Iterator[str]:
-    """The lines of a table whose numbers need all the width: each name is above its numbers."""
+    """The lines of a table that is too wide: each name is on a line above its numbers."""
     names, *rest = texts
     headings = [column[0] for column in rest]
-    widths, gap = _fit(wanted[1:], headings, is_right[1:], width - 2, _NARROWEST_BELOW)
+    widths, gap = _fit(natural[1:], headings, is_right[1:], width - 2, _NARROWEST_BELOW)
     for name, *row in zip(names, *rest, strict=True):
         yield from _fold(name, width)
         for line in _lines(_folded([[cell] for cell in row], widths), widths, is_right[1:], gap):
@@ -95,7 +95,7 @@ def _total(widths: Sequence[int], gap: str) -> int:
 
 
 def _fit(
-    wanted: Sequence[int],
+    natural: Sequence[int],
     headings: Sequence[str],
     is_right: Sequence[bool],
     width: int,
@@ -107,7 +107,7 @@ def _fit(
     """
     smallest = [max(cell_len(heading), narrowest) for heading in headings]
     for gap in _GAPS:
-        widths = list(wanted)
+        widths = list(natural)
         while _total(widths, gap) > width:
             flexible = [
                 i for i, right in enumerate(is_right) if not right and widths[i] > smallest[i]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,9 @@ from distprune.cli import exits
 from distprune.cli.console import Terminal, count, percent
 from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.files.checkpoints.checkpoint import open_checkpoint
+
+if TYPE_CHECKING:
+    from distprune.files.comparing import TensorDifference
 
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
@@ -45,52 +47,55 @@ def diff(
 
       distprune diff --exit-code A B && echo equal
     """
+    from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.comparing import compare, compare_metadata
 
-    a, b = (open_checkpoint(each, follow_links=True) for each in (first, second))
+    a, b = (open_checkpoint(path, follow_links=True) for path in (first, second))
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, a.num_bytes + b.num_bytes)
-        found = list(compare(a, b, reading))
+        tensors = list(compare(a, b, reading))
     metadata = compare_metadata(a, b)
-    are_equal = all(each.is_equal for each in found) and not metadata
+    are_equal = all(tensor.is_equal for tensor in tensors) and not metadata
     if as_json:
-        values = [{**asdict(each), "is_equal": each.is_equal} for each in found]
+        values = [{**asdict(tensor), "is_equal": tensor.is_equal} for tensor in tensors]
         texts = {key: {"first": one, "second": two} for key, (one, two) in metadata.items()}
         terminal.json({"are_equal": are_equal, "metadata": texts, "tensors": values})
     else:
-        _show_differences(terminal, found, metadata, with_equal=verbose > 0)
+        _show_differences(terminal, tensors, metadata, with_equal=verbose > 0)
     if exit_code and not are_equal:
         raise typer.Exit(exits.DIFFERENT)
 
 
 def _show_differences(
     terminal: Terminal,
-    found: list[Any],
+    tensors: list[TensorDifference],
     metadata: Mapping[str, tuple[Sequence[str], Sequence[str]]],
     *,
     with_equal: bool,
 ) -> None:
     rows = [
-        (each.name, each.problem, "", "", "", "")
-        if each.problem
+        (tensor.name, tensor.problem, "", "", "", "")
+        if tensor.problem
         else (
-            each.name,
-            "equal" if each.is_equal else f"differs in {percent(each.num_differing, each.numel)}",
-            count(each.num_differing),
-            count(each.num_zero_in_both),
-            count(each.num_zero_in_first),
-            count(each.num_zero_in_second),
+            tensor.name,
+            "equal"
+            if tensor.is_equal
+            else f"differs in {percent(tensor.num_differing, tensor.numel)}",
+            count(tensor.num_differing),
+            count(tensor.num_zero_in_both),
+            count(tensor.num_zero_in_first),
+            count(tensor.num_zero_in_second),
         )
-        for each in found
-        if with_equal or not each.is_equal
+        for tensor in tensors
+        if with_equal or not tensor.is_equal
     ]
     numbers = ("elements that differ", "zero in both", "zero in A only", "zero in B only")
     if rows:
         terminal.table(("tensor", "values", *numbers), rows, right=numbers)
         terminal.text()
     for key, values in metadata.items():
-        one, two = (", ".join(map(ascii, each)) or "none" for each in values)
+        one, two = (", ".join(map(ascii, texts)) or "none" for texts in values)
         terminal.text(f"Metadata differ: {ascii(key)[1:-1]}: {one} in A, {two} in B.")
-    num_equal = sum(each.is_equal for each in found)
-    terminal.text(f"{num_equal} of {len(found)} tensors are equal bit for bit.")
+    num_equal = sum(tensor.is_equal for tensor in tensors)
+    terminal.text(f"{num_equal} of {len(tensors)} tensors are equal bit for bit.")

@@ -68,10 +68,10 @@ def _torch_facts() -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator()
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     backends = [name for name in names if dist.is_available() and dist.is_backend_available(name)]
-    found = "none" if accelerator is None else accelerator.type
+    kind = "none" if accelerator is None else accelerator.type
     number = torch.accelerator.device_count() if accelerator is not None else 0
     return {
-        "accelerator": f"{number} x {found}" if number else found,
+        "accelerator": f"{number} x {kind}" if number else kind,
         "distributed backends": ", ".join(backends) or "none",
     }
 
@@ -92,9 +92,9 @@ def file_system(path: Path) -> str:
     best, kind = "", "unknown"
     resolved = str(path.resolve())
     for line in lines:
-        _, mount, found, *_ = line.split()
+        _, mount, mount_kind, *_ = line.split()
         mount = mount.encode().decode("unicode_escape")
         inside = mount == "/" or resolved == mount or resolved.startswith(mount + "/")
         if inside and len(mount) >= len(best):
-            best, kind = mount, found
+            best, kind = mount, mount_kind
     return kind

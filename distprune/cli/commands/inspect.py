@@ -13,12 +13,12 @@ from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.names import shape_text, without_numbers
 from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.selecting.kinds import role_of
 
 if TYPE_CHECKING:
     from distprune.cli.picture import Picture
+    from distprune.files.inspecting import TensorFacts
 
 Patterns = Annotated[
     list[str],
@@ -75,9 +75,10 @@ def inspect(
       distprune inspect Llama-3.2-1B-50 --csv sparsity.csv --plot sparsity.png
     """
     from distprune.cli import csv_files, plotting
-    from distprune.files.inspecting import inspect as look
+    from distprune.files.checkpoints.checkpoint import open_checkpoint
+    from distprune.files.inspecting import inspect as inspect_tensors
 
-    patterns = [_n_of_m(each) for each in pattern]
+    patterns = [_n_of_m(text) for text in pattern]
     if plot is not None:
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
@@ -89,13 +90,15 @@ def inspect(
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, checkpoint.num_bytes)
-        facts = list(look(checkpoint, patterns, on_bytes=reading, input_dims=input_dims))
+        facts = list(inspect_tensors(checkpoint, patterns, on_bytes=reading, input_dims=input_dims))
     if plot is not None:
         plotting.draw(plot, _picture(source, facts))
     if csv is not None:
         csv_files.write(csv, facts, _pruned_counts(terminal, source))
     if as_json:
-        terminal.json({"source": str(source), "tensors": [_tensor_values(each) for each in facts]})
+        terminal.json(
+            {"source": str(source), "tensors": [_tensor_values(tensor) for tensor in facts]}
+        )
     elif str(csv) != "-":
         _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
         if histogram:
@@ -136,13 +139,13 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     if not (folder / REPORT_FILE).is_file():
         return None
     try:
-        return {each.name: each.num_pruned for each in read_report(folder).tensors}
+        return {tensor.name: tensor.num_pruned for tensor in read_report(folder).tensors}
     except CheckpointError as error:
         terminal.note(f"The column of pruned elements stays empty: {error}")
         return None
 
 
-def _picture(source: Path, facts: list[Any]) -> Picture:
+def _picture(source: Path, facts: list[TensorFacts]) -> Picture:
     """Matrices of floats; vectors would be columns without zeros."""
     from distprune.cli.picture import Picture
     from distprune.files.checkpoints.special_values import is_float
@@ -151,56 +154,60 @@ def _picture(source: Path, facts: list[Any]) -> Picture:
     floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
     shown = [f for f in floats if sum(size > 1 for size in f.entry.shape) > 1] or floats
     exponents: Counter[int] = Counter()
-    for each in shown:
-        exponents.update(each.exponents)
+    for tensor in shown:
+        exponents.update(tensor.exponents)
     num_left = len(facts) - len(shown)
     return Picture(
         title=cached_name(source) or source.absolute().name,
         zeros="zero",
-        tensors=[(each.entry.name, each.entry.numel, each.num_zero) for each in shown],
+        tensors=[(tensor.entry.name, tensor.entry.numel, tensor.num_zero or 0) for tensor in shown],
         exponents=exponents,
         notes=[f"Not shown: {counted(num_left, 'other tensor')}."] if num_left else [],
     )
 
 
 def _show_table(
-    terminal: Terminal, facts: list[Any], patterns: list[tuple[int, int]], *, one_by_one: bool
+    terminal: Terminal,
+    facts: list[TensorFacts],
+    patterns: list[tuple[int, int]],
+    *,
+    one_by_one: bool,
 ) -> None:
     from distprune.files.checkpoints.special_values import is_float
 
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for each in facts:
-        entry = each.entry
+    groups: dict[tuple[str, ...], list[TensorFacts]] = {}
+    for tensor in facts:
+        entry = tensor.entry
         name = entry.name if one_by_one else without_numbers(entry.name)
         shape = shape_text(entry.shape)
-        groups.setdefault((name, entry.dtype, shape), []).append(each)
+        groups.setdefault((name, entry.dtype, shape), []).append(tensor)
     rows = [(*key, *_sums(members, patterns)) for key, members in groups.items()]
     floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
     what = "all" if len(floats) == len(facts) else "all floats"
     rows.append((what, "", "", *_sums(floats, patterns)))
-    texts = ["{}:{}".format(*each) for each in patterns]
+    texts = ["{}:{}".format(*pattern) for pattern in patterns]
     numbers = ("number", "elements", "zeros", "sparsity", *texts, "NaN", "inf")
     terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
 
 
-def _sums(facts: list[Any], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
-    numel = sum(each.entry.numel for each in facts)
-    zeros = ("-", "-")  # of a dtype whose numbers nobody here can read
-    if all(each.num_zero is not None for each in facts):
-        num_zero = sum(each.num_zero for each in facts)
-        zeros = (count(num_zero), percent(num_zero, numel))
+def _sums(facts: list[TensorFacts], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
+    numel = sum(tensor.entry.numel for tensor in facts)
+    zeros = ("-", "-")  # of a dtype whose values are not supported
+    nums_zero = [tensor.num_zero for tensor in facts if tensor.num_zero is not None]
+    if len(nums_zero) == len(facts):
+        zeros = (count(sum(nums_zero)), percent(sum(nums_zero), numel))
     kept = [
         percent(
-            sum(each.num_kept.get(pattern, 0) for each in facts),
-            sum(each.num_groups.get(pattern, 0) for each in facts),
+            sum(tensor.num_kept.get(pattern, 0) for tensor in facts),
+            sum(tensor.num_groups.get(pattern, 0) for tensor in facts),
         )
         for pattern in patterns
     ]
-    others = [sum(each.num_nan for each in facts), sum(each.num_inf for each in facts)]
+    others = [sum(tensor.num_nan for tensor in facts), sum(tensor.num_inf for tensor in facts)]
     return (count(len(facts)), count(numel), *zeros, *kept, *map(count, others))
 
 
-def _tensor_values(facts: Any) -> dict[str, Any]:
+def _tensor_values(facts: TensorFacts) -> dict[str, Any]:
     entry = facts.entry
     return {
         "name": entry.name,
@@ -213,17 +220,17 @@ def _tensor_values(facts: Any) -> dict[str, Any]:
         "num_nan": facts.num_nan,
         "num_inf": facts.num_inf,
         "patterns": {
-            "{}:{}".format(*each): {"num_groups": groups, "num_kept": facts.num_kept[each]}
-            for each, groups in facts.num_groups.items()
+            "{}:{}".format(*pattern): {"num_groups": groups, "num_kept": facts.num_kept[pattern]}
+            for pattern, groups in facts.num_groups.items()
         },
         "exponents": {str(power): number for power, number in sorted(facts.exponents.items())},
     }
 
 
-def _show_histogram(terminal: Terminal, facts: list[Any]) -> None:
+def _show_histogram(terminal: Terminal, facts: list[TensorFacts]) -> None:
     exponents: Counter[int] = Counter()
-    for each in facts:
-        exponents.update(each.exponents)
+    for tensor in facts:
+        exponents.update(tensor.exponents)
     largest = max(exponents.values(), default=1)
     rows = (
         [

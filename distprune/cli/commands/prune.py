@@ -176,9 +176,9 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
         return
     if terminal.verbosity > 0:
         rows = [
-            (each.name, *map(count, pair), percent(*reversed(pair)))
-            for each in report.tensors
-            for pair in [(each.num_elements, each.num_pruned)]
+            (tensor.name, *map(count, pair), percent(*reversed(pair)))
+            for tensor in report.tensors
+            for pair in [(tensor.num_elements, tensor.num_pruned)]
         ]
         numbers = ("elements", "pruned", "sparsity")
         terminal.table(("tensor", *numbers), rows, right=numbers)
