@@ -22,7 +22,8 @@ from distprune._common.pruned_form import local_tensor, mask_key, orig_key
 from distprune.masks import loading, survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
-from distprune.torch_private.wrapper import Managed, masked_by
+from distprune.torch_private.managed import Managed, ShardMask
+from distprune.torch_private.wrapper import masked_by
 
 
 class Transaction:
@@ -98,12 +99,12 @@ class Transaction:
 
     def _remember(self, owners: list[nn.Module], name: str, managed: Managed | None) -> None:
         key = live_property.shard_mask_key(name)
-        shard_mask = owners[0].__dict__.get(key)
+        shard_mask: ShardMask | None = owners[0].__dict__.get(key)
         restores = [_snapshot(owner, name) for owner in owners]
         was_renamed = _is_renamed(managed, name)
 
         def undo() -> None:
-            new_shard_mask = owners[0].__dict__.get(key)
+            new_shard_mask: ShardMask | None = owners[0].__dict__.get(key)
             if managed is not None and new_shard_mask is not shard_mask:
                 if new_shard_mask is not None:
                     new_shard_mask.detach()

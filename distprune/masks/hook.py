@@ -16,6 +16,7 @@ from distprune._common.lost import lost_mask
 from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
 from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import live_property
+from distprune.torch_private.managed import ShardMask
 from distprune.torch_private.wrapper import is_managed
 
 # Modules that got a hook, or were copied with one, since the last call of take_bound.
@@ -229,7 +230,7 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
 _exempt_masks_from_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_attached(module: nn.Module, name: str, shard_mask: Any) -> None:
+def _check_attached(module: nn.Module, name: str, shard_mask: ShardMask) -> None:
     if not shard_mask.is_attached():
         raise RuntimeError(
             f"the mask of {type(module).__name__}.{name} no longer acts: its sharded tensor was "

@@ -67,11 +67,13 @@ class Group:
             ValueError: bounds that the end of the schedule cannot meet.
         """
         if self._is_joined:
-            self._settle([Bounded(each.name, (each.name,), each.num_elements) for each in entries])
+            self._settle(
+                [Bounded(entry.name, (entry.name,), entry.num_elements) for entry in entries]
+            )
 
     def _settle(self, bounded: Sequence[Bounded]) -> None:
-        self._sizes = [each.num_elements for each in bounded]
-        self._keys = [each.keys[-1] for each in bounded]
+        self._sizes = [parameter.num_elements for parameter in bounded]
+        self._keys = [parameter.keys[-1] for parameter in bounded]
         self._bounds = to_bounds(bounded, *self._limits)
         self._check_end()
 

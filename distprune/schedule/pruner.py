@@ -236,7 +236,7 @@ class ScheduledPruner:
                 this pruner.
             RuntimeError: as ``remove``. No parameter has changed then.
         """
-        pairs = [(unwrap(m), name) for each in self._groups for m, name in each.places]
+        pairs = [(unwrap(m), name) for group in self._groups for m, name in group.places]
         pairs = [pair for pair in pairs if find_hook(*pair) is not None]
         for module, name in pairs:
             check_removable(module, name)

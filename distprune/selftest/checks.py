@@ -63,8 +63,8 @@ def check_private_fields(case: Case) -> Findings:
     objects += [("DTensor", "DTensor", p) for p in model.parameters() if is_dtensor(p)]
     missing = [
         f"torch has no {name}"
-        for wrapper, kind, each in objects
-        for name in private_fields.missing_fields(wrapper, {kind: each})
+        for wrapper, kind, instance in objects
+        for name in private_fields.missing_fields(wrapper, {kind: instance})
     ]
     if "FSDP2" in case.wrapping.adapters:
         missing += [f"torch has no {name}" for name in private_fields.missing_states(model)]
@@ -77,9 +77,9 @@ def check_private_fields(case: Case) -> Findings:
         findings.wrong.append(
             f"{len(lost)} of {len(WEIGHTS)} parameters are not found in the wrapper"
         )
-    for each in managed.values():
+    for record in managed.values():
         try:
-            each.check_fields()
+            record.check_fields()
         except NotImplementedError as error:
             findings.wrong.append(str(error))
             break
@@ -92,7 +92,7 @@ def check_masks(case: Case) -> Findings:
     for kind in ("distinct", "tied", "equal"):
         model: nn.Module = net(kind, case.num_ranks)
         values = whole_weights(model)
-        keeps = [np.ones(each.shape, dtype=bool) for each in values]
+        keeps = [np.ones(whole.shape, dtype=bool) for whole in values]
         model = case.wrapped(model)
         for amount in _AMOUNTS:
             before = sum(int(keep.sum()) for keep in keeps)
@@ -117,9 +117,9 @@ def check_random(case: Case) -> Findings:
         model: nn.Module
         model, plain = (net("distinct", case.num_ranks) for _ in range(2))
         model = case.wrapped(model)
-        for each in (model, plain):
+        for network in (model, plain):
             torch.manual_seed(seed)
-            selected = distprune.select(each)
+            selected = distprune.select(network)
             distprune.global_unstructured(selected, distprune.RandomUnstructured, amount=0.4)
         keeps = [local_values(module, mask_key(name)) != 0 for module, name in weights_of(plain)]
         findings.wrong += wrong_masks(model, keeps, indices, f"seed {seed}")
@@ -140,7 +140,7 @@ def check_traffic(case: Case) -> Findings:
         _prune(model, 0.5)
     findings = Findings(detail=f"{traffic.num_bytes / 1000:.0f} kB")
     if traffic.num_bytes > _TRAFFIC_LIMIT:
-        num_bytes = 4 * sum(each.size for each in whole_weights(net("equal", 1, num_inputs=512)))
+        num_bytes = 4 * sum(whole.size for whole in whole_weights(net("equal", 1, num_inputs=512)))
         findings.wrong.append(
             f"one pruning sent {traffic.num_bytes / 1000:.0f} kB in {traffic.num_calls} "
             f"collectives, of a model whose weights are {num_bytes / 1000:.0f} kB; expected at "
@@ -168,7 +168,7 @@ def check_all_or_none(case: Case) -> Findings:
         findings.wrong.append("the model has changed although the ranks' amounts differ")
         return findings
     _prune(model, 0.5)  # goes on as if nothing had been
-    keeps = reference_masks(values, 0.5, [np.ones(each.shape, dtype=bool) for each in values])
+    keeps = reference_masks(values, 0.5, [np.ones(whole.shape, dtype=bool) for whole in values])
     findings.wrong += wrong_masks(model, keeps, indices, "after the error")
     return findings
 
@@ -179,15 +179,15 @@ def check_training(case: Case) -> Findings:
     model: nn.Module = net("distinct", case.num_ranks)
     dense = net("distinct", case.num_ranks).to(case.device)
     values = whole_weights(model)
-    keeps = reference_masks(values, 0.5, [np.ones(each.shape, dtype=bool) for each in values])
+    keeps = reference_masks(values, 0.5, [np.ones(whole.shape, dtype=bool) for whole in values])
     model = case.wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _prune(model, 0.5)
 
-    which, num_parts = case.wrapping.part(case.num_ranks, case.rank)
+    index, num_parts = case.wrapping.part(case.num_ranks, case.rank)
     generator = torch.Generator().manual_seed(7)
     batch = torch.randn(4 * num_parts, 6, generator=generator).to(case.device)
-    rows = slice(4 * which, 4 * which + 4)
+    rows = slice(4 * index, 4 * index + 4)
     masks = {
         name: torch.from_numpy(k).to(case.device) for name, k in zip(WEIGHTS, keeps, strict=True)
     }

@@ -57,8 +57,8 @@ def masked_output(dense: nn.Module, masks: dict[str, Tensor], batch: Tensor) -> 
 def far(what: str, actual: Any, expected: Any) -> list[str]:
     """A problem if two arrays differ by more than rounding."""
     actual, expected = (
-        each.detach().cpu().numpy() if isinstance(each, Tensor) else each
-        for each in (actual, expected)
+        values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+        for values in (actual, expected)
     )
     if actual.shape != expected.shape:
         return [f"{what} has shape {actual.shape}, expected {expected.shape}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from distprune.masks.hook import PruningHook
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 from distprune.torch_private import live_property
+from distprune.torch_private.managed import Managed
 from distprune.torch_private.wrapper import managed_parameters
 from distprune.verification import structure
 from distprune.verification.entries import LocalEntry
@@ -95,7 +95,7 @@ def inspect(
 
 
 def _read(
-    place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Any]
+    place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]
 ) -> LocalShard | None:
     """Check a place and read its shard; None, with the problem added, if that fails."""
     checked = attempt(structure.check, place, reader, managed)

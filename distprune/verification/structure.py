@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -11,10 +10,11 @@ from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks.hook import layout_of
 from distprune.shards.reader import ShardReader
 from distprune.torch_private import live_property
+from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
 from distprune.verification.places import Place, hooks_of
 
 
-def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Any]) -> None:
+def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]) -> None:
     """Add to a place's problems everything that keeps its mask from acting.
 
     Args:
@@ -49,7 +49,7 @@ def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], A
         _check_unmanaged(place, shard_mask)
 
 
-def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
+def _check_managed(place: Place, record: Managed, shard_mask: ShardMask | None) -> None:
     module, name, problems = place.module, place.name, place.problems
     original = orig_key(name)
     if shard_mask is None:
@@ -67,10 +67,10 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
         )
         place.is_readable = False
         return
-    expected = getattr(record, "sharded", None)
-    if expected is not None and not is_dtensor(expected):
+    parameter = _parameter_of(record)
+    if isinstance(record, ManagedDTensor) and not is_dtensor(parameter):
         problems.append(
-            f"{original} was replaced by {_described(expected)}, which its wrapper cannot gather; "
+            f"{original} was replaced by {_described(parameter)}, which its wrapper cannot gather; "
             "load a state dict of DTensors, or without assign=True"
         )
         place.is_readable = False
@@ -82,7 +82,7 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
     if not record.has_registered(module, original):
         problems.append(f"{original} was replaced by a parameter that the wrapper does not have")
         place.is_readable = False
-    problem = _layout_problem(record.values if expected is None else expected, place.mask)
+    problem = _layout_problem(parameter, place.mask)
     if problem is None and "bool" not in str(place.mask.dtype):
         problem = f"its mask has dtype {place.mask.dtype}; expected torch.bool under FSDP"
     if problem is not None:
@@ -90,7 +90,15 @@ def _check_managed(place: Place, record: Any, shard_mask: Any) -> None:
         place.is_readable = False
 
 
-def _check_unmanaged(place: Place, shard_mask: Any) -> None:
+def _parameter_of(record: Managed) -> Tensor:
+    """The unmasked parameter in the form that the wrapper shards: a DTensor or a run."""
+    if isinstance(record, ManagedDTensor):
+        return record.sharded
+    assert isinstance(record, ManagedRun)
+    return record.values
+
+
+def _check_unmanaged(place: Place, shard_mask: ShardMask | None) -> None:
     module, name, problems = place.module, place.name, place.problems
     original, parameter = orig_key(name), place.original
     if shard_mask is not None:
