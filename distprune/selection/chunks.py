@@ -70,6 +70,9 @@ def num_threads(num_bytes: int, num_chunks: int) -> int:
 
 def call_all(calls: Sequence[Callable[[Scratch], R]], num_threads: int) -> list[R]:
     """Call all with a thread's scratch memory; results in the order of the calls."""
+    if num_threads == 1:
+        scratch = Scratch()
+        return [call(scratch) for call in calls]
     results: dict[int, R] = {}
     errors: list[BaseException] = []
     # One iterator for all: a thread takes the next call when it has time.
