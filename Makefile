@@ -42,6 +42,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell .
+	$(BIN)/mypy
 
 test: lint
 	@echo "== testing"
