@@ -11,7 +11,7 @@ from examples_of_pages import DOCS, ROOT
 
 import distprune
 
-MAX_FRAMES = 11  # from global_unstructured to the kernel that reads every element
+MAX_FRAMES = 11  # from global_unstructured to the kernel that scans every element
 MODULES = ("schedule", "checkpoint", "testing")
 PACKAGE = ROOT / "distprune"
 NOT_OF_THE_REPOSITORY = {"DST/distprune/", "build/", "dist/", "test_pruning.py", "torch.py"}
