@@ -20,7 +20,7 @@ ROUNDS, STEPS, BATCH = 3, 60, 512
 
 
 def train(model: nn.Module, windows: torch.Tensor, first: int) -> tuple[float, dict]:
-    """From step `first` on; the loss at the end, and the parameters at REWIND_STEP."""
+    """Train from step `first` on; return the last loss and the parameters at REWIND_STEP."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     early = {}
@@ -53,7 +53,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         if is_first:
             print(f"loss {loss:.3f}")
-        # Half of what is left goes; the masks stay, the surviving weights start again.
+        # Prune half of the remaining weights; keep the masks and rewind the remaining weights.
         report = prune.global_unstructured(targets, prune.L1Unstructured, amount=0.5)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

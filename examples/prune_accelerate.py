@@ -40,7 +40,7 @@ def main() -> None:
     model._no_split_modules = Block._no_split_modules
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    # Accelerate may silently do something else than it was asked for; then this raises.
+    # Accelerate may silently wrap the model in another way than configured; then this raises.
     num_processes = int(os.environ.get("NPROC", accelerator.num_processes))
     wrapping = check_wrapping(accelerator, model, num_processes=num_processes)
     accelerator.print(f"{accelerator.num_processes} processes, {wrapping}")

@@ -35,7 +35,7 @@ def main() -> None:
         schedule.Cubic(begin=10, end=40, frequency=10, final_sparsity=0.8),
     )
 
-    torch.manual_seed(dist.get_rank())  # every rank draws batches of its own
+    torch.manual_seed(dist.get_rank())  # every rank draws its own batches
     for step in range(60):
         batch = windows[torch.randint(len(windows), (256,))]
         loss = nn.functional.cross_entropy(model(batch[:, :8]), batch[:, 8])

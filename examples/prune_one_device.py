@@ -34,7 +34,7 @@ def main() -> None:
 
     print(f"dense: loss {train(60):.3f}")
     prune.l1_unstructured(model[4], "weight", amount=0.5)  # one layer, as in torch
-    # 80 % of what is left in all layers together; the embedding stays dense.
+    # 80 % of the remaining weights of all layers together; the embedding stays dense.
     report = prune.global_unstructured(
         prune.select(model, types=nn.Linear), prune.L1Unstructured, amount=0.8
     )

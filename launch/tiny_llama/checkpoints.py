@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: a run that is killed goes on from the last one.
+"""Checkpoints that are complete or absent: a killed run continues from the last one.
 
 A checkpoint is written into a folder with another name, which rank 0 renames when every rank is
 done. Model, masks, optimizer and pruner go through torch.distributed.checkpoint, so any number of
@@ -29,7 +29,7 @@ PROGRESS_FILE = "progress.json"
 
 
 def remove_checkpoints(settings: Settings, job: Job) -> None:
-    """When the job is done: the next one starts anew."""
+    """Remove all checkpoints when the job is done, so that the next one starts from the beginning."""
     if job.rank == 0:
         shutil.rmtree(checkpoints_folder(settings), ignore_errors=True)
 

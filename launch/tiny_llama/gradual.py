@@ -1,4 +1,4 @@
-"""Prune while training, by a schedule; a run that is killed goes on from its last checkpoint.
+"""Prune while training, by a schedule; a killed run continues from its last checkpoint.
 
 One model is trained three times from the same first weights on the same batches: pruned by
 magnitude, pruned at random, and dense, for comparison.
@@ -95,7 +95,7 @@ class _Run:
         return self.trainer.held_out_loss(self.model)
 
     def steps(self, loss_at_end: float) -> list[PruningStep]:
-        """What happened, in the form in which the rest of the job wants it."""
+        """The results, in the form that the rest of the job uses."""
         assert self.pruner is not None
         losses_after = [*(event["loss_before"] for event in self.events[1:]), loss_at_end]
         return [

@@ -1,4 +1,4 @@
-"""Everything about processes: joining the group, speaking, child processes, leaving."""
+"""Processes: joining the group, printing, child processes, leaving."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class PruningStep:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job's trainings and prunings came to."""
+    """The results of a job's trainings and prunings."""
 
     model: nn.Module  # pruned by magnitude, wrapped, with its masks
     loss_dense: float  # held-out nats/byte before any pruning

@@ -23,7 +23,7 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All that the job found out."""
+    """All results of the job."""
 
     loss_dense: float  # held-out nats/byte before any pruning
     losses_trained_on: list[float]  # of the dense model after each round of further steps
