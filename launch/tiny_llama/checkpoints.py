@@ -29,7 +29,7 @@ PROGRESS_FILE = "progress.json"
 
 
 def remove_checkpoints(settings: Settings, job: Job) -> None:
-    """Remove all checkpoints when the job is done, so that the next one starts from the beginning."""
+    """Remove all checkpoints when the job is done, so that the next one starts afresh."""
     if job.rank == 0:
         shutil.rmtree(checkpoints_folder(settings), ignore_errors=True)
 
