@@ -15,6 +15,8 @@ from typing import Any
 
 # One bound for all parameters, or by (module, name) or full name.
 SparsityBound = float | Fraction | Mapping[Any, float | Fraction]
+# The bounds by name, as keywords, recipes and reports have them.
+FLOOR, CEILING = "min_sparsity", "max_sparsity"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def to_bounds(
         TypeError: a bound that is no number.
         ValueError: a bound outside [0, 1]; a floor above a ceiling; a key that is no parameter.
     """
-    floors = _per_parameter("min_sparsity", min_sparsity, parameters, default=0)
-    ceilings = _per_parameter("max_sparsity", max_sparsity, parameters, default=1)
+    floors = _per_parameter(FLOOR, min_sparsity, parameters, default=0)
+    ceilings = _per_parameter(CEILING, max_sparsity, parameters, default=1)
     sizes = [parameter.num_elements for parameter in parameters]
     lowest = tuple(math.ceil(s * n) for s, n in zip(floors, sizes, strict=True))
     highest = tuple(math.floor(s * n) for s, n in zip(ceilings, sizes, strict=True))
@@ -73,6 +75,21 @@ def to_bounds(
     if not any(lowest) and list(highest) == sizes:
         return None
     return Bounds(lowest, highest)
+
+
+def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str | None:
+    """The bound that forbids to prune exactly so many elements of all parameters together.
+
+    Args:
+        num_to_prune: elements.
+        num_lowest, num_highest: the sums of all floors, and of all ceilings.
+
+    Returns:
+        FLOOR if the floors need more, CEILING if the ceilings allow fewer, None if neither.
+    """
+    if num_lowest > num_to_prune:
+        return FLOOR
+    return CEILING if num_highest < num_to_prune else None
 
 
 def _per_parameter(

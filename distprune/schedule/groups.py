@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from distprune._common.amount import resolve_count
-from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.bounds import CEILING, FLOOR, Bounded, Bounds, SparsityBound, to_bounds
 from distprune.call.report import ParameterReport
 from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
-from distprune.selection.within_bounds import CEILING, FLOOR, limits_for
+from distprune.selection.within_bounds import limits_for
 from distprune.shards.reader import ShardReader
 
 Pair = tuple[nn.Module, str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from distprune._common.bounds import FLOOR
 from distprune.call.report import PruningReport
-from distprune.selection.within_bounds import FLOOR
 
 
 def with_floors(report: PruningReport) -> PruningReport:

@@ -21,13 +21,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distprune._common.bounds import Bounds
+from distprune._common.bounds import CEILING, FLOOR, Bounds, violated_bound
 from distprune._common.collectives import Communicator
 from distprune.selection.candidates import Candidates, Cut, PartCut
 from distprune.selection.cut import Selection, search_lowest, search_together, select_lowest
 from distprune.selection.keys import KeyRange
-
-FLOOR, CEILING = "min_sparsity", "max_sparsity"
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,14 @@ def limits_for(
         tuple(max(0, high - p) for high, p in zip(bounds.highest, pruned, strict=True)),
     )
     after = f"{sum(pruned) + k:,} of {sum(num_elements):,} after this call"
-    if sum(limits.lowest) > k:
+    violated = violated_bound(k, sum(limits.lowest), sum(limits.highest))
+    if violated == FLOOR:
         raise ValueError(
             f"min_sparsity needs {sum(limits.lowest):,} more pruned elements, and {k:,} are to be "
             f"pruned ({after}). Expected a budget that holds all floors: raise the amount to at "
             f"least {sum(limits.lowest):,} elements, or lower min_sparsity."
         )
-    if sum(limits.highest) < k:
+    if violated == CEILING:
         raise ValueError(
             f"max_sparsity leaves {sum(limits.highest):,} elements that may be pruned, and {k:,} "
             f"are to be ({after}). Expected a budget within all ceilings: lower the amount to at "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from distprune._common.bounds import CEILING, FLOOR
 from distprune.files.checks.boundary import Boundary, Edge
 from distprune.files.planning import Plan, PlannedTensor
 from distprune.files.ranking.keys import Array
@@ -174,10 +175,10 @@ def _num_free_ties(tensor: PlannedTensor, boundary: Boundary, threshold: int) ->
 def _held_at(tensor: PlannedTensor, boundary: Boundary, threshold: int | None) -> str | None:
     """The limit that decided how much a tensor lost, as ``TensorCut`` has it."""
     if threshold is None:
-        return "min_sparsity"
+        return FLOOR
     largest = -1 if boundary.last_pruned is None else boundary.last_pruned.key
     if boundary.num_pruned == tensor.lowest and largest > threshold:
-        return "min_sparsity"
+        return FLOOR
     if boundary.num_pruned == tensor.highest and largest < threshold:
-        return "max_sparsity"
+        return CEILING
     return None

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from distprune._common.bounds import CEILING, FLOOR
 from distprune.files.planning import Plan
 from distprune.files.ranking.histograms import digit_histogram, narrowed
 from distprune.files.ranking.keys import Array
@@ -33,7 +34,7 @@ from distprune.files.team import Team
 
 _NO_CEILING = 1 << 62
 _FREE, _FLOOR, _CEILING = range(3)
-_LIMIT_NAMES = (None, "min_sparsity", "max_sparsity")
+_LIMIT_NAMES = (None, FLOOR, CEILING)
 
 
 class LimitedSearch(Search):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distprune._common.bounds import Bounded, to_bounds
+from distprune._common.bounds import CEILING, FLOOR, Bounded, to_bounds, violated_bound
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
@@ -125,14 +125,15 @@ def limits_of(
 
 def check_budget(num_to_prune: int, lowest: int, highest: int, recipe: FileRecipe) -> None:
     """Raise SelectionError if the limits of all tensors together do not allow for the number."""
-    asked = f"sparsity {recipe.sparsity} prunes {num_to_prune:,} elements"
-    if lowest > num_to_prune:
+    violated = violated_bound(num_to_prune, lowest, highest)
+    budget = f"sparsity {recipe.sparsity} prunes {num_to_prune:,} elements"
+    if violated == FLOOR:
         raise SelectionError(
-            f"{asked}, but min_sparsity {recipe.min_sparsity} of every tensor needs {lowest:,}. "
+            f"{budget}, but min_sparsity {recipe.min_sparsity} of every tensor needs {lowest:,}. "
             "Raise the sparsity, or lower min_sparsity."
         )
-    if highest < num_to_prune:
+    if violated == CEILING:
         raise SelectionError(
-            f"{asked}, but max_sparsity {recipe.max_sparsity} of every tensor leaves {highest:,} "
+            f"{budget}, but max_sparsity {recipe.max_sparsity} of every tensor leaves {highest:,} "
             "that may go. Lower the sparsity, or raise max_sparsity."
         )
