@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.radix import Descent, RankOutsideError
+from distprune.files.errors import CheckpointError
+from distprune.files.ranking.scores import descent_to, narrowed
 
 
 def histogram_of(keys, descent):
@@ -57,3 +59,13 @@ def test_refuses_a_rank_that_the_histogram_does_not_hold(rank):
     descent = Descent.over(0, 7, rank, 3)
     with pytest.raises(RankOutsideError):
         descent.narrowed(np.array([1, 0, 0, 2, 0, 0, 0, 0]))
+
+
+def test_weights_that_change_between_two_passes_over_a_file_are_an_error():
+    descent = descent_to(32, k=3)
+    histogram = np.zeros(descent.num_bins, dtype=np.int64)
+    histogram[7] = 5
+    descent, number = narrowed(descent, histogram)
+    assert number == 7 and descent.num_bins == 1 << 16
+    with pytest.raises(CheckpointError, match="The weights changed while they were read"):
+        narrowed(descent, np.zeros(descent.num_bins, dtype=np.int64))
