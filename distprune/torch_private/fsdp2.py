@@ -47,6 +47,11 @@ class ManagedParameter(ManagedDTensor):
         return parameter
 
     @property
+    def plain_replacement(self) -> Tensor | None:
+        parameter: Tensor = self.fsdp_param.sharded_param
+        return None if isinstance(parameter, DTensor) else parameter
+
+    @property
     def key(self) -> Hashable:
         return id(self.fsdp_param.sharded_param)
 

@@ -90,6 +90,11 @@ class ManagedDTensor(Managed):
     def sharded(self) -> DTensor:
         """The sharded parameter, whatever is registered on the module at the moment."""
 
+    @property
+    @abstractmethod
+    def plain_replacement(self) -> Tensor | None:
+        """The plain tensor that ``load_state_dict(assign=True)`` put in place of the DTensor."""
+
 
 class ManagedRun(Managed):
     """A parameter of which each rank has a run of elements, in the order of memory (FSDP1).

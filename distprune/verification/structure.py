@@ -67,11 +67,11 @@ def _check_managed(place: Place, record: Managed, shard_mask: ShardMask | None) 
         )
         place.is_readable = False
         return
-    parameter = _parameter_of(record)
-    if isinstance(record, ManagedDTensor) and not is_dtensor(parameter):
+    replacement = record.plain_replacement if isinstance(record, ManagedDTensor) else None
+    if replacement is not None:
         problems.append(
-            f"{original} was replaced by {_described(parameter)}, which its wrapper cannot gather; "
-            "load a state dict of DTensors, or without assign=True"
+            f"{original} was replaced by {_described(replacement)}, which its wrapper cannot "
+            "gather; load a state dict of DTensors, or without assign=True"
         )
         place.is_readable = False
         return
@@ -82,7 +82,7 @@ def _check_managed(place: Place, record: Managed, shard_mask: ShardMask | None) 
     if not record.has_registered(module, original):
         problems.append(f"{original} was replaced by a parameter that the wrapper does not have")
         place.is_readable = False
-    problem = _layout_problem(parameter, place.mask)
+    problem = _layout_problem(_parameter_of(record), place.mask)
     if problem is None and "bool" not in str(place.mask.dtype):
         problem = f"its mask has dtype {place.mask.dtype}; expected torch.bool under FSDP"
     if problem is not None:
