@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from distprune._common.radix import Descent, RankOutsideError
 from distprune.files.errors import CheckpointError
-from distprune.files.ranking.scores import descent_to, narrowed
+from distprune.files.ranking.histograms import descent_to, narrowed
 
 
 def histogram_of(keys, descent):
