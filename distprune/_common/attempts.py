@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from distprune._common.exclusive import raise_waiting_interrupt
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -18,24 +19,24 @@ class Failed:
     error: BaseException
 
 
-def attempt(function: Callable[..., T], *args: Any) -> T | Failed:
+def attempt(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failed:
     """Call, and return the result, or what was raised.
 
     Interrupts and exits are raised at once; see :func:`attempt_all`.
     """
     try:
-        return function(*args)
+        return function(*args, **kwargs)
     except Exception as error:  # of any type: every rank is to raise it
         return Failed(error)
 
 
-def attempt_all(function: Callable[..., T], *args: Any) -> T | Failed:
+def attempt_all(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failed:
     """The same, and interrupts and exits are errors too: what ends this rank ends the call.
 
     So is an interrupt that waits; see :meth:`Communicator.exclusively`.
     """
     try:
-        result = function(*args)
+        result = function(*args, **kwargs)
         raise_waiting_interrupt()
     except BaseException as error:
         return Failed(error)

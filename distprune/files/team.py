@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from distprune.files.errors import (
     explained,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _KINDS = {
@@ -158,16 +159,16 @@ class Team:
         if failures:
             raise _unpacked(failures[0]) from error
 
-    def attempt(self, function: Callable[..., T], *args: object) -> T:
+    def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on every rank; if it raises on one, all ranks raise its error."""
-        outcome = attempt(function, *args)
+        outcome = attempt(function, *args, **kwargs)
         self.check(error_of(outcome))
         assert not isinstance(outcome, Failed)  # check has raised
         return outcome
 
-    def from_leader(self, function: Callable[..., T], *args: object) -> T:
+    def from_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
-        result = attempt(function, *args) if self.is_leader else None
+        result = attempt(function, *args, **kwargs) if self.is_leader else None
         self.check(error_of(result))
         if self.size == 1:
             return cast("T", result)  # the only rank is the leader
