@@ -61,8 +61,8 @@ class Trace:
 
     @property
     def longest(self) -> tuple[Frame, ...]:
-        """The path with the most frames; the first of them, if several are as long."""
-        return max(self.paths, key=len)
+        """The path with the most frames; the last of them, if several are as long."""
+        return max(reversed(self.paths), key=len)
 
 
 def record(call: Callable[[], object]) -> Trace:
