@@ -75,7 +75,8 @@ def key_format(dtypes: Iterable[str]) -> KeyFormat:
 
 def bits_dtype(dtype: str) -> np.dtype:
     """The unsigned integer, little-endian, as which an element is read."""
-    return np.dtype(PLAIN_FLOATS[dtype].bits).newbyteorder("<")
+    little_endian: np.dtype = np.dtype(PLAIN_FLOATS[dtype].bits).newbyteorder("<")
+    return little_endian
 
 
 def magnitude_keys(bits: Array, dtype: str, key_format: KeyFormat) -> Array:
