@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, orig_key
 from distprune.api.checkpoint_ties import check_masks_of_ties, to_be_masked
@@ -248,7 +248,7 @@ def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
             if isinstance(hook, PruningHook):
                 mask = module._buffers.get(mask_key(hook._tensor_name))
                 if mask is not None:
-                    masks[_join(path, hook._tensor_name)] = mask
+                    masks[full_name(path, hook._tensor_name)] = mask
     return masks
 
 
@@ -292,7 +292,3 @@ def _rename(state: dict[str, Any], names: Mapping[str, str]) -> None:
         by_name.update(items)
     for param_group in optimizer["param_groups"]:
         param_group["params"] = [names.get(name, name) for name in param_group["params"]]
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -32,6 +32,11 @@ class NamedParameter(tuple[nn.Module, str]):
         return pair
 
 
+def full_name(path: str, name: str) -> str:
+    """The name of a child: ``path.name``, or ``name`` alone at the root."""
+    return f"{path}.{name}" if path else name
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside all wrappers. A wrapper is recognised by its type, not by an attribute."""
     while True:
@@ -61,7 +66,7 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         seen.add(id(module))
         yield name, module
         for child_name, child in module.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+            yield from walk(child, full_name(name, child_name))
 
     yield from walk(root, "")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.pruned_form import mask_key, name_of_pruned_mask, name_without_orig, orig_key
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import managed_parameters
@@ -37,7 +37,7 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
         fresh = [place for place in places if find_hook(*place) is None]
         record = managed.get((id(places[0][0]), places[0][1]))
         for owner, name in record.owners if record is not None and fresh else ():
-            fqn = _join(path_of.get(id(owner), ""), name)
+            fqn = full_name(path_of.get(id(owner), ""), name)
             if fqn in keys:
                 raise ValueError(
                     f"{fresh[0].fqn} is pruned in the state dict, and {fqn}, to which it is tied, "
@@ -67,7 +67,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
             key = record.key if record is not None else id(parameter)
             name = name_without_orig(registered)
             name = name if find_hook(module, name) is not None else registered
-            tied.setdefault(key, []).append(_join(path, name))
+            tied.setdefault(key, []).append(full_name(path, name))
     return [names for names in tied.values() if len(names) > 1]
 
 
@@ -128,11 +128,7 @@ def _pruned_places(
                 parameter = module._parameters.get(registered)
                 if record is not None or parameter is not None:
                     identity = record.key if record is not None else id(parameter)
-                    place = NamedParameter(module, name, _join(path, name))
+                    place = NamedParameter(module, name, full_name(path, name))
                     places.setdefault(identity, []).append(place)
                     break
     return places
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

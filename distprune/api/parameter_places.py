@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.pruned_form import mask_key, name_without_orig
 from distprune.torch_private.wrapper import managed_parameters
 
@@ -42,7 +42,7 @@ def all_places(model: nn.Module) -> Iterable[Place]:
             plain = name_without_orig(name)
             if plain != name and mask_key(plain) not in module._buffers:
                 plain = name
-            fqn = f"{path}.{plain}" if path else plain
+            fqn = full_name(path, plain)
             yield Place(key, tuple(shape), NamedParameter(module, plain, fqn))
 
 

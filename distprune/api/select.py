@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from distprune._common.lost import lost_mask
-from distprune._common.naming import NamedParameter, named_modules
+from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.patterns import matcher
 from distprune._common.pruned_form import mask_key, orig_key
 from distprune.masks.hook import find_hook
@@ -77,7 +77,7 @@ def select(
             if identity is None:
                 continue
             key, ndim = identity
-            fqn = f"{path}.{name}" if path else name
+            fqn = full_name(path, name)
             fqns.append(fqn)
             group = groups.setdefault(key, _Names())
             group.places.append(NamedParameter(module, name, fqn))

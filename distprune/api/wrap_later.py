@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distprune._common.attempts import attempt_all, error_of
 from distprune._common.collectives import Communicator
+from distprune._common.naming import full_name
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.masks.attach import Transaction, unregister
@@ -66,7 +67,7 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
         """The checksum of each whole mask: every rank cuts its own."""
         reader, sharded = ShardReader(), {}
         for path, name, hook in list(named_hooks(model)):
-            module, label = model.get_submodule(path), _join(path, name)
+            module, label = model.get_submodule(path), full_name(path, name)
             check_state(module, name)
             if not reader.has_whole_mask(module, name):
                 continue
@@ -190,7 +191,7 @@ def _masks_of(model: nn.Module) -> list[_DetachedMask]:
     """Every mask of a plain model. Raises if one of them could not be restored exactly."""
     reader, detached = ShardReader(), []
     for path, name, hook in named_hooks(model):
-        module, label = model.get_submodule(path), _join(path, name)
+        module, label = model.get_submodule(path), full_name(path, name)
         check_state(module, name)
         if reader.read(module, name, label).is_sharded:
             raise NotImplementedError(
@@ -231,10 +232,6 @@ def _read(reader: ShardReader, module: nn.Module, name: str, label: str) -> Loca
         check_idle(module, label)
         check_owners(managed.owners, name)
     return reader.read(module, name, label)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _attach(

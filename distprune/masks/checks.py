@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.lost import lost_mask
-from distprune._common.naming import named_modules
+from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import local_tensor, mask_key, name_without_orig, orig_key
 from distprune.masks import hook as hooks
 from distprune.masks.hook import PruningHook, find_hook
@@ -153,7 +153,7 @@ def check_ties(model: nn.Module) -> None:
                 name = registered
             else:
                 check_state(module, name)
-            fqn = f"{path}.{name}" if path else name
+            fqn = full_name(path, name)
             places.setdefault(id(parameter), []).append((fqn, module, name))
     for tied in places.values():
         _check_equal(tied)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.lost import lost_mask
+from distprune._common.naming import full_name
 from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
 from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import live_property
@@ -218,7 +219,7 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
     if wrapper is None or last_wrapper is wrapper:
         return
     hooks = list(named_hooks(wrapper.module))
-    masks = (mask_key(f"{prefix}.{name}" if prefix else name) for prefix, name, _ in hooks)
+    masks = (mask_key(full_name(prefix, name)) for prefix, name, _ in hooks)
     ddp.ignore_buffers(wrapper, masks)
     for _, _, other in hooks:
         other._ddp_ref = weakref.ref(wrapper)

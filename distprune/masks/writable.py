@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from distprune._common.naming import named_modules
+from distprune._common.naming import full_name, named_modules
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
 from distprune.torch_private.wrapper import managed_parameters
@@ -41,7 +41,7 @@ def _check_boxes(model: nn.Module) -> None:
             record = managed.get((id(module), name))
             parameter = getattr(record, "sharded", parameter)
             if is_dtensor(parameter) and _is_misplaced(name, parameter):
-                fqn = f"{path}.{name}" if path else name
+                fqn = full_name(path, name)
                 wrong.append(
                     f"{fqn} (shape {tuple(parameter.shape)}, {parameter.placements} "
                     f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune._common.naming import named_modules
+from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import orig_key
 from distprune.masks.record import Member
 from distprune.verification.places import Place
@@ -27,7 +27,7 @@ def dense_places(model: nn.Module, places: Iterable[Place]) -> list[tuple[str, s
         for name, parameter in module._parameters.items():
             pruned_path = path_of_original.get(id(parameter))
             if pruned_path is not None and (id(module), name) not in checked:
-                dense_path = f"{path}.{name}" if path else name
+                dense_path = full_name(path, name)
                 text = f"it is registered as {dense_path} too, and acts there unmasked"
                 problems.append((pruned_path, text))
     return problems
@@ -76,7 +76,7 @@ def missing_members(model: nn.Module, places: Iterable[Place], *, forget: bool) 
 def _parameter_paths(model: nn.Module) -> set[str]:
     """Full names of all parameters; FSDP1 keeps some of them as plain attributes."""
     return {
-        f"{path}.{name}" if path else name
+        full_name(path, name)
         for path, module in named_modules(model)
         for name in (*module._parameters, *module.__dict__)
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from distprune._common.naming import named_modules
+from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import mask_key, name_of_mask, orig_key
 from distprune.masks import survival
 from distprune.masks.hook import PruningHook
@@ -51,7 +51,7 @@ def places_of(model: nn.Module, prefix: str = "") -> list[Place]:
     for path, module in named_modules(model):
         path = ".".join(filter(None, (prefix, path)))
         for name in _traces(module):
-            places.append(place_of(module, name, f"{path}.{name}" if path else name))
+            places.append(place_of(module, name, full_name(path, name)))
     return places
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from distprune._common.naming import named_modules
+from distprune._common.naming import full_name, named_modules
 from distprune.masks.hook import PruningHook
 from distprune.masks.record import MaskRecord
 
@@ -38,4 +38,4 @@ def _named_hooks(model: nn.Module) -> Iterator[tuple[str, PruningHook]]:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PruningHook):
                 name = hook._tensor_name
-                yield f"{path}.{name}" if path else name, hook
+                yield full_name(path, name), hook
