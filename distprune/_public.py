@@ -25,22 +25,22 @@ from distprune.api.zeros import masks_from_zeros as masks_from_zeros
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
-from distprune.methods import builtin
+from distprune.methods import structured
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
 from distprune.methods.builtin import Identity as Identity
 from distprune.methods.builtin import L1Unstructured as L1Unstructured
-from distprune.methods.builtin import LnStructured as LnStructured
-from distprune.methods.builtin import RandomStructured as RandomStructured
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
+from distprune.methods.structured import LnStructured as LnStructured
+from distprune.methods.structured import RandomStructured as RandomStructured
 from distprune.verification.report import VerificationError as VerificationError
 from distprune.verification.report import VerificationReport as VerificationReport
 from distprune.verification.report import VerifiedParameter as VerifiedParameter
 from distprune.verification.verifying import verify as verify
 
 # Private in torch.nn.utils.prune, but programs call them.
-_compute_norm = builtin.compute_norm
+_compute_norm = structured.compute_norm
 _compute_nparams_toprune = amount.resolve_count
 _validate_pruning_amount = amount.validate_count
 _validate_pruning_amount_init = amount.validate_amount
