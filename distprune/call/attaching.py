@@ -72,14 +72,7 @@ def attach_masks(
 
     try:
         shared = communicator.reduce(4 * len(targets), finish_and_attach).view(-1, 4).tolist()
-        for target, (_, _, of_all, of_first) in zip(targets, shared, strict=True):
-            if not replicas_agree(target.shard.num_replicas, of_all, of_first):
-                raise ValueError(
-                    f"{target.label}: replicas of this parameter would get different masks; "
-                    "expected the same on each, as their weights are equal. A method of your own "
-                    "has to give every rank the same mask for the same scores, and tensors among "
-                    "its arguments have to be equal on all ranks."
-                )
+        _check_replicas(targets, shared)
     except BaseException:  # also of the network: another rank may be gone
         transaction.rollback()
         raise
@@ -96,6 +89,17 @@ def attach_masks(
             hook.call_record = replace(call_record, position=position, sample=samples[position])
     join(members, earlier)
     return [pruned for pruned, *_ in shared]
+
+
+def _check_replicas(targets: Sequence[Target], rows: Sequence[Sequence[int]]) -> None:
+    for target, (_, _, of_all, of_first) in zip(targets, rows, strict=True):
+        if not replicas_agree(target.shard.num_replicas, of_all, of_first):
+            raise ValueError(
+                f"{target.label}: replicas of this parameter would get different masks; "
+                "expected the same on each, as their weights are equal. A method of your own "
+                "has to give every rank the same mask for the same scores, and tensors among "
+                "its arguments have to be equal on all ranks."
+            )
 
 
 def _call_record(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -91,68 +92,76 @@ def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[F
     ]
 
 
+@dataclass
+class _Parameter:
+    """A parameter of a call, with all pairs under which the caller passed it.
+
+    Attributes:
+        label: its full name, or what stands for it in messages.
+        is_named: whether the label is a full name.
+        shard: this rank's part.
+        places: all its (module, name) pairs.
+        is_tied: whether a pair stands for several places.
+    """
+
+    label: str
+    is_named: bool
+    shard: LocalShard
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    is_tied: bool = False
+
+    def add_places(self, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Add the places of a pair that are not listed yet."""
+        self.is_tied |= len(places) > 1
+        for module, name in places:
+            if not any(module is m and name == n for m, n in self.places):
+                self.places.append((module, name))
+
+
 def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Target]:
     """Read every parameter; one with several names is one target, counted once."""
-    pipeline_parallel = arguments.pipeline_parallel
     reader = ShardReader(communicator.index, communicator.size)
     pairs = list(arguments.parameters)  # may be a generator
-    if not pairs and not pipeline_parallel:
+    if not pairs and not arguments.pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    places: dict[Hashable, list[tuple[nn.Module, str]]] = {}
-    shards: dict[Hashable, tuple[str, LocalShard]] = {}
-    tied: set[Hashable] = set()
-    inside = set(communicator.ranks)
-    named: set[str] = set()
-    # By identity: parameters of one mesh share their list of ranks, which may be long.
-    checked: dict[int, tuple[int, ...]] = {}
+    parameters: dict[Hashable, _Parameter] = {}
     for position, pair in enumerate(pairs):
         module, name = _checked_pair(pair, position)
-        label = getattr(pair, "fqn", None)
-        if label is None and pipeline_parallel:
+        fqn = getattr(pair, "fqn", None)
+        if fqn is None and arguments.pipeline_parallel:
             raise TypeError(
                 f"parameters[{position}] is a pair without a full name; expected those that "
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
-        if label is not None:
-            named.add(label)
-        label = label or f"{type(module).__name__}.{name} (#{position})"
+        label = fqn or f"{type(module).__name__}.{name} (#{position})"
         shard = _read_one(reader, module, name, label)
-        key = shard.key
-        places_of_key = places.setdefault(key, [])
-        for place in getattr(pair, "places", ((module, name),)):
-            if not any(place[0] is m and place[1] == n for m, n in places_of_key):
-                places_of_key.append(place)
-        if len(getattr(pair, "places", ())) > 1:
-            tied.add(key)
-        if key not in shards:
-            if shard.ranks is not None and id(shard.ranks) not in checked:
-                _check_ranks(shard, shard.ranks, inside)
-                checked[id(shard.ranks)] = shard.ranks
-            shards[key] = (label, shard)
-    labels = [label for label, _ in shards.values()]
-    if pipeline_parallel and len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise ValueError(
-            f"{twice} is the name of two different parameters on one rank; expected names that are "
-            "unique over all stages: select(stage, prefix=...) tells stages apart."
-        )
-    for key, (label, shard) in shards.items():
-        for module, name in places[key][1:]:
-            _check_tied(label, shard, _read_one(reader, module, name, label))
-    scores = arguments.importance_scores or {}
-    scores_of = by_parameter(scores, places, {key: shards[key][0] for key in shards}, reader)
+        parameter = parameters.setdefault(shard.key, _Parameter(label, fqn is not None, shard))
+        parameter.add_places(getattr(pair, "places", ((module, name),)))
+    if arguments.pipeline_parallel:
+        _check_names(parameters.values())
+    _check_ranks([parameter.shard for parameter in parameters.values()], set(communicator.ranks))
+    for parameter in parameters.values():
+        for module, name in parameter.places[1:]:
+            shard = _read_one(reader, module, name, parameter.label)
+            _check_tied(parameter.label, parameter.shard, shard)
+    scores_of = by_parameter(
+        arguments.importance_scores or {},
+        {key: parameter.places for key, parameter in parameters.items()},
+        {key: parameter.label for key, parameter in parameters.items()},
+        reader,
+    )
     return [
         Target(
-            label,
-            tuple(places[key]),
-            key in tied,
-            reader.managed(*places[key][0]),
-            shard,
-            *_local_scores(scores_of.get(key, ()), label, shard),
-            label in named,
+            parameter.label,
+            tuple(parameter.places),
+            parameter.is_tied,
+            reader.managed(*parameter.places[0]),
+            parameter.shard,
+            *_local_scores(scores_of.get(key, ()), parameter.label, parameter.shard),
+            parameter.is_named,
         )
-        for key, (label, shard) in shards.items()
+        for key, parameter in parameters.items()
     ]
 
 
@@ -186,13 +195,29 @@ def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
     return unwrap(module), name
 
 
-def _check_ranks(shard: LocalShard, ranks: tuple[int, ...], inside: set[int]) -> None:
-    outside = sorted(set(ranks) - inside)
-    if outside:
+def _check_names(parameters: Iterable[_Parameter]) -> None:
+    labels = [parameter.label for parameter in parameters]
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
         raise ValueError(
-            f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part in "
-            f"the call (ranks {sorted(inside)}); expected a group that holds all of them."
+            f"{twice} is the name of two different parameters on one rank; expected names that are "
+            "unique over all stages: select(stage, prefix=...) tells stages apart."
         )
+
+
+def _check_ranks(shards: Iterable[LocalShard], inside: set[int]) -> None:
+    # Parameters of one mesh share their tuple of ranks, which may be long: it is checked once.
+    checked: set[int] = set()
+    for shard in shards:
+        if shard.ranks is None or id(shard.ranks) in checked:
+            continue
+        checked.add(id(shard.ranks))
+        outside = sorted(set(shard.ranks) - inside)
+        if outside:
+            raise ValueError(
+                f"{shard.name}: ranks {outside} hold a part of the parameter but do not take part "
+                f"in the call (ranks {sorted(inside)}); expected a group that holds all of them."
+            )
 
 
 def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
