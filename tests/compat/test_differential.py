@@ -16,18 +16,14 @@ Left out on purpose, because torch's behaviour is an accident or a defect:
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
 from equal_modules import (
     HALF,
-    KINDS,
-    KINDS_IN_HALF,
     assert_same_modules,
     distinct,
     fill_distinct,
@@ -36,118 +32,13 @@ from equal_modules import (
     snapshot,
     twin,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_calls import GOOD_AMOUNTS, OFTEN, STABLE, Step, modules, seeds, steps
 from torch import Tensor, nn
 
 import distprune
 from helpers.sampling import num_examples
-
-STABLE = settings(
-    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
-
-GOOD_AMOUNTS = [0, 1, 2, 3, 0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
-ODD_AMOUNTS = [Fraction(1, 3), np.int64(2), np.float32(0.3), np.float64(0.6)]
-BAD_AMOUNTS = [10**6, -1, 1.1, -0.1, math.inf, "0.5", None, 0.5j, torch.tensor(0.5)]
-
-
-class Scores(NamedTuple):
-    """Importance scores: of the parameter's shape, or of another one."""
-
-    dtype: torch.dtype
-    seed: int
-    fits: bool
-
-    def of(self, weight: Tensor) -> Tensor:
-        shape = weight.shape if self.fits else [*weight.shape, 2]
-        return distinct(shape, self.dtype, self.seed)
-
-
-class Mask(NamedTuple):
-    dtype: torch.dtype
-    seed: int
-    fits: bool
-
-    def of(self, weight: Tensor) -> Tensor:
-        shape = weight.shape if self.fits else [*weight.shape, 2]
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(0, 2, list(shape), generator=generator).to(self.dtype)
-
-
-class Step(NamedTuple):
-    """One call of one function of the libraries, and whether an optimizer step precedes it."""
-
-    function: str
-    arguments: dict[str, Any]
-    trains_before: bool
-
-    def run(self, library: Any, module: nn.Module, name: str) -> None:
-        weight = getattr(module, name)
-        arguments = {
-            key: value.of(weight) if isinstance(value, (Scores, Mask)) else value
-            for key, value in self.arguments.items()
-        }
-        getattr(library, self.function)(module, name, **arguments)
-
-
-amounts = st.one_of(
-    *[st.sampled_from(GOOD_AMOUNTS)] * 5, st.sampled_from(ODD_AMOUNTS), st.sampled_from(BAD_AMOUNTS)
-)
-dims = st.one_of(
-    *[st.sampled_from([0, 1, -1, -2])] * 4, st.sampled_from([2, 3, -3, 5, -6, 1.0, None, "0"])
-)
-norm_orders = st.one_of(
-    *[st.sampled_from([1, 2, 2.0, 3, 0.5, math.inf, -math.inf])] * 3,
-    st.sampled_from([0, None, "fro", "nuc", "other"]),
-)
-seeds = st.integers(0, 10**6)
-score_dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64])
-scores = st.one_of(
-    st.none(),
-    st.none(),
-    st.builds(Scores, score_dtypes, seeds, st.sampled_from([True, True, True, False])),
-)
-masks = st.builds(
-    Mask,
-    st.sampled_from([torch.float32, torch.bool, torch.int64]),
-    seeds,
-    st.sampled_from([True, True, True, False]),
-)
-ARGUMENTS = {
-    "l1_unstructured": {"amount": amounts, "importance_scores": scores},
-    "random_unstructured": {"amount": amounts},
-    "ln_structured": {
-        "amount": amounts,
-        "n": norm_orders,
-        "dim": dims,
-        "importance_scores": scores,
-    },
-    "random_structured": {"amount": amounts, "dim": dims},
-    "custom_from_mask": {"mask": masks},
-    "identity": {},
-    "remove": {},
-}
-OFTEN = ["l1_unstructured", "ln_structured", "random_unstructured", "random_structured"]
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> Step:
-    function = draw(st.one_of(st.sampled_from(OFTEN), st.sampled_from(list(ARGUMENTS))))
-    arguments = {key: draw(value) for key, value in ARGUMENTS[function].items()}
-    return Step(function, arguments, draw(st.booleans()))
-
-
-@st.composite
-def modules(draw: st.DrawFn) -> tuple[nn.Module, str, tuple[Tensor, ...]]:
-    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, *HALF]))
-    kind = KINDS[draw(st.sampled_from(KINDS_IN_HALF if dtype in HALF else list(KINDS)))]
-    a, b = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    module = fill_distinct(kind.make(a, b), dtype, draw(seeds))
-    inputs = [x.to(dtype) if x.is_floating_point() else x for x in kind.inputs(a, b)]
-    # One name in twenty is of no parameter.
-    name = draw(st.sampled_from([*kind.names * (19 // len(kind.names)), "weights"]))
-    return module, name, tuple(inputs)
 
 
 class Trained:
@@ -324,75 +215,6 @@ def test_many_elements(num_elements, amount):
         assert_same_modules(ours, theirs)
 
 
-def threshold_method(library: Any) -> type:
-    """A method as users write them for torch."""
-
-    class Threshold(library.BasePruningMethod):
-        PRUNING_TYPE = "unstructured"
-
-        def __init__(self, threshold):
-            self.threshold = threshold
-
-        def compute_mask(self, t, default_mask):
-            return default_mask * (t.abs() > self.threshold)
-
-        @classmethod
-        def apply(cls, module, name, threshold, importance_scores=None):
-            return super().apply(module, name, threshold, importance_scores=importance_scores)
-
-    return Threshold
-
-
-def first_rows_method(library: Any, pruning_type: str | None, has_dim: bool) -> type:
-    class FirstRows(library.BasePruningMethod):
-        def compute_mask(self, t, default_mask):
-            mask = default_mask.clone()
-            mask[:1] = 0
-            return mask
-
-    if pruning_type is not None:
-        FirstRows.PRUNING_TYPE = pruning_type
-    if has_dim:
-        FirstRows.dim = 0
-    return FirstRows
-
-
-def test_methods_written_for_torch():
-    theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
-    ours = twin(theirs)
-    for threshold in (0.1, 0.2, 0.3):
-        for library, module in ((torch_prune, theirs), (distprune, ours)):
-            threshold_method(library).apply(module, "weight", threshold)
-            module(torch.ones(1, 6))
-        assert_same_modules(ours, theirs)
-    for library, module in ((torch_prune, theirs), (distprune, ours)):
-        scores_ = distinct([5, 6], torch.float32, seed=4)
-        threshold_method(library).apply(module, "weight", 0.2, importance_scores=scores_)
-    assert_same_modules(ours, theirs)
-    assert 0 < int(ours.weight_mask.sum()) < 30
-
-
-@pytest.mark.parametrize("has_dim", [False, True])
-@pytest.mark.parametrize("pruning_type", [None, "unstructured", "structured", "global", "other"])
-@pytest.mark.parametrize("is_pruned", [False, True])
-def test_pruning_types_of_methods_written_for_torch(pruning_type, has_dim, is_pruned):
-    theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
-    ours = twin(theirs)
-    for library, module in ((torch_prune, theirs), (distprune, ours)):
-        if is_pruned:
-            library.ln_structured(module, "weight", 1, 2, 0)
-    before = snapshot(ours)
-
-    def apply(library, module):
-        first_rows_method(library, pruning_type, has_dim).apply(module, "weight")
-
-    raised = on_both(lambda: apply(distprune, ours), lambda: apply(torch_prune, theirs), 0)
-    if raised is not None:
-        assert snapshot(ours) == before
-    else:
-        assert_same_modules(ours, theirs)
-
-
 def test_several_parameters_of_one_module():
     theirs = fill_distinct(nn.LSTM(3, 4, 2), torch.float32, seed=0)
     ours = twin(theirs)
@@ -403,89 +225,6 @@ def test_several_parameters_of_one_module():
         library.remove(module, "weight_ih_l0")
         first_output(module(x)).sum().backward()
     assert_same_modules(ours, theirs)
-
-
-def channels_last() -> nn.Module:
-    return fill_distinct(nn.Conv2d(3, 4, 2), torch.float32, 0).to(memory_format=torch.channels_last)
-
-
-def transposed() -> nn.Module:
-    module = nn.Linear(4, 3)
-    module.weight = nn.Parameter(distinct([4, 3], torch.float32, seed=0).t())
-    return module
-
-
-def l1(library: Any, module: nn.Module) -> None:
-    library.l1_unstructured(module, "weight", 3)
-
-
-def random(library: Any, module: nn.Module) -> None:
-    library.random_unstructured(module, "weight", 3)
-
-
-def globally(library: Any, module: nn.Module) -> None:
-    library.global_unstructured([(module, "weight")], library.L1Unstructured, amount=3)
-
-
-def globally_from_a_generator(library: Any, module: nn.Module) -> None:
-    pairs = ((module, name) for name in ["weight"])
-    library.global_unstructured(pairs, library.L1Unstructured, amount=3)
-
-
-def by_a_container_of_two(library: Any, module: nn.Module) -> None:
-    methods = [library.Identity(), library.L1Unstructured(3)]
-    for method in methods:
-        method._tensor_name = "weight"
-    mask = library.PruningContainer(*methods).compute_mask(module.weight, torch.ones(3, 4))
-    library.custom_from_mask(module, "weight", mask)
-
-
-@pytest.mark.parametrize(
-    ("make", "call", "error"),
-    [
-        # Torch views scores as flat, which memory in another order does not allow.
-        (channels_last, l1, RuntimeError),
-        (channels_last, random, RuntimeError),
-        (channels_last, globally, RuntimeError),
-        (transposed, l1, RuntimeError),
-        (transposed, random, RuntimeError),
-        (transposed, globally, RuntimeError),
-        # It reads the list three times.
-        (partial(nn.Linear, 4, 3), globally_from_a_generator, ValueError),
-        # It compares names with that of a container that has none yet.
-        (partial(nn.Linear, 4, 3), by_a_container_of_two, AttributeError),
-    ],
-)
-def test_calls_that_work_only_here(make, call, error):
-    with pytest.raises(error):
-        call(torch_prune, make())
-    module = make()
-    call(distprune, module)
-    assert int((module.weight_mask == 0).sum()) == 3
-    assert int((module.weight == 0).sum()) == 3
-
-
-def removed_as_callbacks_do(library: Any, module: nn.Module) -> nn.Module:
-    """Lightning's callback makes pruning permanent with the hooks themselves."""
-    for key in list(module._forward_pre_hooks):
-        hook = module._forward_pre_hooks[key]
-        if isinstance(hook, library.BasePruningMethod):
-            hook.remove(module)
-            del module._forward_pre_hooks[key]
-    return module
-
-
-def test_hooks_can_be_removed_by_hand():
-    theirs = fill_distinct(nn.Linear(6, 5), torch.float32, seed=0)
-    ours = twin(theirs)
-    for library, module in ((torch_prune, theirs), (distprune, ours)):
-        library.l1_unstructured(module, "weight", 0.5)
-        library.l1_unstructured(module, "weight", 0.5)
-        library.random_unstructured(module, "bias", 2)
-        removed_as_callbacks_do(library, module)
-    assert not ours._forward_pre_hooks
-    assert torch.equal(ours.weight, theirs.weight)
-    assert int((ours.bias == 0).sum()) == 2
 
 
 def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after():
@@ -504,12 +243,3 @@ def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after():
     (our_dtype, ours, our_next), (their_dtype, theirs, their_next) = results
     assert our_dtype == their_dtype == torch.float32
     assert torch.equal(ours, theirs) and torch.equal(our_next, their_next)
-
-
-def test_a_dim_that_is_no_integer_on_a_pruned_bias():
-    """Out of range too; torch indexes with it, and raises TypeError."""
-    for library in (distprune, torch_prune):
-        module = nn.Linear(1, 1)
-        library.l1_unstructured(module, "bias", 0)
-        with pytest.raises(TypeError):
-            library.ln_structured(module, "bias", 0, n=1, dim=1.0)

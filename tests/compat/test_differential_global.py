@@ -20,7 +20,7 @@ from equal_modules import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_differential import BAD_AMOUNTS, GOOD_AMOUNTS, STABLE
+from sampled_calls import BAD_AMOUNTS, GOOD_AMOUNTS, STABLE
 from torch import nn
 
 import distprune

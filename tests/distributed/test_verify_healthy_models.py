@@ -6,54 +6,20 @@ import pickle
 
 import pytest
 import torch
+from healthy_models import found, make, prune_all, train
 from torch import nn
 
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot
+from helpers.comparisons import assert_nothing_wrong
 from helpers.models import Net, fill
 
 WRAPPINGS = [
     "plain-1", "plain-2", "ddp-2", "fsdp1-2", "fsdp1_flat-2", "fsdp1_root-3", "fsdp1_hybrid-2x2",
     "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2",
 ]  # fmt: skip
-
-
-def make(wrapping: str, dtype: str = "float32") -> nn.Module:
-    return wrappings.wrap(fill(Net(wrappings.runnable_sizes(wrapping)), "normal", dtype), wrapping)
-
-
-def prune_all(model: nn.Module, amount: float = 0.5, **kwargs) -> prune.PruningReport:
-    return prune.global_unstructured(
-        prune.select(model), prune.L1Unstructured, amount=amount, **kwargs
-    )
-
-
-def train(model: nn.Module, steps: int = 2) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def found(model: nn.Module, when: str, report: prune.PruningReport | None = None, **kwargs):
-    """What is wrong with a verification that should pass, in words."""
-    try:
-        before = snapshot(model)
-        result = prune.verify(model, **kwargs)
-    except prune.VerificationError as error:
-        return [f"{when}: {error}"]
-    wrong = []
-    if report is not None:
-        counts = {entry.name: (entry.num_elements, entry.num_pruned) for entry in report.parameters}
-        if {e.name: (e.num_elements, e.num_pruned) for e in result.parameters} != counts:
-            wrong.append(f"{when}: other counts, {result}")
-    if not result.ok or changes(before, snapshot(model)):
-        wrong.append(f"{when}: {result.ok=}, changed {changes(before, snapshot(model))}")
-    return wrong
 
 
 def lifetime(wrapping: str) -> list[str]:
@@ -243,150 +209,6 @@ def test_the_report_is_a_table():
     prune_all(model)
     text = str(prune.verify(model))
     assert "l1.weight" in text and "total" in text and "nothing is wrong" in text
-
-
-def save(wrapping: str, path: str, with_records: bool) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    model = make(wrapping)
-    prune_all(model, 0.3)
-    state = prune.checkpoint.get_state_dict(model)
-    if not with_records:  # as earlier versions wrote it
-        del state["masks"]
-    dcp.save(state, checkpoint_id=path)
-
-
-def load(wrapping: str, path: str, with_records: bool) -> list[str]:
-    wrong = []
-    for amount in (None, 0.5):
-        model = make(wrapping)
-        if amount is not None:
-            prune_all(model, amount)
-        prune.checkpoint.load(path, model)
-        wrong += found(model, f"loaded, pruned before: {amount}")
-        wrappings.local(prune.select(model, "l1")[0][0].weight_mask).fill_(1)
-        if prune.verify(model, raise_errors=False).ok == with_records:
-            wrong.append("a mask that changed after loading is not told")
-    return wrong
-
-
-@pytest.mark.parametrize("first, second", [("fsdp2-3", "fsdp1-2"), ("fsdp2-2", "plain-1")])
-@pytest.mark.parametrize("with_records", [True, False])
-def test_checkpoints_tell_what_was_known_of_the_masks(first, second, with_records, tmp_path):
-    path = str(tmp_path / "checkpoint")
-    run_ranks(save, wrappings.world_size(first), first, path, with_records)
-    size = wrappings.world_size(second)
-    assert_nothing_wrong(run_ranks(load, size, second, path, with_records))
-
-
-def other_masks(wrapping: str) -> list[str]:
-    model, other = make(wrapping), make(wrapping)
-    prune_all(model, 0.5)
-    prune_all(other, 0.2)
-    model.load_state_dict(copy.deepcopy(other.state_dict()))
-    report = prune.verify(model, raise_errors=False)
-    if report.ok or not all("changed since the last" in text for text in report.all_problems):
-        return [str(report)]
-    if not prune.verify(model, accept=True).ok:
-        return ["not accepted"]
-    return found(model, "accepted", expected=prune.verify(other))
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-3", "tp-2"])
-def test_masks_that_were_loaded_by_hand_have_to_be_accepted(wrapping):
-    assert_nothing_wrong(run_ranks(other_masks, wrappings.world_size(wrapping), wrapping))
-
-
-def test_what_is_expected_and_missing_is_told():
-    model = make("plain-1")
-    report = prune_all(model)
-    fresh = make("plain-1")
-    with pytest.raises(prune.VerificationError, match=r"l2.weight: it is expected to be pruned"):
-        prune.verify(fresh, expected=report)
-    with pytest.raises(prune.VerificationError, match="nothing is pruned"):
-        prune.verify(fresh)
-    assert prune.verify(fresh, expected=()).ok
-    assert prune.verify(model, expected=["l1.weight", "l2.weight"]).ok
-    assert prune.verify(model, expected=prune.select(model)).ok
-    with pytest.raises(prune.VerificationError, match=r"l1.bias: it is expected"):
-        prune.verify(model, expected=[*prune.select(model), "l1.bias"])
-    prune_all(model, 0.1)
-    with pytest.raises(prune.VerificationError, match="as in the report"):
-        prune.verify(model, expected=report)
-    with pytest.raises(TypeError, match=r"expected\[0\] is a int"):
-        prune.verify(model, expected=[1])
-    with pytest.raises(TypeError, match="model is a list"):
-        prune.verify([model])
-
-
-@pytest.mark.parametrize("names", ["full", "none"])
-def test_a_module_that_was_replaced_is_missed_by_those_pruned_with_it(names):
-    model = make("plain-1")
-    parameters = prune.select(model)
-    if names == "none":
-        parameters = [tuple(pair) for pair in parameters]
-    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
-    del parameters
-    model.l2 = nn.Linear(10, 5)
-    with pytest.raises(prune.VerificationError, match="it was pruned together with others"):
-        prune.verify(model)
-
-
-def follow(wrapping: str) -> list[str]:
-    model = make(wrapping)
-    pruner = prune.schedule.ScheduledPruner(
-        [
-            {"parameters": prune.select(model, "l1")},
-            {"parameters": prune.select(model, "l3"),
-             "schedule": prune.schedule.OneShot(5, 0.5)},
-        ],
-        prune.schedule.OneShot(1, 0.5),
-        verify_every=2,
-    )  # fmt: skip
-    wrong = []
-    for step in range(8):
-        train(model, 1)
-        if step == 6:
-            module, _ = prune.select(model, "l1")[0]
-            mask = wrappings.local(module.weight_mask)
-            mask.copy_(1 - mask.int())
-        try:
-            pruner.step()
-        except prune.VerificationError as error:
-            wrong.append(f"{step}: {'l1.weight' in str(error)}")
-    return wrong if wrong != ["7: True"] or pruner.num_steps != 8 else []
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
-def test_a_schedule_verifies_every_few_steps(wrapping):
-    assert_nothing_wrong(run_ranks(follow, wrappings.world_size(wrapping), wrapping))
-
-
-def test_verify_every_is_a_number_of_steps():
-    model = make("plain-1")
-    for wrong in (0, -1, True, 1.5):
-        with pytest.raises(ValueError, match="verify_every="):
-            prune.schedule.ScheduledPruner(
-                prune.select(model), prune.schedule.OneShot(1, 0.5), verify_every=wrong
-            )
-
-
-def test_two_models_that_were_pruned_together_do_not_miss_each_other():
-    one, other = make("plain-1"), nn.Sequential(make("plain-1"), nn.Linear(3, 2))
-    parameters = [*prune.select(one), *prune.select(other)]
-    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.5)
-    assert prune.verify(one).ok and prune.verify(other).ok
-    assert prune.verify(other[0]).ok and prune.verify(copy.deepcopy(one)).ok
-
-
-def test_a_module_that_was_taken_away_on_purpose_is_accepted():
-    model = make("plain-1")
-    prune_all(model)
-    prune_all(model, 0.1)
-    del model.l3
-    with pytest.raises(prune.VerificationError, match=r"l3.weight: it was pruned together"):
-        prune.verify(model)
-    assert prune.verify(model, accept=True).ok and prune.verify(model).ok
 
 
 @pytest.mark.parametrize("layer", ["lstm", "attention"])

@@ -1,0 +1,99 @@
+"""Copies and stored models, where torch.nn.utils.prune fails or surprises."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from equal_modules import first_output, snapshot
+from pruned_models import MODELS, pruned_globally, pruned_twice, sparse_values_stay_zero, train
+from torch import nn
+
+import distprune as prune
+
+
+def assert_equal_states(model: nn.Module, other: nn.Module) -> None:
+    state, expected = model.state_dict(), other.state_dict()
+    assert list(state) == list(expected)
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+
+
+class TestCopies:
+    @pytest.mark.parametrize("make", MODELS)
+    def test_deepcopy_after_a_forward_with_gradients(self, make):
+        model, x = make()
+        first_output(model(x)).sum().backward()
+        clone = copy.deepcopy(model)
+        assert_equal_states(clone, model)
+        # The copy owns everything it has.
+        owned = {t.data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        assert not owned & {t.data_ptr() for t in [*clone.parameters(), *clone.buffers()]}
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        losses = train(clone, x)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key]), key
+        sparse_values_stay_zero(clone)
+        assert train(model, x) == losses
+
+    @pytest.mark.parametrize("make", MODELS)
+    def test_deepcopy_of_a_deepcopy(self, make):
+        model, x = make()
+        clone = copy.deepcopy(model)
+        train(clone, x)
+        second = copy.deepcopy(clone)
+        assert_equal_states(second, clone)
+        assert torch.equal(first_output(second(x)), first_output(clone(x)))
+        assert train(second, x) == train(clone, x)
+
+    def test_copies_are_pruned_and_removed_alone(self):
+        model, x = pruned_twice()
+        model(x).sum().backward()
+        clone = copy.deepcopy(model)
+        before = snapshot(model)
+        prune.l1_unstructured(clone, "weight", 2)
+        prune.remove(clone, "weight")
+        prune.remove(clone, "bias")
+        assert snapshot(model) == before
+        assert not prune.is_pruned(clone) and prune.is_pruned(model)
+
+    def test_the_copy_of_a_container_is_one(self):
+        model, x = pruned_twice()
+        model(x).sum().backward()
+        hooks = list(copy.deepcopy(model)._forward_pre_hooks.values())
+        assert {hook._tensor_name for hook in hooks} == {"weight", "bias"}
+        (container,) = (hook for hook in hooks if hook._tensor_name == "weight")
+        assert [type(method) for method in container] == [prune.L1Unstructured, prune.LnStructured]
+
+    @pytest.mark.parametrize("make", MODELS)
+    @pytest.mark.parametrize("forward_first", [False, True])
+    @pytest.mark.parametrize("through", ["pickle", "save"])
+    def test_stored_and_loaded(self, make, forward_first, through):
+        model, x = make()
+        if forward_first:
+            first_output(model(x)).sum().backward()
+        if through == "pickle":
+            loaded = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+        assert_equal_states(loaded, model)
+        assert type(loaded).__name__ == type(model).__name__
+        model.zero_grad(), loaded.zero_grad()
+        assert train(loaded, x) == train(model, x)
+        sparse_values_stay_zero(loaded)
+
+    def test_a_state_dict_loads_into_a_model_pruned_alike(self):
+        model, x = pruned_globally()
+        train(model, x)
+        other, _ = pruned_globally()
+        with torch.no_grad():
+            for tensor in [*other.parameters(), *other.buffers()]:
+                tensor.fill_(1)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(x), model(x))

@@ -1,0 +1,141 @@
+"""Memory, remove and training, where torch.nn.utils.prune fails or surprises."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from equal_modules import bits, distinct
+from pruned_models import linear
+from torch import Tensor, nn
+
+import distprune as prune
+
+
+def count_tensors() -> int:
+    gc.collect()
+    # By type: isinstance would ask every object for its __class__, and wake lazy ones.
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+
+class TestMemory:
+    @pytest.mark.parametrize("is_global", [False, True])
+    def test_repeated_prunings_hold_no_more_tensors(self, is_global):
+        model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+        counts = []
+        for _ in range(10):
+            if is_global:
+                prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.1)
+            else:
+                for layer in model:
+                    prune.l1_unstructured(layer, "weight", 0.1)
+            model(torch.ones(1, 20)).sum().backward()
+            model.zero_grad()
+            counts.append(count_tensors())
+        assert counts[1:] == [counts[1]] * 9
+        assert int((model[0].weight_mask == 0).sum()) > 0
+
+    def test_older_masks_are_left_alone(self):
+        module = linear()
+        masks = []
+        for amount in (5, 5, 5):
+            prune.l1_unstructured(module, "weight", amount)
+            masks.append(module.weight_mask)
+            prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=amount)
+            masks.append(module.weight_mask)
+        assert [int((mask == 0).sum()) for mask in masks] == [5, 10, 15, 20, 25, 30]
+
+    def test_a_given_mask_is_not_shared_or_changed(self):
+        module, mask = linear(), torch.ones(5, 6)
+        mask[0] = 0
+        prune.custom_from_mask(module, "weight", mask)
+        prune.l1_unstructured(module, "weight", 10)
+        assert int(mask.sum()) == 24
+        mask.zero_()
+        assert int((module.weight_mask == 0).sum()) == 16
+
+
+class TestRemove:
+    @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -2.0])
+    @pytest.mark.parametrize("is_global", [False, True])
+    def test_what_was_masked_becomes_plus_zero(self, bad, is_global):
+        module = linear()
+        with torch.no_grad():
+            module.weight[1, 2] = bad
+        mask = torch.ones(5, 6)
+        mask[1, 2] = 0
+        prune.custom_from_mask(module, "weight", mask)
+        if is_global:
+            prune.global_unstructured([(module, "weight")], prune.L1Unstructured, amount=3)
+        expected = torch.where(module.weight_mask == 0, 0.0, module.weight_orig.detach())
+        prune.remove(module, "weight")
+        assert bits(module.weight) == bits(expected)
+        assert not module.weight.signbit()[1, 2]
+
+    def test_the_order_of_parameters_stays(self):
+        model = nn.Sequential(linear(), nn.LSTM(5, 3))
+        parameters = list(model.parameters())
+        names = list(model.state_dict())
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        prune.l1_unstructured(model[1], "weight_ih_l0", 0.5)
+        assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+        prune.remove(model[0], "weight")
+        prune.remove(model[1], "weight_ih_l0")
+        assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+        assert list(model.state_dict()) == names
+
+    def test_the_module_is_an_ordinary_one_again(self):
+        module, plain = linear(), linear()
+        for _ in range(2):
+            prune.l1_unstructured(module, "weight", 0.5)
+            prune.random_structured(module, "weight", 1, 0)
+        module(torch.ones(1, 6)).sum().backward()
+        prune.remove(module, "weight")
+        assert not prune.is_pruned(module)
+        assert type(module) is nn.Linear
+        assert sorted(vars(module)) == sorted(vars(plain))
+        assert not module._forward_pre_hooks and not module._buffers
+        with pytest.raises(ValueError, match="weight"):
+            prune.remove(module, "weight")
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_made_before_pruning_goes_on(make_optimizer):
+    module = linear()
+    arguments = {"momentum": 0.9} if make_optimizer is torch.optim.SGD else {}
+    optimizer = make_optimizer(module.parameters(), lr=0.01, **arguments)
+    x = torch.randn(4, 6)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = module(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    losses = [step()]
+    prune.l1_unstructured(module, "weight", 0.2)
+    losses += [step() for _ in range(5)]
+    assert module.weight_orig in optimizer.state
+    prune.l1_unstructured(module, "weight", 0.2)
+    stored = optimizer.state_dict()
+    losses += [step() for _ in range(5)]
+    optimizer.load_state_dict(stored)
+    prune.remove(module, "weight")
+    losses += [step() for _ in range(5)]
+    assert losses[5] < losses[1]
+    assert losses[-1] < losses[6]
+
+
+def test_the_present_weight_is_ranked_without_a_forward():
+    module = linear()
+    prune.l1_unstructured(module, "weight", 1)
+    with torch.no_grad():
+        module.weight_orig.copy_(distinct([5, 6], torch.float32, seed=5))
+    live = module.weight_mask != 0
+    lowest = module.weight_orig.detach().abs().masked_fill(~live, math.inf).argmin()
+    prune.l1_unstructured(module, "weight", 1)
+    assert module.weight_mask.flatten()[lowest] == 0
+    assert int((module.weight_mask == 0).sum()) == 2

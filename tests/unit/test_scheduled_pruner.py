@@ -1,0 +1,300 @@
+"""The pruner that follows a schedule, on one process."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune import schedule
+from helpers import reference
+from helpers.models import Net, fill
+
+
+def weights(model):
+    return prune.select(model, names=("weight", "bias"))
+
+
+def total(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def zeros(targets):
+    return sum(int((getattr(m, n + "_mask") == 0).sum()) for m, n in targets)
+
+
+def test_counts_are_those_of_the_total():
+    model = fill(Net(), "normal", "float32")
+    scores = [parameter.detach().clone() for parameter in model.parameters()]
+    ramp = schedule.Cubic(2, 11, 3, 0.83, initial_sparsity=0.1)
+    pruner = schedule.ScheduledPruner(weights(model), ramp)
+    for step in range(15):
+        assert pruner.num_steps == step
+        report = pruner.step()
+        assert (report is not None) == ramp.is_due(step)
+        assert pruner.sparsity == ramp.sparsity_at(step)
+        if report is not None:
+            count = round(ramp.sparsity_at(step) * total(model))
+            assert report.num_pruned == zeros(weights(model)) == count
+            keeps = reference.prune(scores, count)
+            held = [getattr(m, n + "_mask").bool() for m, n in weights(model)]
+            assert all(torch.equal(a, b) for a, b in zip(held, keeps, strict=True))
+    assert report is None and zeros(weights(model)) == round(0.83 * total(model))
+    pruner.remove()
+    assert not prune.is_pruned(model)
+    assert sum(int((p == 0).sum()) for p in model.parameters()) == round(0.83 * total(model))
+
+
+def test_nothing_is_pruned_where_the_model_is_pruned_further_already():
+    model = fill(Net(), "normal", "float32")
+    prune.global_unstructured(weights(model), prune.L1Unstructured, amount=0.6)
+    before = zeros(weights(model))
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Linear(0, 4, 1, 0.8))
+    results = [pruner.step() for _ in range(5)]
+    assert [report is None for report in results] == [True, True, True, True, False]
+    assert results[-1].num_pruned_before == before == round(0.6 * total(model))
+    assert zeros(weights(model)) == round(0.8 * total(model))
+
+
+def test_a_decreasing_function_takes_nothing_back():
+    model = fill(Net(), "normal", "float32")
+    values = [0.2, 0.5, 0.3, 0.5, 0.6]
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(values.__getitem__))
+    done = [pruner.step() is not None for _ in values[:3]]
+    assert done == [True, True, False] and pruner.sparsity == 0.5
+    assert [pruner.step() is not None for _ in values[3:]] == [False, True]
+
+
+def test_a_step_that_fails_does_not_count():
+    model = fill(Net(), "normal", "float32")
+    answers = iter([math.nan, 0.5, 0.5])
+    pruner = schedule.ScheduledPruner(weights(model), schedule.Function(lambda step: next(answers)))
+    with pytest.raises(ValueError, match=r"fn\(0\)=nan"):
+        pruner.step()
+    assert pruner.num_steps == 0 and pruner.sparsity == 0.0 and not prune.is_pruned(model)
+    assert pruner.step().num_pruned == round(0.5 * total(model))
+    assert pruner.step() is None and pruner.num_steps == 2
+
+    def no_scores():
+        raise LookupError("no gradients yet")
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.OneShot(0, 0.5), importance_scores=no_scores
+    )
+    state = pruner.state_dict()
+    with pytest.raises(LookupError, match="no gradients yet"):
+        pruner.step()
+    assert pruner.state_dict() == state and not prune.is_pruned(model)
+
+
+def test_scores_are_asked_for_when_something_is_pruned():
+    model = fill(Net(), "normal", "float32")
+    calls = []
+
+    def scores():
+        calls.append(pruner.num_steps)
+        return {(m, n): -getattr(m, n + "_orig" if prune.is_pruned(m) else n).abs() + 10
+                for m, n in weights(model)}  # fmt: skip
+
+    pruner = schedule.ScheduledPruner(
+        weights(model), schedule.Linear(1, 5, 2, 0.5), importance_scores=scores
+    )
+    largest = max(float(p.detach().abs().max()) for p in model.parameters())
+    for _ in range(8):
+        pruner.step()
+    assert calls == [3, 5]  # at step 1 the target is 0
+    kept = [getattr(m, n + "_orig")[getattr(m, n + "_mask") == 1] for m, n in weights(model)]
+    assert max(float(k.detach().abs().max()) for k in kept if k.numel()) < largest
+
+
+def test_groups_with_budgets_of_their_own():
+    model = fill(Net(), "normal", "float32")
+    first, second = prune.select(model, include="l1"), prune.select(model, include=["l2", "l3"])
+    pruner = schedule.ScheduledPruner(
+        [
+            {"parameters": first},
+            {"parameters": second, "schedule": schedule.OneShot(2, 0.75),
+             "pruning_method": prune.RandomUnstructured},
+        ],
+        schedule.Linear(0, 4, 2, 0.5),
+    )  # fmt: skip
+    pruner.step()
+    assert pruner.last_reports == (None, None)
+    pruner.step()
+    report = pruner.step()
+    assert [entry.name for entry in report.parameters] == ["l1.weight", "l2.weight", "l3.weight"]
+    assert report.method == "L1Unstructured, RandomUnstructured" and report.threshold is None
+    assert report.amount == report.num_pruned == 15 + round(0.75 * 65)
+    assert [each.num_pruned for each in pruner.last_reports] == [15, round(0.75 * 65)]
+    assert pruner.sparsity == pytest.approx((0.25 * 60 + 0.75 * 65) / 125)
+    pruner.step()
+    report = pruner.step()
+    assert (zeros(first), zeros(second)) == (30, round(0.75 * 65))
+    assert [entry.name for entry in report.parameters] == ["l1.weight"]
+    assert pruner.last_reports[1] is None
+
+
+@pytest.mark.parametrize("end", [11, None])
+def test_floors_hold_once_the_target_suffices_for_them(end):
+    """On the way there no parameter is pruned beyond its floor; ceilings hold all the way."""
+    model = fill(Net(), "normal", "float32")
+    with torch.no_grad():  # else no bound would be met
+        model.l1.weight.mul_(0.1)
+        model.l3.weight.mul_(10)
+    targets = prune.select(model)
+    names, sizes = [pair.fqn for pair in targets], [60, 50, 15]
+    scores = [getattr(*pair).detach().clone() for pair in targets]
+    keeps = [torch.ones(score.shape) for score in scores]
+    floors, ceilings = [0.3, 0.3, 0.55], [0.7, 0.7, 0.7]
+    low = [18, 15, 9]  # of l3 ceil(0.55 * 15)
+    ramp = schedule.Linear(0, 11, 1, 0.66)
+    pruner = schedule.ScheduledPruner(
+        targets,
+        ramp if end else schedule.Function(ramp.sparsity_at),
+        min_sparsity={names[0]: 0.3, targets[1]: 0.3, "l3.weight": 0.55},
+        max_sparsity=0.7,
+    )
+    held = set()
+    for step in range(12):
+        report = pruner.step()
+        k = round(ramp.sparsity_at(step) * 125) - sum(int((keep == 0).sum()) for keep in keeps)
+        if sum(low) > round(ramp.sparsity_at(step) * 125):
+            limits = [0] * 3, [Fraction(a, b) for a, b in zip(low, sizes, strict=True)]
+        else:
+            limits = floors, ceilings
+        keeps = reference.prune_bounded(scores, k, *limits, keeps)
+        assert (report is None) == (k == 0)
+        for (module, _), keep in zip(targets, keeps, strict=True):
+            assert torch.equal(getattr(module, "weight_mask", torch.ones_like(keep)), keep.float())
+        held |= {(step > 3, each.held_at) for each in (report.parameters if report else ())}
+    # First floors, from below; then both: l3 would be below its floor, l1 above its ceiling.
+    assert held >= {(False, "min_sparsity"), (True, "min_sparsity"), (True, "max_sparsity")}
+    assert (False, "max_sparsity") not in held
+
+
+def test_bounds_of_a_group_and_of_all():
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(
+        [
+            {"parameters": prune.select(model, include=["l1", "l2"]), "max_sparsity": 0.5},
+            {"parameters": prune.select(model, include="l3"), "min_sparsity": {"l3.weight": 0.2}},
+        ],
+        schedule.OneShot(0, 0.5),
+    )
+    assert [entry.num_pruned for entry in pruner.step().parameters] == [30, 25, 8]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (None, 0.75, r"end of Cubic\(.*leaves 93 elements that may be pruned, and 100 are"),
+        (0.8, None, r"end of Cubic\(.*needs 100 more"),
+        (0.9, 0.8, "min_sparsity asks for at least 54"),
+        ({"l4": 0.1}, None, "'l4', which is none"),
+    ],
+)
+def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
+    model = Net()
+    final = 0.79 if low == 0.8 else 0.8
+    with pytest.raises(ValueError, match=text):
+        schedule.ScheduledPruner(
+            prune.select(model),
+            schedule.Cubic(0, 9, 1, final),
+            min_sparsity=low,
+            max_sparsity=high,
+        )
+
+
+def test_a_tied_parameter_counts_once():
+    model = fill(Net(), "normal", "float32")
+    model.tied = torch.nn.Linear(6, 10)
+    model.tied.weight = model.l1.weight
+    pairs = [(model.l1, "weight"), (model.l2, "weight"), (model.tied, "weight")]
+    for targets in (pairs, prune.select(model, include=["l1", "l2"])):
+        pruner = schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5))
+        assert pruner.step().num_pruned == 55
+        pruner.remove()
+        assert not prune.is_pruned(model)
+        fill(model, "normal", "float32")
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+def test_resume_gives_the_same_masks(stop):
+    ramp = schedule.Cubic(0, 9, 2, 0.9)
+
+    def drive(model, pruner, num_steps):
+        for _ in range(num_steps):
+            with torch.no_grad():  # as a training step would: the values change
+                for k, parameter in enumerate(model.parameters()):
+                    parameter.mul_(1 - 0.1 * ((k + pruner.num_steps) % 3))
+            pruner.step()
+
+    straight = fill(Net(), "normal", "float32")
+    drive(straight, schedule.ScheduledPruner(weights(straight), ramp), 11)
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(weights(model), ramp)
+    drive(model, pruner, stop)
+    state, masks = pruner.state_dict(), copy_of(model)
+    resumed = fill(Net(), "zeros", "float32")
+    for module, name in weights(resumed) if any("mask" in key for key in masks) else ():
+        prune.identity(module, name)
+    resumed.load_state_dict(masks)
+    pruner = schedule.ScheduledPruner(weights(resumed), ramp)
+    pruner.load_state_dict(state)
+    assert pruner.num_steps == stop
+    assert pruner.sparsity == state["groups"][0]["sparsity"] and pruner.state_dict() == state
+    drive(resumed, pruner, 11 - stop)
+    assert pruner.state_dict()["num_steps"] == 11
+    for key, value in straight.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+def copy_of(model):
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_the_state_is_plain_and_says_what_differs():
+    import json
+
+    model = fill(Net(), "normal", "float32")
+    pruner = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 1 / 3))
+    pruner.step()
+    state = json.loads(json.dumps(pruner.state_dict()))
+    assert state["num_steps"] == 1 and state["groups"][0]["sparsity"] == 1 / 3
+    other = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 0.5))
+    with pytest.raises(ValueError, match=r"OneShot\(step=0, sparsity=0.333.*sparsity=0.5\)"):
+        other.load_state_dict(state)
+    assert other.num_steps == 0
+    fewer = prune.select(model, exclude="l2")
+    with pytest.raises(ValueError, match=r"only in the state: l2.weight; only in this.*\(none\)"):
+        schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"keys \['steps'\]; expected \['num_steps', 'groups'\]"):
+        other.load_state_dict({"steps": 3})
+    two = [{"parameters": fewer}, {"parameters": prune.select(model, include="l2")}]
+    with pytest.raises(ValueError, match="1 parameter groups and this pruner 2"):
+        schedule.ScheduledPruner(two, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "error", "text"),
+    [
+        (lambda m: prune.select(m), {"schedule": 0.5}, TypeError, "schedule of parameters"),
+        (lambda m: prune.select(m), {}, TypeError, "schedule of parameters"),
+        (lambda m: [], None, ValueError, "no parameters"),
+        (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
+        (lambda m: [m.l1], None, TypeError, "pairs"),
+        (lambda m: [{"params": []}], None, ValueError, "'params'"),
+        (lambda m: [{"parameters": []}], None, ValueError, "no parameters"),
+        (lambda m: [{"parameters": [(m.l1, "bias")]}, (m.l1, "weight")], None, TypeError, "tuple"),
+        (lambda m: [{"parameters": [(m.l1, "bias")]}] * 2, None, ValueError, "one group"),
+        (lambda m: prune.select(m), {"importance_scores": 3}, TypeError, "importance_scores"),
+    ],
+)  # fmt: skip
+def test_bad_pruners(parameters, arguments, error, text):
+    if arguments is None or "importance_scores" in arguments:
+        arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
+    with pytest.raises(error, match=text):
+        schedule.ScheduledPruner(parameters(Net()), **arguments)
