@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import data
 import torch
+from contestants import RANKING, WHOLE
+from masks_only import decide_only
 from measuring import (
     Bound,
     Measurement,
@@ -21,7 +23,7 @@ from measuring import (
     median_ratio,
     median_seconds,
 )
-from one_process import RANKING, WHOLE, check, decide_only, extra_bytes
+from one_process import check, extra_bytes
 from torch import Tensor, nn
 
 import distprune

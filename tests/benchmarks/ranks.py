@@ -7,21 +7,17 @@ a call reports to have sent with what torch.distributed was seen to send, before
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import adversarial as fills
 import data
 import torch
 import torch.distributed as dist
 import torch.nn.utils.prune as torch_prune
-from adversarial import Fill
 from gloo_ranks import on_gloo_ranks
+from hard_data_on_ranks import hard_data
 from measuring import (
     Bound,
     Cell,
@@ -35,25 +31,23 @@ from measuring import (
     median_ratio,
     median_seconds,
 )
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
+from sharded_models import (
+    AMOUNT,
+    MAX_KIB,
+    check_local_masks,
+    check_traffic,
+    local,
+    local_like,
+    placed,
+    prune,
+    shard,
+    time_of_all_reduces,
+    undo,
 )
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-import distprune
-from distprune.call.report import PruningReport
 from helpers.collective_traffic import Traffic
-
-AMOUNT = 0.5
-MAX_KIB = 256
-COLWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROWWISE = ("o_proj", "down_proj")
 
 
 def tables(options: Options) -> Iterator[Table]:
@@ -206,28 +200,6 @@ def measure_case(fields: dict[str, Any], rounds: int) -> dict[str, Any]:
     }
 
 
-def shard(model: data.LanguageModel, wrapping: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if wrapping == "fsdp2":
-        for module in (*model.layers, model.embed_tokens, model.lm_head, model):
-            fully_shard(module, mesh=mesh)
-        return
-    plan: dict[str, Any] = {
-        "embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel(), "norm": SequenceParallel(),
-    }  # fmt: skip
-    for name in COLWISE:
-        plan[f"layers.*.{name}"] = ColwiseParallel()
-    for name in ROWWISE:
-        plan[f"layers.*.{name}"] = RowwiseParallel()
-    for name in ("input_norm", "output_norm"):
-        plan[f"layers.*.{name}"] = SequenceParallel()
-    parallelize_module(model, mesh, plan, src_data_rank=None)
-
-
-def prune(targets: Sequence[tuple[nn.Module, str]], amount: float = AMOUNT) -> PruningReport:
-    return distprune.global_unstructured(targets, distprune.L1Unstructured, amount=amount)
-
-
 def gather_and_prune(model: nn.Module) -> int:
     """What one does without this library: every rank gets everything and prunes it."""
     whole = nn.ModuleList()
@@ -240,179 +212,6 @@ def gather_and_prune(model: nn.Module) -> int:
     targets = [(layer, "weight") for layer in whole]
     torch_prune.global_unstructured(targets, torch_prune.L1Unstructured, amount=AMOUNT)
     return sum(int((layer.weight_mask == 0).sum()) for layer in whole)
-
-
-def placed(model: nn.Module) -> list[tuple[Tensor, Tensor | None]]:
-    """Every parameter and its mask, as they lie on the ranks."""
-    return [
-        (
-            module._parameters.get(name + "_orig", module._parameters.get(name)),
-            module._buffers.get(name + "_mask"),
-        )
-        for module, name in data.pairs(model)
-    ]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def local_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor, as torch itself cuts it."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh: DeviceMesh = parameter.device_mesh
-    cut = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
-    return cut.to_local().clone()
-
-
-def check_local_masks(model: nn.Module, keeps: Sequence[Tensor]) -> None:
-    """Every bit on this rank.
-
-    Raises:
-        CheckFailed: names the parameter.
-    """
-    for which, ((_, mask), keep) in enumerate(zip(placed(model), keeps, strict=True)):
-        if mask is None or not torch.equal(local(mask) != 0, keep):
-            raise CheckFailed(f"rank {dist.get_rank()}: the mask of parameter {which} is wrong")
-
-
-def check_traffic(report: PruningReport, traffic: Traffic) -> None:
-    """Whether a call sent what it reports, and summed only.
-
-    Raises:
-        CheckFailed: shows both.
-    """
-    num_calls = len(traffic.calls) if dist.get_world_size() > 1 else 0
-    sent = traffic.num_bytes if num_calls else 0
-    kinds = {name for name, _ in traffic.calls}
-    if (report.num_collectives, report.bytes_sent) != (num_calls, sent) or len(kinds) > 1:
-        raise CheckFailed(f"{report.num_collectives=}, {report.bytes_sent=}; seen {traffic.calls}")
-
-
-def undo(model: nn.Module) -> int:
-    """Make the model dense with its values untouched; the bytes of what pruning had left."""
-    num_bytes = 0
-    for module, name in data.pairs(model):
-        mask = local(module._buffers[name + "_mask"])
-        num_bytes += mask.numel() * mask.itemsize
-        product = module.__dict__.get(name)  # of the hook that torch's pruning has
-        if isinstance(product, Tensor):
-            num_bytes += local(product).numel() * product.itemsize
-        mask.fill_(1)
-        distprune.remove(module, name)
-    return num_bytes
-
-
-@contextlib.contextmanager
-def time_of_all_reduces() -> Iterator[list[float]]:
-    """Seconds of every all-reduce inside, in order."""
-    spent: list[float] = []
-    original = dist.all_reduce
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        result = original(*args, **kwargs)
-        spent.append(time.perf_counter() - started)
-        return result
-
-    with mock.patch.object(dist, "all_reduce", timed):
-        yield spent
-
-
-HARD: dict[str, Fill] = {
-    "normal": fills.normal,
-    "all equal": fills.all_equal,
-    "256 values": fills.of_256_values,
-    "half zeros": fills.half_zeros,
-    "sorted": fills.ascending,
-    "denormals": fills.denormals,
-    "row scales": fills.row_scales,
-    "tensor scales": fills.tensor_scales,
-    "two values, 1 ulp apart": fills.one_ulp_apart,
-    "a rank that owns nothing": fills.normal,
-    "half pruned before": fills.normal,
-}
-AMOUNTS = (0.1, 0.5, 0.9)
-
-
-def hard_data(options: Options) -> Table:
-    """Collectives and bytes where the data leads the sample astray, or ties abound."""
-    num_elements = 300_000 if options.quick else 10_000_000
-    rows: list[list[Cell]] = []
-    for num_ranks in (2,) if options.quick else (2, 4):
-        for dtype in ("float32", "bfloat16"):
-            found = on_gloo_ranks(measure_hard_data, num_ranks, num_elements, dtype)
-            for each, *others in zip(*found, strict=True):
-                name, collectives, kib, seconds = each
-                slowest_seconds = max(seconds, *(other[-1] for other in others))
-                rows.append([name, num_ranks, dtype, collectives, kib, slowest_seconds])
-    return Table(
-        f"Hard data on FSDP2, {num_elements:,} elements; worst of amounts {AMOUNTS}",
-        ["data", "ranks", "dtype", "collectives", "KiB per rank", "seconds"],
-        rows,
-        [
-            Verdict(Bound("collectives, hard data", 32), max(row[3] for row in rows)),
-            Verdict(Bound("KiB sent per rank, hard data", MAX_KIB), max(row[4] for row in rows)),
-        ],
-        ["Everything is measured; every bit of every rank's masks was compared with the oracle."],
-    )
-
-
-def measure_hard_data(num_elements: int, dtype: str) -> list[tuple[str, int, float, float]]:
-    """On every rank: per kind of data, the most collectives, KiB and seconds of all amounts."""
-    prune_hard_data("normal", num_elements, getattr(torch, dtype), AMOUNT)  # to warm up
-    found = []
-    for name in HARD:
-        each = [
-            prune_hard_data(name, num_elements, getattr(torch, dtype), amount) for amount in AMOUNTS
-        ]
-        found.append((name, *map(max, zip(*each, strict=True))))
-    return found
-
-
-def prune_hard_data(
-    name: str, num_elements: int, dtype: torch.dtype, amount: float
-) -> tuple[int, float, float]:
-    """Collectives, KiB and seconds of one call.
-
-    Raises:
-        CheckFailed: a mask or the report is wrong.
-    """
-    weights = hard_weights(name, num_elements, dtype)
-    earlier = None
-    if name == "half pruned before":
-        generator = torch.Generator().manual_seed(1)
-        earlier = [torch.rand(w.shape, generator=generator) < 0.5 for w in weights]
-    expected = data.oracle(weights, amount, earlier)
-    masks = data.expected_masks(weights, expected, earlier)
-    keeps = [torch.from_numpy(keep).view(w.shape) for keep, w in zip(masks, weights, strict=True)]
-    model = data.model_of(weights)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    keeps = [local_like(keep, p) for keep, (p, _) in zip(keeps, placed(model), strict=True)]
-    for layer, mask in zip(model, earlier or (), strict=False):
-        distprune.custom_from_mask(layer, "weight", mask)
-    dist.barrier()
-    report = prune(data.pairs(model), amount)
-    data.check_report(report, expected)
-    check_local_masks(model, keeps)
-    return report.num_collectives, report.bytes_sent / 1024, report.seconds
-
-
-def hard_weights(name: str, num_elements: int, dtype: torch.dtype) -> list[Tensor]:
-    """Whole weights: two thirds of the elements in one, the rest in eight."""
-    sizes = [num_elements * 2 // 3] + [num_elements // 24] * 8
-    # FSDP2 gives the last rank no row of these.
-    num_rows = max(1, dist.get_world_size() - 1) if name == "a rank that owns nothing" else 1000
-    generator = torch.Generator().manual_seed(0)
-    weights, before = [], 0
-    for size in sizes:
-        weights.append(torch.empty(num_rows, size // num_rows, dtype=dtype))
-        HARD[name](weights[-1], before / num_elements, generator)
-        before += size
-    return weights
 
 
 def many_ranks(options: Options) -> Table:

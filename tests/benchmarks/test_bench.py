@@ -7,10 +7,12 @@ from pathlib import Path
 
 import bench
 import data
-import one_process
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
+from contestants import Case
+from limited_memory import torch_alone
+from masks_only import decide_only
 from measuring import Bound, CheckFailed, Table, Verdict, interleaved, measured
 
 from helpers.sampling import THOROUGH
@@ -32,8 +34,8 @@ def test_cheap_parts_run_from_end_to_end():
 
 @pytest.mark.slow
 def test_too_little_memory_for_torch_is_a_result():
-    case = one_process.Case(2_000_000, torch.float32, 0.5, slow_rounds=1)
-    [[name, seconds, extra, outcome]] = one_process.torch_alone([case], limit=2**26).rows
+    case = Case(2_000_000, torch.float32, 0.5, slow_rounds=1)
+    [[name, seconds, extra, outcome]] = torch_alone([case], limit=2**26).rows
     assert (name, seconds, extra) == ("2M float32", None, None)
     assert outcome.startswith("failed with exit status 1: ") and "can't allocate memory" in outcome
 
@@ -135,6 +137,6 @@ def test_undo_leaves_a_model_as_it_was_built(dtype):
 def test_the_call_stops_when_its_masks_are_ready():
     model = data.build(100_000)
     values = data.weights(model)
-    decision = one_process.decide_only(data.pairs(model), 0.5)
+    decision = decide_only(data.pairs(model), 0.5)
     data.check_masks(values, decision.masks, data.oracle(values, 0.5))
     assert data.masks(model) is None

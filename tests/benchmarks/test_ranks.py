@@ -10,13 +10,16 @@ import cost_model
 import data
 import numpy as np
 import pytest
-import ranks
+import sharded_models
 import torch
 import torch.distributed as dist
-from cost_model import Measured, Model, Point
+from cost_constants import Model, fit, non_negative_least_squares
+from cost_points import Measured, Point
+from cost_predictions import MODELS, NUM_RANKS, predictions
 from gloo_ranks import on_gloo_ranks
 from measuring import CheckFailed
 
+from helpers.collective_traffic import Traffic
 from helpers.sampling import every
 
 
@@ -55,18 +58,21 @@ def find_what_is_wrong():
         torch.from_numpy(keep).view(value.shape)
         for keep, value in zip(data.expected_masks(values, expected), values, strict=True)
     ]
-    ranks.shard(model, "fsdp2")
-    keeps = [ranks.local_like(k, p) for k, (p, _) in zip(keeps, ranks.placed(model), strict=True)]
-    with ranks.Traffic() as traffic:
-        report = ranks.prune(data.pairs(model))
+    sharded_models.shard(model, "fsdp2")
+    keeps = [
+        sharded_models.local_like(k, p)
+        for k, (p, _) in zip(keeps, sharded_models.placed(model), strict=True)
+    ]
+    with Traffic() as traffic:
+        report = sharded_models.prune(data.pairs(model))
         dist.all_reduce(torch.zeros(3, dtype=torch.int64))
-    ranks.check_local_masks(model, keeps)
+    sharded_models.check_local_masks(model, keeps)
     if dist.get_rank() == 1:
         keeps[2].view(-1)[5] ^= True
     found = []
     for check in (
-        lambda: ranks.check_local_masks(model, keeps),
-        lambda: ranks.check_traffic(report, traffic),
+        lambda: sharded_models.check_local_masks(model, keeps),
+        lambda: sharded_models.check_traffic(report, traffic),
     ):
         try:
             check()
@@ -106,7 +112,7 @@ def synthetic_points():
 
 
 def test_the_cost_model_finds_the_constants_of_what_follows_it():
-    model = cost_model.fit(Measured(list(synthetic_points()), TRUE.bandwidth, TRUE.link))
+    model = fit(Measured(list(synthetic_points()), TRUE.bandwidth, TRUE.link))
     for name in ("fixed", "per_parameter", "hop", "link"):
         assert getattr(model, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert model.per_element == pytest.approx(TRUE.per_element, rel=1e-6)
@@ -117,15 +123,15 @@ def test_the_cost_model_finds_the_constants_of_what_follows_it():
 
 def test_constants_are_never_negative():
     matrix = np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
-    assert cost_model.non_negative_least_squares(matrix, np.array([3.0, 2.0, 1.0])) == [2.0, 0.0]
-    assert cost_model.non_negative_least_squares(matrix, np.array([1.0, 3.0, 5.0])) == (
+    assert non_negative_least_squares(matrix, np.array([3.0, 2.0, 1.0])) == [2.0, 0.0]
+    assert non_negative_least_squares(matrix, np.array([1.0, 3.0, 5.0])) == (
         pytest.approx([1.0, 2.0])
     )
 
 
 def test_every_row_of_the_predictions_says_that_it_was_computed():
-    table = cost_model.predictions(TRUE)
-    assert len(table.rows) == len(cost_model.MODELS) * len(cost_model.NUM_RANKS)
+    table = predictions(TRUE)
+    assert len(table.rows) == len(MODELS) * len(NUM_RANKS)
     assert all(row[-1] == "computed" for row in table.rows)
     sizes = {row[0]: float(row[2]) for row in table.rows}
     assert sizes["8B"] == pytest.approx(8.03e9, rel=0.01)  # as published

@@ -29,24 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 import torch.nn.utils.prune as torch_prune
+from decoder import QUICK, WAYS, Decoder, Sizes, build, loss_of, wrap
 from measuring import Bound, CheckFailed, Options, Table, Verdict, interleaved, measured
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from training_oracle import check
 
 import distprune
 
@@ -57,101 +46,6 @@ AMOUNT = 0.5
 NUM_RANKS = 2
 WARM_UP = 2
 LARGEST_RATIO = 1.05
-# How a model is run, and whether the bounds are for it.
-WAYS = {
-    "FSDP2": True,
-    "FSDP2, fused AdamW": False,
-    "FSDP2, bf16 policy, fused AdamW": False,
-    "FSDP1": False,
-    "TP": False,
-    "one process": False,
-}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a decoder and its batch: ``sequences`` of ``length`` tokens on each rank."""
-
-    width: int = 512
-    num_blocks: int = 4
-    head: int = 64
-    vocabulary: int = 4096
-    sequences: int = 4
-    length: int = 256
-
-    def __str__(self) -> str:
-        blocks = f"{self.num_blocks} blocks of width {self.width}, vocabulary {self.vocabulary:,}"
-        return f"{blocks}; {self.sequences} x {self.length} tokens per rank"
-
-
-QUICK = Sizes(width=64, num_blocks=2, head=16, vocabulary=256, sequences=1, length=32)
-
-
-class Block(nn.Module):
-    """Causal attention and an MLP, each after a norm and with a residual connection."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        width = sizes.width
-        self.head = sizes.head
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        q, k, v = (self._heads(layer(y)) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head)).transpose(1, 2)
-
-
-class Decoder(nn.Module):
-    """[batch, length] tokens -> [batch, length, vocabulary] logits."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_blocks))
-        self.norm = nn.LayerNorm(sizes.width)
-        self.lm_head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(self.norm(x))
-
-
-def build(sizes: Sizes) -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(sizes)
-
-
-def wrap(model: Decoder, way: str) -> nn.Module:
-    """Run a model one of the :data:`WAYS`, over all ranks."""
-    if way == "one process":
-        return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if way == "FSDP1":
-        policy, device = ModuleWrapPolicy([Block]), torch.device("cpu")
-        return FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=device, use_orig_params=True
-        )
-    if way == "TP":
-        for block in model.blocks:
-            columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
-            rows = dict.fromkeys(("o", "down"), RowwiseParallel())
-            parallelize_module(block, mesh, {**columns, **rows})
-        return model
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mp_policy": half} if "bf16" in way else {}
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def prune(model: nn.Module) -> None:
@@ -226,74 +120,6 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
             yield storage.data_ptr(), storage.nbytes()
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def check(model: nn.Module, way: str, sizes: Sizes, tokens: Tensor) -> None:
-    """Compare loss and gradients of a pruned model with those of one process.
-
-    Every rank has the same batch, and the mean of two equal gradients is exact: what is found
-    must be equal bit for bit. TP alone sums in another order.
-    """
-    dense = build(sizes)
-    keeps = expected_masks(dense)
-    with torch.no_grad():
-        for name, keep in keeps.items():
-            dense.get_parameter(name).mul_(keep)
-    if "bf16" in way:
-        dense.bfloat16()
-    expected, loss = loss_of(dense, tokens), loss_of(model, tokens)
-    expected.backward()
-    loss.backward()
-    compare(way, "loss", loss.detach(), expected.detach())
-    for name, gradient in whole_gradients(model):
-        wanted = dense.get_parameter(name).grad.to(gradient.dtype)
-        compare(way, f"gradient of {name}", gradient, wanted * keeps.get(name, True))
-    model.zero_grad()
-
-
-def compare(way: str, what: str, found: Tensor, expected: Tensor) -> None:
-    same = torch.allclose if way == "TP" else torch.equal
-    if not same(found, expected):
-        off = (found - expected).abs().max()
-        raise CheckFailed(f"{way}: {what} of the pruned model is off by {off:.3g}")
-
-
-def expected_masks(dense: nn.Module) -> dict[str, Tensor]:
-    """The masks of a global pruning by magnitude; among equal ones the first are pruned."""
-    weights = {
-        name: weight.detach().abs()
-        for name, weight in dense.named_parameters()
-        if name.endswith("weight") and "norm" not in name
-    }
-    scores = torch.cat([weight.flatten() for weight in weights.values()])
-    order = scores.argsort(stable=True)
-    keep = torch.ones(len(scores), dtype=torch.bool)
-    keep[order[: round(AMOUNT * len(scores))]] = False
-    parts = keep.split([weight.numel() for weight in weights.values()])
-    return {
-        name: part.view(weight.shape)
-        for (name, weight), part in zip(weights.items(), parts, strict=True)
-    }
-
-
-def whole_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By the names that the parameters have in the dense model."""
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            found = [(name, each.grad.clone()) for name, each in model.named_parameters()]
-    else:
-        found = [(name, each.grad) for name, each in model.named_parameters()]
-    for name, gradient in found:
-        name = name.replace("_fsdp_wrapped_module.", "").removesuffix("_orig")
-        yield (
-            name,
-            gradient.full_tensor() if isinstance(gradient, DTensor) else gradient,
-        )
-
-
 def on_rank(rank: int, store: str, ways: dict[str, int], sizes: Sizes, out: str) -> None:
     """Check and measure some :data:`WAYS`; rank 0 writes what it found to ``out``.
 
@@ -319,7 +145,7 @@ def measure_way(way: str, sizes: Sizes, rounds: int) -> dict[str, Any]:
     tokens = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
     dense, pruned = (wrap(build(sizes), way) for _ in range(2))
     prune(pruned)
-    check(pruned, way, sizes, tokens)
+    check(pruned, way, sizes, tokens, AMOUNT)
     models = {"dense": dense, "pruned": pruned}
     if way == "one process":
         models["torch"] = build(sizes)

@@ -20,7 +20,8 @@ from measuring import (
     median_ratio,
     median_seconds,
 )
-from ranks import prune, shard, slowest, undo
+from ranks import slowest
+from sharded_models import prune, shard, undo
 from torch import nn
 
 import distprune
