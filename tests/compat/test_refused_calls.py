@@ -163,3 +163,17 @@ class TestRefusals:
         mask = prune.PruningContainer(method).compute_mask(torch.randn(4, 5), default_mask)
         assert int(default_mask.sum()) == 20
         assert int(mask.sum()) == 17
+
+
+def test_an_interrupt_leaves_the_module_as_it_was(monkeypatch):
+    module = nn.Linear(4, 3)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    # The mask is on the module by then.
+    monkeypatch.setattr("distprune.masks.hook.PruningHook.note_parameter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prune.l1_unstructured(module, "weight", 0.5)
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    assert not list(module.named_buffers()) and not module._forward_pre_hooks
