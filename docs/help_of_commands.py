@@ -1,6 +1,6 @@
 """Write the help of every command as Markdown, for docs/command_line.md.
 
-python docs/help_of_commands.py [FILE]
+python docs/help_of_commands.py
 
 The build of the documentation runs it (hooks.py), so that the page cannot differ from the program.
 """
@@ -11,7 +11,6 @@ import contextlib
 import io
 import os
 import sys
-from pathlib import Path
 
 WIDTH = 96
 COMMANDS = (
@@ -41,13 +40,7 @@ def as_markdown() -> str:
 def main() -> None:
     # Before the command line is imported: rich and typer read these once.
     os.environ |= {"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": str(WIDTH), "NO_COLOR": "1"}
-    text = as_markdown()
-    if len(sys.argv) > 1:
-        path = Path(sys.argv[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+    sys.stdout.write(as_markdown())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,5 +19,9 @@ PARTS = {
 def on_pre_build(config: Any) -> None:
     """Run every script; mkdocs.yml has the folder of the parts among those that are included."""
     folder = DOCS.parent / "build" / "docs_parts"
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PYTHONUTF8": "1"}  # whatever the locale
     for script, part in PARTS.items():
-        subprocess.run([sys.executable, DOCS / script, folder / part], check=True, cwd=DOCS.parent)
+        with (folder / part).open("wb") as file:
+            command = [sys.executable, DOCS / script]
+            subprocess.run(command, stdout=file, env=environment, check=True, cwd=DOCS.parent)

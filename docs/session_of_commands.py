@@ -1,6 +1,6 @@
 """Prune a small checkpoint from the command line, and write what the terminal shows.
 
-python docs/session_of_commands.py [FILE]
+python docs/session_of_commands.py
 
 The build of the documentation runs it (hooks.py), for docs/checkpoints.md. The checkpoint has
 random weights and the names of a Llama.
@@ -72,13 +72,7 @@ def session() -> str:
 
 
 def main() -> None:
-    text = session()
-    if len(sys.argv) > 1:
-        path = Path(sys.argv[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+    sys.stdout.write(session())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Record the calls of one ``global_unstructured`` under FSDP2, from the call down to the kernels.
 
-python docs/trace_of_a_call.py [FILE]
+python docs/trace_of_a_call.py
 
 One gloo rank, on the CPU. A profile function sees every call of a function of distprune; what is
-written, to FILE or to stdout, is included by docs/one_call.md. The build of
-the documentation runs it (hooks.py).
+printed is included by docs/one_call.md. The build of the documentation runs it (hooks.py).
 
 A kernel is a function of ``distprune/selection/cpu.py``: the code that touches elements. Frames of
 torch and of the standard library are not counted, and neither are comprehensions, which Python 3.12
@@ -151,13 +150,7 @@ def _name(frame: FrameType) -> str:
 
 
 def main() -> None:
-    text = as_text(trace_under_fsdp2())
-    if len(sys.argv) > 1:
-        path = Path(sys.argv[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    else:
-        sys.stdout.write(text)
+    sys.stdout.write(as_text(trace_under_fsdp2()))
 
 
 if __name__ == "__main__":
