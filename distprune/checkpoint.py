@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -150,35 +150,20 @@ def load(
     communicator = world(group)
     reader = storage_reader or FileSystemReader(checkpoint_id)
 
-    def read_plan() -> tuple[list[str], list[str], bool]:
-        if unmasked not in ("error", "keep", "ones"):
-            raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
-        entries = reader.read_metadata().state_dict_metadata
-        prefix = _MODEL + "."
-        has_records = _RECORDS in entries
-        keys = [key.removeprefix(prefix) for key in entries if key.startswith(prefix)]
-        dense = [name for name in _pruned_here(model) if name in keys]
-        if dense and unmasked == "error":
-            raise ValueError(
-                f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
-                "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
-                "loaded weights, unmasked='ones' to start unpruned, or remove() the pruning first."
-            )
-        return keys, dense, has_records
-
-    def check_plan() -> tuple[list[str], list[str], bool]:
-        plan = read_plan()
+    def read_contents() -> _Contents:
+        contents = _contents_for(model, reader, unmasked)
         if communicator.index == 0:
-            check_masks_of_ties(model, plan[0], reader)
-        return plan
+            check_masks_of_ties(model, contents.keys, reader)
+        return contents
 
-    keys, dense, has_records = communicator.run(
-        check_plan,
-        lambda plan: [
-            ("keys of the checkpoint", ", ".join(sorted(plan[0]))),
+    contents = communicator.run(
+        read_contents,
+        lambda contents: [
+            ("keys of the checkpoint", ", ".join(sorted(contents.keys))),
             ("unmasked", unmasked),
         ],
     )
+    keys, dense, has_records = contents
     check_writable(model, group=group)
     prepare_for_load(model, keys, group=group)
 
@@ -206,6 +191,37 @@ def load(
             masks[name].fill_(1)
             records[name] = [0, 0]
     put_records(model, records)
+
+
+class _Contents(NamedTuple):
+    """What a checkpoint has, for a model.
+
+    Attributes:
+        keys: of the model's state dict.
+        dense: parameters that are pruned in the model and dense in the checkpoint.
+        has_records: whether the records of the masks were saved.
+    """
+
+    keys: list[str]
+    dense: list[str]
+    has_records: bool
+
+
+def _contents_for(model: nn.Module, reader: StorageReader, unmasked: Unmasked) -> _Contents:
+    """Read what a checkpoint has; raises a ValueError if ``unmasked`` does not allow it."""
+    if unmasked not in ("error", "keep", "ones"):
+        raise ValueError(f"unmasked={unmasked!r}; expected 'error', 'keep' or 'ones'.")
+    entries = reader.read_metadata().state_dict_metadata
+    prefix = _MODEL + "."
+    keys = [key.removeprefix(prefix) for key in entries if key.startswith(prefix)]
+    dense = [name for name in _pruned_here(model) if name in keys]
+    if dense and unmasked == "error":
+        raise ValueError(
+            f"{', '.join(dense)}: pruned in the model and dense in the checkpoint; expected "
+            "both pruned or both dense. Pass unmasked='keep' to put the masks in force on the "
+            "loaded weights, unmasked='ones' to start unpruned, or remove() the pruning first."
+        )
+    return _Contents(keys, dense, _RECORDS in entries)
 
 
 def prepare_for_load(
