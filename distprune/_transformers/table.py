@@ -176,5 +176,6 @@ def _patterns(transform: Any) -> tuple[Any, ...]:
 
 
 def only_moves(operation: Any) -> bool:
+    """Whether an operation of transformers moves elements and computes nothing from them."""
     cls = type(operation)
     return cls.__module__ == _OPERATIONS_MODULE and cls.__name__ in MOVING_OPERATIONS

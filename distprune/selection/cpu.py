@@ -50,9 +50,11 @@ def scan(
         previous = None if part.live is None else part.live[span.start : span.stop]
         # The comparison writes a bool mask itself.
         in_place = target is not None and are_bool(target, previous)
-        keep = scratch.array("keep", size, bool)
+        keep: Array
         if target is not None and in_place:
             keep = target.numpy()
+        else:
+            keep = scratch.array("keep", size, bool)
         np.greater_equal(keys, integer(low), out=keep)
         if live is not None:
             keep &= live
