@@ -1,0 +1,168 @@
+"""Sums of |score| and score**2 that do not depend on the order of the terms, and normalisation.
+
+[Note: grid] A floating-point sum depends on its order, and so on how elements are spread over
+ranks and chunks. Here every term is rounded once to a common grid, 2**-36 of the largest one, and
+the terms are added as integers. Integer sums have no order:
+
+    largest |score| of the parameter       ->  exponent, the same on every rank
+    round(|score|**power on the grid)      ->  integers below 2**36
+    their sums over chunks and over ranks  ->  one integer, exact
+
+A term is wrong by at most half a unit of the grid, so the sum of n terms by about sqrt(n) * 2**-38
+of the largest one: the mean square of 10**8 scores of which the largest is 1000 times their rms
+has a relative error of about 10**-9.
+
+Live models and files divide scores by the same rule: :func:`largest_of`, :func:`exponent_of`,
+:func:`grid_sum`, :func:`statistic`, :func:`scale_of`, :func:`scale_scores`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common.memory import SERIAL, Array, Scratch
+
+Normalization = Literal["rms", "l2", "mean"]
+NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
+
+_GRID_BITS = 36  # SERIAL terms, 2**15, have a sum below 2**53: exact in float64
+_WORD = 1 << 32
+
+
+def check_normalization(normalize: object) -> None:
+    """Raise ValueError unless the argument ``normalize`` is one of "rms", "l2", "mean", or None."""
+    if normalize is not None and normalize not in NORMALIZATIONS:
+        raise ValueError(
+            f"normalize={normalize!r}; expected {', '.join(map(repr, NORMALIZATIONS))} or None."
+        )
+
+
+def power_of(normalize: Normalization) -> Literal[1, 2]:
+    """The power of |score| that a normalisation adds up."""
+    return 1 if normalize == "mean" else 2
+
+
+def largest_of(scores: Array) -> float:
+    """The largest |score|, 0.0 of no scores; NaN if there is one. Scores: 1-d floats on a CPU."""
+    if not scores.size:
+        return 0.0
+    return max(float(scores.max()), -float(scores.min()), key=_nan_last)
+
+
+def exponent_of(largest: float) -> int:
+    """The smallest e with |score| < 2**e for all scores, given the largest of all ranks."""
+    return math.frexp(largest)[1]
+
+
+def grid_sum(
+    scores: Array,
+    exponent: int,
+    power: Literal[1, 2],
+    scratch: Scratch,
+    live: Array | None = None,
+) -> int:
+    """Sum of |score|**power in units of the grid, on a CPU: see [Note: grid].
+
+    Args:
+        scores: 1-d, float32 or float64, finite, below 2**exponent.
+        exponent: :func:`exponent_of` the largest score of the whole parameter.
+        power: 1 or 2.
+        scratch: memory to use again.
+        live: bool, of the same length: only these count; None: all.
+
+    Cost: one read; scratch memory of 256 KiB.
+    """
+    total = 0
+    scales = _scales(exponent, power)
+    for start in range(0, scores.size, SERIAL):
+        block = scores[start : start + SERIAL]
+        terms = scratch.array("terms", block.size, np.float64)
+        np.multiply(block, scales[0], out=terms, dtype=np.float64)
+        for scale in scales[1:]:
+            np.multiply(terms, scale, out=terms)
+        if power == 2:
+            np.multiply(terms, terms, out=terms)
+        else:
+            np.abs(terms, out=terms)
+        np.rint(terms, out=terms)
+        if live is not None:
+            terms *= live[start : start + SERIAL]
+        total += int(terms.sum())
+    return total
+
+
+def grid_sum_on_device(
+    scores: Tensor, exponent: int, power: Literal[1, 2], live: Tensor | None = None
+) -> Tensor:
+    """:func:`grid_sum` of at most 2**26 scores on any device: int64, 0-d; does not wait for it."""
+    terms = scores.double()
+    for scale in _scales(exponent, power):
+        terms = terms * scale
+    terms = terms.square_() if power == 2 else terms.abs_()
+    whole = terms.round_().long()
+    return (whole if live is None else whole.mul_(live)).sum()
+
+
+def to_words(total: int) -> tuple[int, int]:
+    """A sum as two integers whose own sums over ranks fit into int64."""
+    return total // _WORD, total % _WORD
+
+
+def from_words(high: int, low: int) -> int:
+    """The sum that two words stand for, after they were added over all ranks."""
+    return high * _WORD + low
+
+
+def statistic(normalize: Normalization, total: int, exponent: int, num_elements: int) -> float:
+    """What scores are divided by: their rms, their l2 norm, or the mean of |score|.
+
+    Args:
+        normalize: which of them.
+        total: :func:`grid_sum` over all ranks.
+        exponent: of the grid.
+        num_elements: elements in the sum, over all ranks.
+    """
+    if not total or not num_elements:
+        return 0.0
+    # Integers: their quotient is rounded once.
+    amount = total / (1 if normalize == "l2" else num_elements)
+    if power_of(normalize) == 1:
+        return math.ldexp(amount, exponent - _GRID_BITS)
+    return math.ldexp(math.sqrt(amount), exponent - _GRID_BITS // 2)
+
+
+def scale_of(divisor: float, dtype: torch.dtype) -> float:
+    """What scores are multiplied by, rounded to their dtype: 1 / divisor.
+
+    1.0 for a parameter whose scores are all zero; the largest finite number instead of infinity.
+
+    Args:
+        divisor: :func:`statistic`.
+        dtype: torch.float32 or torch.float64, of the scores.
+    """
+    if divisor == 0.0:
+        return 1.0
+    inverse = min(1.0 / divisor, torch.finfo(dtype).max)
+    return float(np.float32(inverse)) if dtype is torch.float32 else inverse
+
+
+def scale_scores(scores: Array, scale: float, out: Array) -> Array:
+    """``scores * scale``, rounded once to their dtype; on a CPU. ``out`` may be the scores."""
+    return np.multiply(scores, out.dtype.type(scale), out=out)
+
+
+def _scales(exponent: int, power: Literal[1, 2]) -> tuple[float, ...]:
+    """Powers of two whose product takes a score to the grid: one, unless that would overflow."""
+    shift = _GRID_BITS // power - exponent
+    if abs(shift) < 1000:
+        return (math.ldexp(1.0, shift),)
+    return math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value

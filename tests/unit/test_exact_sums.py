@@ -1,0 +1,98 @@
+"""Exact sums: independent of the order, near the true sum, and equal on every device."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distprune._common import exact_sums
+from distprune._common.memory import Scratch
+
+NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)
+
+
+def on_grid(scores, power, exponent):
+    """The definition, in rational numbers: every term rounded to 2**-36 of 2**(power*exponent)."""
+    unit = Fraction(2) ** (power * exponent - 36)
+    return sum(round(abs(Fraction(float(score))) ** power / unit) for score in scores)
+
+
+@given(NUMBERS, st.sampled_from([1, 2]), st.randoms())
+def test_a_sum_is_that_of_the_definition_in_any_order_and_any_parts(numbers, power, random):
+    scores = np.array(numbers, dtype=np.float32)
+    exponent = exact_sums.exponent_of(exact_sums.largest_of(scores))
+    expected = on_grid(scores, power, exponent)
+    assert exact_sums.grid_sum(scores, exponent, power, Scratch()) == expected
+    random.shuffle(numbers)
+    cut = random.randrange(len(numbers) + 1)
+    parts = [numbers[:cut], numbers[cut:]]
+    sums = [
+        exact_sums.grid_sum(np.array(part, dtype=np.float32), exponent, power, Scratch())
+        for part in parts
+    ]
+    words = np.array([exact_sums.to_words(total) for total in sums]).sum(0)
+    assert exact_sums.from_words(int(words[0]), int(words[1])) == expected
+    on_device = exact_sums.grid_sum_on_device(torch.from_numpy(scores), exponent, power)
+    assert int(on_device) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 1000, 100_003])
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_statistics_are_those_of_float64(dtype, size, spread):
+    rng = np.random.default_rng(size)
+    scores = (rng.standard_normal(size) * np.exp(spread * rng.standard_normal(size))).astype(dtype)
+    exponent = exact_sums.exponent_of(exact_sums.largest_of(scores))
+    wide = scores.astype(np.float64)
+    expected = {
+        "rms": math.sqrt(np.square(wide).mean()),
+        "l2": np.linalg.norm(wide),
+        "mean": np.abs(wide).mean(),
+    }
+    for normalize, value in expected.items():
+        power = exact_sums.power_of(normalize)
+        total = exact_sums.grid_sum(scores, exponent, power, Scratch())
+        statistic = exact_sums.statistic(normalize, total, exponent, size)
+        assert statistic == pytest.approx(value, rel=1e-7)
+
+
+@pytest.mark.parametrize("magnitude", [1e-300, 1e-160, 1e160, 1e300])
+def test_float64_scores_of_any_size_have_a_sum(magnitude):
+    scores = np.array([1.0, -2.0, 3.0]) * magnitude
+    exponent = exact_sums.exponent_of(exact_sums.largest_of(scores))
+    total = exact_sums.grid_sum(scores, exponent, 2, Scratch())
+    assert int(exact_sums.grid_sum_on_device(torch.from_numpy(scores), exponent, 2)) == total
+    statistic = exact_sums.statistic("l2", total, exponent, 3)
+    assert statistic == pytest.approx(math.sqrt(14) * magnitude, rel=1e-9)
+
+
+def test_only_live_scores_count():
+    scores = np.array([1.0, 50.0, 2.0], dtype=np.float32)
+    live = np.array([True, False, True])
+    assert exact_sums.grid_sum(scores, 6, 1, Scratch(), live) == on_grid([1, 2], 1, 6)
+    on_device = exact_sums.grid_sum_on_device(
+        torch.from_numpy(scores), 6, 1, torch.from_numpy(live)
+    )
+    assert int(on_device) == on_grid([1, 2], 1, 6)
+
+
+def test_the_largest_score_is_nan_where_one_is():
+    assert math.isnan(exact_sums.largest_of(np.array([1.0, math.nan, 3.0])))
+    assert exact_sums.largest_of(np.array([1.0, -4.0])) == 4.0
+    assert exact_sums.largest_of(np.array([], dtype=np.float32)) == 0.0
+
+
+def test_scales_are_finite():
+    assert exact_sums.scale_of(0.0, torch.float32) == 1.0
+    assert exact_sums.scale_of(1e-44, torch.float32) == torch.finfo(torch.float32).max
+    assert exact_sums.scale_of(3.0, torch.float32) == np.float32(1 / 3)
+    assert exact_sums.scale_of(3.0, torch.float64) == 1 / 3
+
+
+def test_an_unknown_normalisation_is_named():
+    with pytest.raises(ValueError, match="normalize='max'; expected 'rms', 'l2', 'mean' or None"):
+        exact_sums.check_normalization("max")
