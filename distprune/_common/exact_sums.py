@@ -153,7 +153,8 @@ def scale_of(divisor: float, dtype: torch.dtype) -> float:
 
 def scale_scores(scores: Array, scale: float, out: Array) -> Array:
     """``scores * scale``, rounded once to their dtype; on a CPU. ``out`` may be the scores."""
-    return np.multiply(scores, out.dtype.type(scale), out=out)
+    np.multiply(scores, out.dtype.type(scale), out=out)
+    return out
 
 
 def _scales(exponent: int, power: Literal[1, 2]) -> tuple[float, ...]:
