@@ -78,21 +78,31 @@ def grid_sum(
     Cost: one read; scratch memory of 256 KiB.
     """
     total = 0
-    scales = _scales(exponent, power)
     for start in range(0, scores.size, SERIAL):
-        block = scores[start : start + SERIAL]
-        terms = scratch.array("terms", block.size, np.float64)
-        np.multiply(block, scales[0], out=terms, dtype=np.float64)
-        for scale in scales[1:]:
-            np.multiply(terms, scale, out=terms)
-        if power == 2:
-            np.multiply(terms, terms, out=terms)
-        else:
-            np.abs(terms, out=terms)
-        np.rint(terms, out=terms)
+        terms = _terms(scores[start : start + SERIAL], exponent, power, scratch)
         if live is not None:
             terms *= live[start : start + SERIAL]
         total += int(terms.sum())
+    return total
+
+
+def grid_sum_of_counts(
+    scores: Array, counts: Array, exponent: int, power: Literal[1, 2], scratch: Scratch
+) -> int:
+    """:func:`grid_sum` of scores that occur several times.
+
+    Args:
+        scores: the different ones.
+        counts: integers, how often each of them occurs; below 2**40 in all.
+        exponent, power, scratch: as for :func:`grid_sum`.
+    """
+    total = 0
+    times = counts.astype(np.int64)
+    for start in range(0, scores.size, SERIAL):
+        terms = _terms(scores[start : start + SERIAL], exponent, power, scratch).astype(np.int64)
+        part = times[start : start + SERIAL]
+        # Halves of 18 bits: their products with the counts have a sum that fits into int64.
+        total += (int(np.dot(terms >> 18, part)) << 18) + int(np.dot(terms & (1 << 18) - 1, part))
     return total
 
 
@@ -155,6 +165,21 @@ def scale_scores(scores: Array, scale: float, out: Array) -> Array:
     """``scores * scale``, rounded once to their dtype; on a CPU. ``out`` may be the scores."""
     np.multiply(scores, out.dtype.type(scale), out=out)
     return out
+
+
+def _terms(block: Array, exponent: int, power: Literal[1, 2], scratch: Scratch) -> Array:
+    """Scores of a block as whole numbers of units of the grid: float64, in scratch memory."""
+    terms = scratch.array("terms", block.size, np.float64)
+    scales = _scales(exponent, power)
+    np.multiply(block, scales[0], out=terms, dtype=np.float64)
+    for scale in scales[1:]:
+        np.multiply(terms, scale, out=terms)
+    if power == 2:
+        np.multiply(terms, terms, out=terms)
+    else:
+        np.abs(terms, out=terms)
+    np.rint(terms, out=terms)
+    return terms
 
 
 def _scales(exponent: int, power: Literal[1, 2]) -> tuple[float, ...]:
