@@ -42,6 +42,7 @@ __all__ = [
     "VerificationReport",
     "VerifiedParameter",
     "checkpoint",
+    "criteria",
     "custom_from_mask",
     "global_unstructured",
     "identity",

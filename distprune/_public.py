@@ -4,6 +4,7 @@
 """
 
 from distprune import checkpoint as checkpoint
+from distprune import criteria as criteria
 from distprune import schedule as schedule
 from distprune._common import amount
 from distprune._common.naming import NamedParameter as NamedParameter

@@ -202,6 +202,30 @@ class FlatPiece(ManagedRun):
         flat_param._param_infos, flat_param._fqns = tuple(infos), tuple(fqns)
         flat_param._shared_param_infos = tuple(shared)
 
+    @property
+    def requires_grad(self) -> bool:
+        flat_param = self.handle.flat_param
+        params = flat_param._params  # None without use_orig_params
+        return (flat_param if params is None else params[self.number]).requires_grad
+
+    @property
+    def gradient(self) -> Tensor | None:
+        flat_param, (offset, size) = self.handle.flat_param, self.span
+        if self.has_unreduced_gradient:
+            return None
+        if flat_param._params is None:
+            whole = flat_param.grad
+            return None if whole is None else whole[offset : offset + size].detach()
+        if not size:  # FSDP1 makes no gradient of what it has not
+            return self.values.new_empty(0)
+        gradient = flat_param._params[self.number].grad
+        return None if gradient is None else gradient.detach()
+
+    @property
+    def has_unreduced_gradient(self) -> bool:
+        gradient = self.handle.flat_param.grad
+        return gradient is not None and gradient.numel() != local_slice(self.handle).numel()
+
     def write(self, values: Tensor) -> None:
         self._check_no_backward()
         self.values.copy_(values)

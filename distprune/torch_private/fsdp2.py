@@ -120,6 +120,27 @@ class ManagedParameter(ManagedDTensor):
         if info.param_name == old:
             info.param_name = new
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.sharded.requires_grad
+
+    @property
+    def gradient(self) -> Tensor | None:
+        gradient = self.sharded.grad
+        if gradient is None:
+            return None
+        assert isinstance(gradient, DTensor)
+        return gradient._local_tensor
+
+    @property
+    def has_unreduced_gradient(self) -> bool:
+        gathered = getattr(self.fsdp_param, "_unsharded_param", None)
+        return (
+            self.fsdp_param.unsharded_accumulated_grad is not None
+            or (gathered is not None and gathered.grad is not None)
+            or self.group._partial_reduce_output is not None  # HSDP without its all-reduce
+        )
+
     def write(self, values: Tensor) -> None:
         self.reshard()  # no gather may be reading the shard
         self.sharded.to_local().copy_(values)

@@ -73,6 +73,24 @@ class Managed(ABC):
         The caller renames the parameter in the modules themselves.
         """
 
+    @property
+    @abstractmethod
+    def requires_grad(self) -> bool:
+        """Whether a backward gives the parameter a gradient."""
+
+    @property
+    @abstractmethod
+    def gradient(self) -> Tensor | None:
+        """This rank's part of ``.grad``, a local tensor laid out like the shard, or None.
+
+        What the last synchronised backward left; not what waits for its reduction.
+        """
+
+    @property
+    @abstractmethod
+    def has_unreduced_gradient(self) -> bool:
+        """Whether gradients of backward passes without synchronisation wait for their reduction."""
+
     @abstractmethod
     def write(self, values: Tensor) -> None:
         """Overwrite this rank's shard.

@@ -24,10 +24,12 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
             "_module_info", "sharded_param", "sharded_state", "mesh_info",
             "post_forward_mesh_info", "padded_sharded_param_size", "mp_policy",
             "_init_extensions", "fsdp_placement", "reset_sharded_param", "offload_to_cpu",
-            "device",
+            "device", "unsharded_accumulated_grad",
         ),
         "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
-        "FSDPParamGroup": ("fsdp_params", "_to_sharded", "wait_for_unshard"),
+        "FSDPParamGroup": (
+            "fsdp_params", "_to_sharded", "wait_for_unshard", "_partial_reduce_output",
+        ),
         "FSDPState": ("_fsdp_param_groups or _fsdp_param_group",),
     },
     "FSDP1": {
@@ -43,7 +45,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "FlatParameter": (
             "_param_infos", "_shared_param_infos", "_fqns", "_shapes", "_strides",
-            "_contiguities", "_shard_param_infos", "_param_extensions",
+            "_contiguities", "_shard_param_infos", "_param_extensions", "_params",
         ),
     },
     "DDP": {

@@ -31,12 +31,14 @@ ROOMS = {
     "schedule": {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
+    "criteria": {"_common", "shards", "methods"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},
     "integrations": {"_common", "call", "methods", "api", "verification", "schedule", "recipe"},
     "_public": {
         "_common", "call", "methods", "api", "verification", "schedule", "checkpoint",
+        "criteria",
     },
     "": {"_public", "_version"},
     "testing": set(),

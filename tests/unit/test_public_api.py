@@ -17,8 +17,9 @@ TORCH = {
 }  # fmt: skip
 OURS = {
     "MaskLoadingReport", "NamedParameter", "ParameterReport", "PruningReport",
-    "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint", "load_masks",
-    "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select", "shard_masks", "verify",
+    "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint", "criteria",
+    "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
+    "shard_masks", "verify",
 }  # fmt: skip
 
 

@@ -1,0 +1,297 @@
+"""Criterion: what every accumulator of scores has in common.
+
+A criterion reads this rank's part of each parameter and of its gradient, and keeps what it sums up
+in accumulators of the same layout. So what it costs in memory is sharded as the model is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.naming import unwrap
+from distprune._common.process_groups import world
+from distprune.methods.base import BasePruningMethod
+from distprune.methods.builtin import L1Unstructured
+from distprune.shards.gradients import local_gradient, requires_grad
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Unit = Literal["global_batch", "rank_batch"]
+_UNITS = ("global_batch", "rank_batch")
+
+
+@dataclass(frozen=True)
+class TrackedParameter:
+    """A parameter that a criterion scores; a tied one is one.
+
+    Attributes:
+        pair: (module, name) as the caller gave it.
+        module, name: where the parameter is, without wrappers.
+        label: its full name, or what stands for it in messages.
+    """
+
+    pair: tuple[nn.Module, str]
+    module: nn.Module
+    name: str
+    label: str
+
+
+class Criterion(ABC):
+    """Base of all criteria: accumulates scores of single elements, one unit after the other.
+
+    A *unit* is what one gradient is of. ``"global_batch"``: the averaged gradient that a step of
+    the optimizer sees. ``"rank_batch"``: the gradient of one rank's own batch, before it is
+    averaged.
+
+    Subclasses name their accumulators in ``ACCUMULATORS`` and define :meth:`_accumulate` and
+    :meth:`_score`.
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
+            Wrap the model first.
+        group: the ranks that take part; every rank by default.
+
+    Attributes:
+        pruning_method: the class that prunes by these scores: ``L1Unstructured``, or
+            ``LowestScore`` where they are signed.
+        num_updates: units so far.
+        total_weight: the sum of their weights.
+
+    Raises:
+        TypeError: no (module, name) pairs.
+        ValueError: no parameters, or a frozen one.
+        NotImplementedError: a complex parameter; a layout or wrapper that is not supported.
+    """
+
+    pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
+    ACCUMULATORS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Module, str]],
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._group = group
+        self._tracked = _tracked(parameters)
+        self._accumulators: dict[str, list[Tensor]] = {}
+        self.reset()
+
+    @property
+    def parameters(self) -> list[tuple[nn.Module, str]]:
+        """The (module, name) pairs that have scores, each parameter once."""
+        return [parameter.pair for parameter in self._tracked]
+
+    def update(self, weight: float = 1.0) -> None:
+        """Add one unit: call it after its backward, before zero_grad and the optimizer's step.
+
+        Local: it communicates nothing, and an error is raised on the rank where it occurs.
+
+        Args:
+            weight: of the unit, >= 0: its gradient counts ``weight`` times.
+
+        Raises:
+            ValueError: a weight that is no finite number >= 0; a parameter that was frozen.
+            RuntimeError: a parameter without a gradient, or with one that is not reduced yet.
+                Nothing has changed then.
+        """
+        weight = checked_weight(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            reader = ShardReader()
+            shards = self._read(reader)
+            gradients = self._gradients(reader, shards)
+            for position, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
+                self._accumulate(position, shard, gradient, weight)
+        self.num_updates += 1
+        self.total_weight += weight
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Collect units inside: see :meth:`batch`."""
+        yield
+
+    @contextmanager
+    def batch(self, weight: float = 1.0) -> Iterator[None]:
+        """One unit: the backward passes inside, then :meth:`update`; nothing after an error."""
+        yield
+        self.update(weight)
+
+    def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """The scores as ``importance_scores`` takes them, fp32, laid out like the parameters.
+
+        Collective over ``group``.
+
+        Returns:
+            By (module, name): a DTensor like the parameter; under FSDP1 this rank's run of it,
+            1-d; else a plain tensor. New tensors.
+
+        Raises:
+            ValueError: no unit yet; ranks with different numbers of units; a score that is not
+                finite. On every rank.
+
+        Cost: 4 bytes of memory per element of this rank's shards; one all-reduce of 40 bytes.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return world(self._group).run(
+                self._checked_scores,
+                lambda _: [
+                    ("criterion", type(self).__name__),
+                    ("number of updates", str(self.num_updates)),
+                    ("weight of all updates", repr(self.total_weight)),
+                ],
+            )
+
+    def reset(self) -> None:
+        """Forget all units."""
+        self._accumulators = {}
+        self.num_updates = 0
+        self.total_weight = 0.0
+
+    @abstractmethod
+    def _accumulate(
+        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
+    ) -> None:
+        """Add a unit of one parameter, in place.
+
+        Args:
+            position: of the parameter, for :meth:`_accumulator`.
+            shard: this rank's part of it.
+            gradient: of the shape of ``shard.values``, of any dtype; not to be changed.
+            weight: of the unit.
+        """
+
+    @abstractmethod
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        """The scores of this rank's part of a parameter: a new fp32 tensor like its values."""
+
+    def _accumulator(self, name: str, position: int, shard: LocalShard) -> Tensor:
+        """An accumulator of a parameter: fp32, like ``shard.values``, zeros at first."""
+        tensors = self._accumulators.setdefault(name, [])
+        for other in range(len(tensors), len(self._tracked)):
+            values = shard.values if other == position else self._read_one(other).values
+            tensors.append(torch.zeros_like(values, dtype=torch.float32))
+        tensor = tensors[position]
+        if tensor.shape != shard.values.shape:
+            raise RuntimeError(
+                f"{shard.name}: this rank's part has shape {tuple(shard.values.shape)}, and had "
+                f"{tuple(tensor.shape)} before; expected a model that is wrapped before the "
+                "criterion is made, and not again."
+            )
+        return tensor
+
+    def _read(self, reader: ShardReader) -> list[LocalShard]:
+        """This rank's part of every parameter, as it is now."""
+        return [_read(reader, parameter) for parameter in self._tracked]
+
+    def _read_one(self, position: int) -> LocalShard:
+        return _read(ShardReader(), self._tracked[position])
+
+    def _gradients(self, reader: ShardReader, shards: list[LocalShard]) -> list[Tensor]:
+        """This rank's part of every gradient; all are checked before any is used."""
+        gradients = []
+        for parameter, shard in zip(self._tracked, shards, strict=True):
+            managed = reader.managed(parameter.module, parameter.name)
+            _check_trainable(shard, requires_grad(shard, managed))
+            gradients.append(local_gradient(shard, managed))
+        return gradients
+
+    def _checked_scores(self) -> dict[tuple[nn.Module, str], Tensor]:
+        if not self.num_updates:
+            raise ValueError(
+                f"{type(self).__name__} has seen no unit; expected at least one update() before "
+                "scores()."
+            )
+        scores: dict[tuple[nn.Module, str], Tensor] = {}
+        shards = self._read(ShardReader())
+        for position, (parameter, shard) in enumerate(zip(self._tracked, shards, strict=True)):
+            score = self._score(position, shard)
+            if not bool(score.isfinite().all()):
+                raise ValueError(
+                    f"{shard.name} has a score that is not finite, after {self.num_updates} "
+                    "updates; expected finite gradients. With a gradient scaler, leave out the "
+                    "steps that it skips."
+                )
+            scores[parameter.pair] = shard.as_parameter_layout(score)
+        return scores
+
+
+def checked_unit(unit: str, allowed: Iterable[str] = _UNITS) -> Unit:
+    """A value of the argument ``unit``.
+
+    Raises:
+        ValueError: none of those that are allowed.
+    """
+    if unit not in allowed:
+        raise ValueError(f"unit={unit!r}; expected {' or '.join(map(repr, allowed))}.")
+    return "global_batch" if unit == "global_batch" else "rank_batch"
+
+
+def checked_weight(weight: float) -> float:
+    """The weight of a unit as a float.
+
+    Raises:
+        ValueError: no finite number >= 0.
+    """
+    value = float(weight)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"weight={weight!r}; expected a finite number >= 0.")
+    return value
+
+
+def _tracked(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[TrackedParameter, ...]:
+    if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; expected (module, name) pairs, as "
+            "select(model) lists them."
+        )
+    reader = ShardReader()
+    tracked: dict[Hashable, TrackedParameter] = {}
+    for position, pair in enumerate(parameters):
+        try:
+            module, name = pair
+        except (TypeError, ValueError):
+            module, name = None, None
+        if not isinstance(module, nn.Module) or not isinstance(name, str):
+            raise TypeError(
+                f"parameters[{position}] is a {type(pair).__name__}; expected a (module, name) "
+                "pair, as select(model) lists them."
+            )
+        label = (
+            getattr(pair, "fqn", None) or f"{type(unwrap(module)).__name__}.{name} (#{position})"
+        )
+        parameter = TrackedParameter(pair, unwrap(module), name, label)
+        shard = _read(reader, parameter)
+        managed = reader.managed(parameter.module, name)
+        if shard.values.is_complex():
+            raise NotImplementedError(
+                f"{label}: dtype {shard.values.dtype} is complex; expected a real parameter."
+            )
+        _check_trainable(shard, requires_grad(shard, managed))
+        tracked.setdefault(shard.key, parameter)
+    if not tracked:
+        raise ValueError("parameters is empty; expected at least one (module, name) pair.")
+    return tuple(tracked.values())
+
+
+def _read(reader: ShardReader, parameter: TrackedParameter) -> LocalShard:
+    return reader.read(parameter.module, parameter.name, parameter.label)
+
+
+def _check_trainable(shard: LocalShard, is_trainable: bool) -> None:
+    if not is_trainable:
+        raise ValueError(
+            f"{shard.name} is frozen (requires_grad=False), so it has no gradient; expected "
+            "parameters that are trained. Leave it out, or call requires_grad_() on it for as long "
+            "as gradients are collected (the base weights under LoRA, say)."
+        )
