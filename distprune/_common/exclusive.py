@@ -41,7 +41,7 @@ def exclusively(groups: Sequence[Any]) -> Iterator[None]:
     if holder is not None:
         raise RuntimeError(_refusal(is_own=holder == threading.get_ident()))
     try:
-        with _interrupts_wait() if groups else contextlib.nullcontext():
+        with interrupts_wait() if groups else contextlib.nullcontext():
             yield
     finally:
         with _lock:
@@ -57,7 +57,8 @@ def raise_waiting_interrupt() -> None:
 
 
 @contextlib.contextmanager
-def _interrupts_wait() -> Iterator[None]:
+def interrupts_wait() -> Iterator[None]:
+    """Let an interrupt wait for the end of a block; a second one is raised at once."""
     present = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(present):
         yield

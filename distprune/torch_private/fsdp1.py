@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.errors import backward_to_come
 from distprune.torch_private.managed import ManagedRun
 
 if TYPE_CHECKING:
@@ -162,17 +161,11 @@ class FlatPiece(ManagedRun):
         objects = {"FullyShardedDataParallel": self.wrapper, "FlatParamHandle": handle}
         private_fields.check("FSDP1", objects | {"FlatParameter": handle.flat_param})
 
-    def reshard(self) -> None:
-        # After evaluation the root keeps its gathered copy.
-        self._check_no_backward()
-        self.free_gathered()
-
-    def _check_no_backward(self) -> None:
-        if live_graphs.reaches(self.handle.flat_param):
-            raise backward_to_come(*self.owners[0])
+    def is_in_graph(self) -> bool:
+        return live_graphs.reaches(self.handle.flat_param)
 
     def free_gathered(self) -> None:
-        """Free the gathered copy if there is one, even if a backward is still to come."""
+        # After evaluation the root keeps its gathered copy.
         handle = self.handle
         is_initialized = hasattr(handle.flat_param, "_local_shard")
         if is_initialized:
@@ -227,7 +220,7 @@ class FlatPiece(ManagedRun):
         return gradient is not None and gradient.numel() != local_slice(self.handle).numel()
 
     def write(self, values: Tensor) -> None:
-        self._check_no_backward()
+        self.check_no_backward()
         self.values.copy_(values)
 
 

@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.errors import backward_to_come
 from distprune.torch_private.managed import ManagedDTensor
 
 if TYPE_CHECKING:
@@ -87,23 +86,21 @@ class ManagedParameter(ManagedDTensor):
             )
         return None
 
-    def reshard(self) -> None:
+    def free_gathered(self) -> None:
         # After evaluation the root keeps its gathered copy. A prefetch before a forward that ended
         # early, or unshard(async_op=True), leaves a gather in flight, of a group that still counts
         # as sharded; the next forward would use its result, so wait for it and free it as well.
-        self._check_no_backward()
         self.group.wait_for_unshard()
         if self.fsdp_param.sharded_state != ShardedState.SHARDED:
             # Not reshard(): a forward that raised left the group in its forward state, where
             # that does nothing for a root.
             self.group._to_sharded()  # type: ignore[no-untyped-call]
 
-    def _check_no_backward(self) -> None:
+    def is_in_graph(self) -> bool:
         # Graphs refer to the gathered parameter, which exists from the first gather on; its memory
         # is freed and allocated again.
         gathered = getattr(self.fsdp_param, "_unsharded_param", None)
-        if gathered is not None and live_graphs.reaches(gathered):
-            raise backward_to_come(*self.owners[0])
+        return gathered is not None and live_graphs.reaches(gathered)
 
     def has_registered(self, module: nn.Module, name: str) -> bool:
         registered = module._parameters.get(name)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from distprune.torch_private.errors import backward_to_come
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -55,12 +57,26 @@ class Managed(ABC):
         """Raise NotImplementedError naming the private fields that this torch lacks."""
 
     @abstractmethod
+    def is_in_graph(self) -> bool:
+        """Whether a backward is still to come that may need the gathered copy."""
+
+    @abstractmethod
+    def free_gathered(self) -> None:
+        """Free the gathered copy, if there is one, even if a backward is still to come."""
+
     def reshard(self) -> None:
         """Free the gathered copy, if there is one: it was made without the mask to come.
 
         Raises:
             RuntimeError: a backward is still to come that needs the copy.
         """
+        self.check_no_backward()
+        self.free_gathered()
+
+    def check_no_backward(self) -> None:
+        """Raise RuntimeError if a backward is still to come that may need the gathered copy."""
+        if self.is_in_graph():
+            raise backward_to_come(*self.owners[0])
 
     @abstractmethod
     def has_registered(self, module: nn.Module, name: str) -> bool:
