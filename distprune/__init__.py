@@ -31,6 +31,7 @@ __all__ = [
     "Identity",
     "L1Unstructured",
     "LnStructured",
+    "LowestScore",
     "MaskLoadingReport",
     "NamedParameter",
     "ParameterReport",

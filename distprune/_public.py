@@ -32,6 +32,7 @@ from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
 from distprune.methods.builtin import Identity as Identity
 from distprune.methods.builtin import L1Unstructured as L1Unstructured
+from distprune.methods.builtin import LowestScore as LowestScore
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
 from distprune.methods.structured import LnStructured as LnStructured
 from distprune.methods.structured import RandomStructured as RandomStructured

@@ -14,6 +14,7 @@ from distprune._common.process_groups import world
 from distprune.call.arguments import PruningArguments
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
+from distprune.call.signed_scores import check_order
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import chosen_hook
 
@@ -176,6 +177,7 @@ def global_arguments(
             'Only "unstructured" PRUNING_TYPE is supported for the `pruning_method`: '
             f"{pruning_method} has type {kind!r}."
         )
+    check_order(importance_scores, method)
     return PruningArguments(
         parameters=parameters,
         method=method,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from distprune._common.naming import unwrap
+from distprune.call.signed_scores import SignedScores
 from distprune.shards.reader import ShardReader
 from distprune.shards.target import Scores
 
@@ -63,11 +64,12 @@ def without_others(
     reader = ShardReader()
     own = {_identity(place, reader) for place in mine}
     foreign = {_identity(place, reader) for place in others} - own - {None}
-    return {
+    kept = {
         key: tensor
         for key, tensor in scores.items()
         if not (_is_place(key) and _identity(key, reader) in foreign)
     }
+    return SignedScores(kept) if isinstance(scores, SignedScores) else kept
 
 
 def _identity(place: Place, reader: ShardReader) -> Hashable | None:

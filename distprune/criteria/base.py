@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
+from distprune.call.signed_scores import SignedScores
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
 from distprune.shards.gradients import local_gradient, requires_grad
@@ -212,7 +213,8 @@ class Criterion(ABC):
                 f"{type(self).__name__} has seen no unit; expected at least one update() before "
                 "scores()."
             )
-        scores: dict[tuple[nn.Module, str], Tensor] = {}
+        is_signed = not self.pruning_method.IGNORES_SIGN
+        scores: dict[tuple[nn.Module, str], Tensor] = SignedScores() if is_signed else {}
         shards = self._read(ShardReader())
         for position, (parameter, shard) in enumerate(zip(self._tracked, shards, strict=True)):
             score = self._score(position, shard)

@@ -54,11 +54,13 @@ class BasePruningMethod(PruningHook, ABC):
         DISTRIBUTED: see above; None if the method cannot tell.
         READS_VALUES: whether the mask depends on the scores, so that replicas
             have to be equal.
+        IGNORES_SIGN: whether scores rank by their absolute values, so that signed ones are refused.
     """
 
     PRUNING_TYPE: Literal["unstructured", "structured", "global"]
     DISTRIBUTED: Literal["elementwise", "scores", "gather"] | None = None
     READS_VALUES = True
+    IGNORES_SIGN = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -90,6 +90,7 @@ class L1Unstructured(BasePruningMethod):
     """
 
     PRUNING_TYPE = "unstructured"
+    IGNORES_SIGN = True
 
     def __init__(self, amount: Amount) -> None:
         validate_amount(amount)
@@ -117,6 +118,53 @@ class L1Unstructured(BasePruningMethod):
         importance_scores: Tensor | None = None,
     ) -> BasePruningMethod:
         """Prune ``module.<name>`` by magnitude; see :meth:`BasePruningMethod.apply`."""
+        return super().apply(module, name, amount=amount, importance_scores=importance_scores)
+
+
+class LowestScore(BasePruningMethod):
+    """Prunes the elements of the lowest scores, signed: -2 before -1 before 1.
+
+    For scores whose sign counts, such as those of movement pruning and of GraSP
+    (``L1Unstructured`` ranks |scores|). It ranks ``importance_scores`` only, never values:
+    every parameter needs scores. -0.0 equals 0.0; among equal scores the lower index goes first.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    PRUNING_TYPE = "unstructured"
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+        """Zero the ``k`` lowest elements of ``t``; NaN rank last."""
+        k = checked_count(self.amount, t.nelement())
+        mask = default_mask.clone(memory_format=torch.contiguous_format)
+        if k:
+            ranking.zero_lowest(mask, t, k, Order.ASCENDING)
+        return mask
+
+    def decide(self, call: PruningCall) -> Decision:
+        if type(self).compute_mask is not _BUILT_IN[LowestScore]:
+            return super().decide(call)
+        return ranking.rank(call, self.amount, ranking.signed_keys)
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls, module: nn.Module, name: str, amount: Amount, importance_scores: Tensor
+    ) -> BasePruningMethod:
+        """Prune ``module.<name>`` by signed scores; see :meth:`BasePruningMethod.apply`.
+
+        Raises:
+            TypeError: scores that are no tensor.
+        """
+        if not isinstance(importance_scores, Tensor):
+            raise TypeError(
+                f"importance_scores is a {type(importance_scores).__name__}; expected a tensor of "
+                "the parameter's shape, because LowestScore never ranks values."
+            )
         return super().apply(module, name, amount=amount, importance_scores=importance_scores)
 
 
@@ -211,4 +259,5 @@ def _check_given(call: PruningCall, mask: Tensor) -> None:
 _BUILT_IN: dict[type[BasePruningMethod], Callable[..., Tensor]] = {
     RandomUnstructured: RandomUnstructured.compute_mask,
     L1Unstructured: L1Unstructured.compute_mask,
+    LowestScore: LowestScore.compute_mask,
 }

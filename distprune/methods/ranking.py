@@ -37,8 +37,8 @@ def rank(call: PruningCall, amount: Amount, make_keys: Callable[[PruningCall], K
     Args:
         call: the parameters.
         amount: how many elements, as a fraction of what is unpruned or a count.
-        make_keys: a local step: :func:`magnitude_keys`, or what :func:`random_keys` or
-            :func:`score_keys` return.
+        make_keys: a local step: :func:`magnitude_keys`, :func:`signed_keys`, or what
+            :func:`random_keys` or :func:`score_keys` return.
 
     Raises:
         ValueError: a live score is NaN, or the bounds do not allow for the amount; on every rank.
@@ -112,13 +112,34 @@ def magnitude_keys(call: PruningCall) -> Keys:
     Raises:
         NotImplementedError: complex scores.
     """
+    return _tensor_keys(call, Order.MAGNITUDE)
+
+
+def signed_keys(call: PruningCall) -> Keys:
+    """Keys of the importance scores, signed: the lowest first.
+
+    Raises:
+        ValueError: a parameter without scores.
+        NotImplementedError: complex scores.
+    """
+    for shard, scores in zip(call.shards, call.scores, strict=True):
+        if scores is None:
+            raise ValueError(
+                f"{shard.name} has no importance_scores, and the lowest signed values of a weight "
+                "are not its least important ones; expected scores of every parameter, or "
+                "L1Unstructured to rank by magnitude."
+            )
+    return _tensor_keys(call, Order.ASCENDING)
+
+
+def _tensor_keys(call: PruningCall, order: Order) -> Keys:
     dtype = call.score_dtype()
     if dtype.is_complex:
         raise NotImplementedError(
             f"scores of dtype {dtype} cannot be ranked over several parameters; "
             "expected real ones. Pass importance_scores=|w| of every parameter."
         )
-    keys = key_range(dtype, Order.MAGNITUDE)
+    keys = key_range(dtype, order)
     return keys, [
         TensorKeys(shard.flat(call.score_or_value(position)), keys)
         for position, shard in enumerate(call.shards)

@@ -31,7 +31,7 @@ ROOMS = {
     "schedule": {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
-    "criteria": {"_common", "shards", "methods"},
+    "criteria": {"_common", "shards", "call", "methods"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},

@@ -16,7 +16,7 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "MaskLoadingReport", "NamedParameter", "ParameterReport", "PruningReport",
+    "LowestScore", "MaskLoadingReport", "NamedParameter", "ParameterReport", "PruningReport",
     "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint", "criteria",
     "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
     "shard_masks", "verify",
