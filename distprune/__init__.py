@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BasePruningMethod",
     "CustomFromMask",
+    "FactoredScores",
     "Identity",
     "L1Unstructured",
     "LnStructured",

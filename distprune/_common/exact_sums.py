@@ -81,7 +81,8 @@ def grid_sum(
     for start in range(0, scores.size, SERIAL):
         terms = _terms(scores[start : start + SERIAL], exponent, power, scratch)
         if live is not None:
-            terms *= live[start : start + SERIAL]
+            # Not by a product: what does not count may be infinite.
+            terms[~live[start : start + SERIAL]] = 0.0
         total += int(terms.sum())
     return total
 
@@ -114,8 +115,9 @@ def grid_sum_on_device(
     for scale in _scales(exponent, power):
         terms = terms * scale
     terms = terms.square_() if power == 2 else terms.abs_()
-    whole = terms.round_().long()
-    return (whole if live is None else whole.mul_(live)).sum()
+    if live is not None:
+        terms = terms.where(live, 0.0)
+    return terms.round_().long().sum()
 
 
 def to_words(total: int) -> tuple[int, int]:

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
-from torch import Tensor, nn
+from torch import nn
 
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
+from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
 from distprune.call.arguments import PruningArguments
 from distprune.call.report import PruningReport
@@ -17,6 +18,7 @@ from distprune.call.run import prune_parameters
 from distprune.call.signed_scores import check_order
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import chosen_hook
+from distprune.shards.target import Scores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,13 +30,14 @@ P = ParamSpec("P")
 def global_unstructured(
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: type[BasePruningMethod],
-    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    importance_scores: Scores | None = None,
     *,
     amount: Amount,
     group: ProcessGroup | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
+    normalize: Normalization | None = None,
 ) -> PruningReport: ...
 
 
@@ -44,11 +47,12 @@ def global_unstructured(
 def global_unstructured(
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: Callable[P, BasePruningMethod],
-    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    importance_scores: Scores | None = None,
     group: ProcessGroup | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
+    normalize: Normalization | None = None,
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> PruningReport: ...
@@ -57,13 +61,14 @@ def global_unstructured(
 def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P also allows positions
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: type[BasePruningMethod],
-    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    importance_scores: Scores | None = None,
     *,
     amount: Amount | None = None,
     group: ProcessGroup | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
+    normalize: Normalization | None = None,
     **kwargs: Any,
 ) -> PruningReport:
     """Prune many parameters together: one ranking over all of them, and over all ranks.
@@ -85,8 +90,9 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             parameter counts once.
         pruning_method: a class with ``PRUNING_TYPE`` "unstructured", such as
             ``L1Unstructured`` or ``RandomUnstructured``.
-        importance_scores: rank by |scores| instead of |values|: by (module, name), a
-            tensor of the parameter's shape; for a sharded parameter whole, or a
+        importance_scores: rank by |scores| instead of |values|: by (module, name),
+            ``FactoredScores``, which are computed while they are ranked, or a tensor of the
+            parameter's shape; for a sharded parameter whole, or a
             DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
             of the parameter's memory, as its gradient is. Parameters that are not in it rank by
             value. A tied parameter may stand under any of its names; any other key is an error.
@@ -108,6 +114,12 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             too. Parameters of one name are replicas and count once; replicas that differ are an
             error, and if they are meant to (experts, say), give them different names:
             ``NamedParameter(module, name, fqn)``.
+        normalize: "rms", "l2" or "mean": the scores of each parameter are divided by their root
+            mean square, by their l2 norm, or by the mean of |score|, over its unpruned elements,
+            before they are ranked, so that parameters of different scales compare. None ranks
+            them as they are, as torch does: on pretrained language models this empties some
+            parameters, and "rms" is the better choice. A statistic is an exact sum, and the result
+            is rounded once to float32 (float64 for float64 scores): the same on any sharding.
         kwargs: for the method: whatever else it accepts.
 
     Returns:
@@ -116,9 +128,10 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     Raises:
         TypeError: a method that is not unstructured, a keyword that it does not accept, or
             arguments of a wrong type.
-        ValueError: scores of a parameter that is not in the list; a NaN score, an amount out of
-            range, an empty list; an amount that is too small for the floors or too large for the
-            ceilings; ranks that differ in their arguments. Named, on every rank.
+        ValueError: scores of a parameter that is not in the list; a NaN score, or an infinite one
+            with ``normalize``; an amount out of range, an empty list; an amount that is too small
+            for the floors or too large for the ceilings; ranks that differ in their arguments.
+            Named, on every rank.
         NotImplementedError: a layout or wrapper that is not supported; a method that does
             not say how it works on shards, or that does not rank, with bounds.
 
@@ -126,7 +139,8 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
 
     Cost: one read of the scores (two for replicated parameters, which are compared) and one
     write of the masks; a dozen all-reduces, about 100 KB in all whatever the size of the
-    model; memory for the masks and a few megabytes. With bounds, two to four times as much
+    model; memory for the masks and a few megabytes. With ``normalize`` two more reads, and 24
+    bytes per parameter. With bounds, two to four times as much
     in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
     more per parameter whose bound decides.
     """
@@ -139,6 +153,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             min_sparsity=min_sparsity,
             max_sparsity=max_sparsity,
             pipeline_parallel=pipeline_parallel,
+            normalize=normalize,
             **kwargs,
         ),
         world(group),
@@ -148,12 +163,13 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
 def global_arguments(
     parameters: Iterable[tuple[nn.Module, str]],
     pruning_method: Callable[..., BasePruningMethod],
-    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    importance_scores: Scores | None = None,
     *,
     amount: Amount | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
+    normalize: Normalization | None = None,
     **kwargs: Any,
 ) -> PruningArguments:
     """The arguments of :func:`global_unstructured`, checked, with the method made. Local."""
@@ -167,6 +183,7 @@ def global_arguments(
             f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
             "(module, name) to a tensor."
         )
+    check_normalization(normalize)
     if amount is not None:
         kwargs = {"amount": amount, **kwargs}
     _check_keywords(pruning_method, kwargs)
@@ -188,11 +205,12 @@ def global_arguments(
         min_sparsity=min_sparsity,
         max_sparsity=max_sparsity,
         pipeline_parallel=pipeline_parallel,
+        normalize=normalize,
     )
 
 
 # Keywords of global_unstructured that are not for the method.
-_OWN_KEYWORDS = ("group", "min_sparsity", "max_sparsity", "pipeline_parallel")
+_OWN_KEYWORDS = ("group", "min_sparsity", "max_sparsity", "pipeline_parallel", "normalize")
 
 
 def _check_keywords(pruning_method: Callable[..., object], kwargs: Mapping[str, Any]) -> None:

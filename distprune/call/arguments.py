@@ -10,6 +10,7 @@ from torch import nn
 
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
+from distprune._common.exact_sums import Normalization
 from distprune.call.context import Decision, PruningCall
 from distprune.masks.hook import PruningHook
 from distprune.shards.target import Scores
@@ -60,6 +61,7 @@ class PruningArguments(ParameterArguments):
         make_hook: makes what is registered on a module.
         amount: for the report.
         min_sparsity, max_sparsity: bounds of single parameters, as the caller gave them.
+        normalize: what the scores of each parameter are divided by, if anything.
     """
 
     method: DecidesMasks
@@ -67,6 +69,7 @@ class PruningArguments(ParameterArguments):
     amount: Amount | None = None
     min_sparsity: SparsityBound | None = None
     max_sparsity: SparsityBound | None = None
+    normalize: Normalization | None = None
 
     @property
     def has_bounds(self) -> bool:
@@ -76,4 +79,8 @@ class PruningArguments(ParameterArguments):
     def all_facts(self) -> list[Fact]:
         """Everything that must be equal on all ranks, but for the parameters themselves."""
         bounds = "given" if self.has_bounds else "none"
-        return [*super().all_facts(), ("bounds on the sparsity of parameters", bounds)]
+        return [
+            *super().all_facts(),
+            ("bounds on the sparsity of parameters", bounds),
+            ("normalize", str(self.normalize)),
+        ]

@@ -74,5 +74,7 @@ def _compared(target: Target, reads_values: bool) -> list[Tensor]:
     shard = target.shard
     if shard.num_replicas == 1:
         return []
-    ranked = [shard.values if target.scores is None else target.scores] if reads_values else []
+    # Factors of scores are compared with the arguments: they are whole on every rank.
+    scores = target.scores if isinstance(target.scores, Tensor) else shard.values
+    ranked = [scores] if reads_values else []
     return ranked if shard.mask is None else [*ranked, shard.mask]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,9 @@ from torch import Tensor
 
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
+from distprune._common.exact_sums import Normalization
+from distprune.selection.scores import scores_in_memory
+from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
 
 
@@ -20,20 +22,23 @@ class PruningCall:
 
     Attributes:
         shards: this rank's part of every parameter; the same list on all ranks.
-        scores: this rank's part of the importance scores, N-d as the values; None
-            where the caller gave none.
+        scores: this rank's part of the importance scores, N-d as the values, or the factors of
+            them; None where the caller gave none.
         num_live: unpruned elements of every whole parameter.
         mask_dtypes: dtype of the new mask of every parameter.
         communicator: the ranks that take part.
         bounds: how much of every parameter is to be pruned after the call; None: no bounds.
+        normalize: what the scores of each parameter are divided by before they are ranked; None:
+            they are ranked as they are.
     """
 
     shards: Sequence[LocalShard]
-    scores: Sequence[Tensor | None]
+    scores: Sequence[Tensor | FactoredScores | None]
     num_live: Sequence[int]
     mask_dtypes: Sequence[torch.dtype]
     communicator: Communicator
     bounds: Bounds | None = None
+    normalize: Normalization | None = None
 
     @property
     def is_local(self) -> bool:
@@ -41,14 +46,14 @@ class PruningCall:
         return not any(shard.is_sharded for shard in self.shards)
 
     def score_or_value(self, position: int) -> Tensor:
-        """The given scores of a parameter, or its values; N-d."""
-        scores = self.scores[position]
-        return self.shards[position].values if scores is None else scores
+        """The given scores of a parameter, or its values; N-d.
 
-    def score_dtype(self) -> torch.dtype:
-        """The dtype in which scores of different dtypes compare exactly: torch's promotion."""
-        dtypes = [self.score_or_value(i).dtype for i in range(len(self.shards))]
-        return functools.reduce(torch.promote_types, dtypes)
+        Factored scores are computed, and take the memory of a tensor.
+        """
+        scores = self.scores[position]
+        if isinstance(scores, FactoredScores):
+            return scores_in_memory(self.shards[position], scores)
+        return self.shards[position].values if scores is None else scores
 
     def start_mask(self, position: int) -> Tensor:
         """A local mask to prune in: the mask in force, or ones.

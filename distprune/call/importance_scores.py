@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from distprune._common.naming import unwrap
 from distprune.call.signed_scores import SignedScores
+from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader
 from distprune.shards.target import Scores
 
@@ -21,7 +22,7 @@ def by_parameter(
     places: Mapping[Hashable, Sequence[Place]],
     labels: Mapping[Hashable, str],
     reader: ShardReader,
-) -> dict[Hashable, list[Tensor]]:
+) -> dict[Hashable, list[Tensor | FactoredScores]]:
     """Group the scores by parameter; a tied parameter may have them under any of its names.
 
     Args:
@@ -36,7 +37,7 @@ def by_parameter(
             and the parameter that was meant would be ranked by its values.
     """
     owner = {(id(m), name): key for key, pairs in places.items() for m, name in pairs}
-    grouped: dict[Hashable, list[Tensor]] = {}
+    grouped: dict[Hashable, list[Tensor | FactoredScores]] = {}
     for pair, tensor in scores.items():
         place = _checked(pair, labels)
         key = owner.get((id(place[0]), place[1]))

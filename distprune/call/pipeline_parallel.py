@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.natural_order import natural_key
+from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
 from distprune.shards.shard import FlatShard
 from distprune.shards.target import Target
@@ -82,8 +84,11 @@ def _joined(
 
 def _entry(target: Target) -> _Entry:
     shard = target.shard
-    scores = shard.values if target.scores is None else target.scores
-    dtype = str(scores.dtype).removeprefix("torch.")
+    scores = target.scores if isinstance(target.scores, Tensor) else shard.values
+    score_dtype = scores.dtype
+    if isinstance(target.scores, FactoredScores):
+        score_dtype = torch.promote_types(score_dtype, torch.float32)
+    dtype = str(score_dtype).removeprefix("torch.")
     if shard.ranks is None:  # it was read as if every rank of the call had a copy
         return _Entry(target.facts, tuple(shard.shape), dtype, (), 1)
     return _Entry(target.facts, tuple(shard.shape), dtype, shard.ranks, shard.num_replicas)

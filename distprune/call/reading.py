@@ -17,6 +17,7 @@ from distprune.call.arguments import Fact, ParameterArguments, PruningArguments
 from distprune.call.copies import count_copies_on_other_meshes
 from distprune.call.importance_scores import by_parameter
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
+from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target
@@ -234,7 +235,7 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
 
 def _local_scores(
     scores: Sequence[Any], label: str, shard: LocalShard
-) -> tuple[Tensor | None, str]:
+) -> tuple[Tensor | FactoredScores | None, str]:
     """This rank's part of the scores, and what must be equal on all ranks.
 
     A tied parameter may have its scores under several names.
@@ -243,7 +244,7 @@ def _local_scores(
         return None, "none"
     parts = [_part_of(tensor, label, shard) for tensor in scores]
     first, about = parts[0]
-    if any(not torch.equal(part, first) for part, _ in parts[1:]):
+    if any(not _are_equal(part, first) for part, _ in parts[1:]):
         raise ValueError(
             f"{label} is tied, and importance_scores has different scores under several of its "
             "names; expected them under one name, or equal ones."
@@ -251,10 +252,20 @@ def _local_scores(
     return first, about
 
 
-def _part_of(scores: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
+def _are_equal(one: Tensor | FactoredScores, other: Tensor | FactoredScores) -> bool:
+    if isinstance(one, FactoredScores):
+        return isinstance(other, FactoredScores) and one.equals(other)
+    return isinstance(other, Tensor) and torch.equal(one, other)
+
+
+def _part_of(scores: Any, label: str, shard: LocalShard) -> tuple[Tensor | FactoredScores, str]:
+    if isinstance(scores, FactoredScores):
+        scores.check_shape(label, shard.shape)
+        return scores, f"factors, checksum {scores.checksum()}"
     if not isinstance(scores, Tensor):
         raise TypeError(
-            f"{label}: importance_scores is a {type(scores).__name__}; expected a tensor."
+            f"{label}: importance_scores is a {type(scores).__name__}; expected a tensor or "
+            "FactoredScores."
         )
     whole = unflattened(label, "importance_scores", scores, shard)
     part = local_part(label, "importance_scores", whole, shard)

@@ -51,6 +51,7 @@ def prune_parameters(
                     mask_dtypes=[_mask_dtype(target) for target in targets],
                     communicator=communicator,
                     bounds=bounds,
+                    normalize=arguments.normalize,
                 )
             )
         if bounds is not None and decision.bound_of is None:
@@ -58,6 +59,12 @@ def prune_parameters(
                 f"{type(method).__name__} does not rank elements by a score, so min_sparsity "
                 "and max_sparsity have no meaning for it; expected a method that does, such as "
                 "L1Unstructured, RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
+            )
+        if arguments.normalize is not None and decision.bound_of is None:
+            raise NotImplementedError(
+                f"{type(method).__name__} does not rank elements by a score, so "
+                f"normalize={arguments.normalize!r} has no meaning for it; expected a method that "
+                "does, such as L1Unstructured, or your own with DISTRIBUTED = 'scores'."
             )
         num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
     bound_of = decision.bound_of or [None] * len(targets)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from distprune.shards.factored import FactoredScores
 
-class SignedScores(dict[tuple[nn.Module, str], Tensor]):
+
+class SignedScores(dict[tuple[nn.Module, str], Tensor | FactoredScores]):
     """Importance scores of which the lowest, signed, are to be pruned: -2 before -1 before 1.
 
     A criterion with signed scores returns them. A method that ranks by |score| would prune those

@@ -97,7 +97,7 @@ class BasePruningMethod(PruningHook, ABC):
             return mask_functions.elementwise_decision(call, self.compute_mask)
         if self.DISTRIBUTED == "scores":
             amount, compute_scores = _scoring(self)
-            return ranking.rank(call, amount, ranking.score_keys(compute_scores))
+            return ranking.rank(call, amount, ranking.by_function(compute_scores))
         if self.DISTRIBUTED == "gather":
             return mask_functions.whole_decision(call, self.compute_mask, gather=not call.is_local)
         if self.DISTRIBUTED is not None:

@@ -74,7 +74,7 @@ class RandomUnstructured(BasePruningMethod):
         is_torch = call.is_local and call.bounds is None and not is_distributed()
         if type(self).compute_mask is not _BUILT_IN[RandomUnstructured] or is_torch:
             return super().decide(call)
-        return ranking.rank(call, self.amount, ranking.random_keys(call.communicator))
+        return ranking.rank_at_random(call, self.amount)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
@@ -107,7 +107,7 @@ class L1Unstructured(BasePruningMethod):
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[L1Unstructured]:
             return super().decide(call)
-        return ranking.rank(call, self.amount, ranking.magnitude_keys)
+        return ranking.rank(call, self.amount, ranking.BY_MAGNITUDE)
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -149,7 +149,7 @@ class LowestScore(BasePruningMethod):
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[LowestScore]:
             return super().decide(call)
-        return ranking.rank(call, self.amount, ranking.signed_keys)
+        return ranking.rank(call, self.amount, ranking.BY_SIGNED_SCORE)
 
     @classmethod
     def apply(  # type: ignore[override]

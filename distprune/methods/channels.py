@@ -136,7 +136,7 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
         )
     rows, coordinates = call.communicator.run(
         lambda: shard.channels(
-            shard.live_values() if call.scores[0] is None else call.scores[0], channel_dim
+            shard.live_values() if call.scores[0] is None else call.score_or_value(0), channel_dim
         )
     )
     norms = channel_norms(

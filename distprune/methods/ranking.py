@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,38 +17,116 @@ from distprune.selection.candidates import Candidates, KeySource, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import (
     RANDOM_KEYS,
-    ComputedKeys,
     KeyRange,
     Order,
     RandomKeys,
-    TensorKeys,
+    ScoreKeys,
     key_range,
 )
+from distprune.selection.normalizing import Scored, normalized
 from distprune.selection.passes import write_keep, write_masks
+from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
 from distprune.selection.within_bounds import limits_for, select_within
+from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
 
 # The range of all keys, and for every shard of this rank the source of its keys.
 Keys = tuple[KeyRange, Sequence[KeySource]]
 
 
-def rank(call: PruningCall, amount: Amount, make_keys: Callable[[PruningCall], Keys]) -> Decision:
-    """Prune the elements of the smallest keys over all parameters and ranks, within the bounds.
+@dataclass(frozen=True)
+class Ranking:
+    """What a method ranks by.
+
+    Attributes:
+        order: which scores are pruned first.
+        make_scores: a local step: the scores of every shard of this rank.
+    """
+
+    order: Order
+    make_scores: Callable[[PruningCall], Sequence[ScoreSource]]
+
+
+def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
+    """Prune the elements of the lowest scores over all parameters and ranks, within the bounds.
 
     Args:
         call: the parameters.
         amount: how many elements, as a fraction of what is unpruned or a count.
-        make_keys: a local step: :func:`magnitude_keys`, :func:`signed_keys`, or what
-            :func:`random_keys` or :func:`score_keys` return.
+        ranking: :data:`BY_MAGNITUDE`, :data:`BY_SIGNED_SCORE`, or what :func:`by_function` returns.
 
     Raises:
-        ValueError: a live score is NaN, or the bounds do not allow for the amount; on every rank.
+        ValueError: a live score is NaN, or, with a normalisation, infinite; or the bounds do not
+            allow for the amount; on every rank.
+        NotImplementedError: scores of a dtype that has no order; on every rank.
 
-    Cost: one read of the scores, and one write of the masks when the decision is finished.
+    Cost: one read of the scores, two more with a normalisation, and one write of the masks when
+    the decision is finished.
     """
+    sources: Sequence[ScoreSource] | None = None
+    if call.normalize is not None:
+        scored = call.communicator.run(lambda: _scored(call, ranking.make_scores(call)))
+        sources = normalized(scored, call.normalize, call.num_live, call.communicator)
+
+    def make_keys() -> Keys:
+        scores = ranking.make_scores(call) if sources is None else sources
+        dtype = functools.reduce(torch.promote_types, [source.dtype for source in scores])
+        if dtype.is_complex:
+            raise NotImplementedError(
+                f"scores of dtype {dtype} cannot be ranked over several parameters; "
+                "expected real ones. Pass importance_scores=|w| of every parameter."
+            )
+        keys = key_range(dtype, ranking.order)
+        return keys, [ScoreKeys(source, keys) for source in scores]
+
+    return _rank_keys(call, amount, make_keys, is_by_magnitude=ranking is BY_MAGNITUDE)
+
+
+def rank_at_random(call: PruningCall, amount: Amount) -> Decision:
+    """:func:`rank` by random keys that are the same on any sharding of the parameters.
+
+    Every rank draws one number from torch's default CPU generator; the leader's is the seed of all.
+
+    Raises:
+        ValueError: a normalisation, which random keys cannot have; and as :func:`rank`.
+    """
+    if call.normalize is not None:
+        raise ValueError(
+            f"normalize={call.normalize!r} of random scores has no meaning; expected None."
+        )
+    seed = int(call.communicator.leader_of(1, draw_seed)[0])
+
+    def make_keys() -> Keys:
+        sources: list[KeySource] = []
+        offset = 0
+        for shard in call.shards:
+            sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
+            offset += shard.numel
+        return RANDOM_KEYS, sources
+
+    return _rank_keys(call, amount, make_keys, is_by_magnitude=False)
+
+
+def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
+    return [
+        Scored(
+            shard.name,
+            source,
+            None if shard.mask is None else shard.flat(shard.mask),
+            shard.counted,
+            shard.values.device,
+        )
+        for shard, source in zip(call.shards, scores, strict=True)
+    ]
+
+
+def _rank_keys(
+    call: PruningCall, amount: Amount, make_keys: Callable[[], Keys], *, is_by_magnitude: bool
+) -> Decision:
+    """:func:`rank`, by keys. ``make_keys`` is a local step."""
 
     def prepare() -> _Prepared:
-        keys, sources = make_keys(call)
+        keys, sources = make_keys()
         parts = [
             Candidates(
                 source,
@@ -90,11 +169,13 @@ def rank(call: PruningCall, amount: Amount, make_keys: Callable[[PruningCall], K
     def finish() -> LocalMasks:
         return LocalMasks(prepared.masks, write_masks(parts, cuts, flat, drafted))
 
-    is_unscored = call.bounds is None and all(scores is None for scores in call.scores)
+    is_plain = call.bounds is None and call.normalize is None
     decision = Decision(
         finish,
         bound_of=[cut.bound for cut in cuts],
-        is_by_magnitude=make_keys is magnitude_keys and is_unscored,
+        is_by_magnitude=is_by_magnitude
+        and is_plain
+        and not any(scores is not None for scores in call.scores),
     )
     if keys is RANDOM_KEYS or selection is None or not k:
         return decision
@@ -106,74 +187,40 @@ def rank(call: PruningCall, amount: Amount, make_keys: Callable[[PruningCall], K
     )
 
 
-def magnitude_keys(call: PruningCall) -> Keys:
-    """Keys of |score|.
-
-    Raises:
-        NotImplementedError: complex scores.
-    """
-    return _tensor_keys(call, Order.MAGNITUDE)
-
-
-def signed_keys(call: PruningCall) -> Keys:
-    """Keys of the importance scores, signed: the lowest first.
-
-    Raises:
-        ValueError: a parameter without scores.
-        NotImplementedError: complex scores.
-    """
+def _scores_or_values(call: PruningCall, *, are_signed: bool) -> list[ScoreSource]:
+    sources: list[ScoreSource] = []
     for shard, scores in zip(call.shards, call.scores, strict=True):
-        if scores is None:
+        if isinstance(scores, FactoredScores):
+            sources.append(FactorScores(shard, scores, are_signed=are_signed))
+        else:
+            sources.append(TensorScores(shard.flat(shard.values if scores is None else scores)))
+    return sources
+
+
+def _signed_scores(call: PruningCall) -> list[ScoreSource]:
+    for shard, scores in zip(call.shards, call.scores, strict=True):
+        if scores is None and shard.values.numel():
             raise ValueError(
                 f"{shard.name} has no importance_scores, and the lowest signed values of a weight "
                 "are not its least important ones; expected scores of every parameter, or "
                 "L1Unstructured to rank by magnitude."
             )
-    return _tensor_keys(call, Order.ASCENDING)
+    return _scores_or_values(call, are_signed=True)
 
 
-def _tensor_keys(call: PruningCall, order: Order) -> Keys:
-    dtype = call.score_dtype()
-    if dtype.is_complex:
-        raise NotImplementedError(
-            f"scores of dtype {dtype} cannot be ranked over several parameters; "
-            "expected real ones. Pass importance_scores=|w| of every parameter."
-        )
-    keys = key_range(dtype, order)
-    return keys, [
-        TensorKeys(shard.flat(call.score_or_value(position)), keys)
-        for position, shard in enumerate(call.shards)
-    ]
+BY_MAGNITUDE = Ranking(Order.MAGNITUDE, functools.partial(_scores_or_values, are_signed=False))
+BY_SIGNED_SCORE = Ranking(Order.ASCENDING, _signed_scores)
 
 
-def random_keys(communicator: Communicator) -> Callable[[PruningCall], Keys]:
-    """Random keys that are the same on any sharding of the parameters. Collective.
-
-    Every rank draws one number from torch's default CPU generator; the leader's
-    is the seed of all.
-    """
-    seed = int(communicator.leader_of(1, draw_seed)[0])
-
-    def make_keys(call: PruningCall) -> Keys:
-        sources: list[KeySource] = []
-        offset = 0
-        for shard in call.shards:
-            sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
-            offset += shard.numel
-        return RANDOM_KEYS, sources
-
-    return make_keys
-
-
-def score_keys(score: Callable[[Tensor], Tensor]) -> Callable[[PruningCall], Keys]:
-    """Keys of a user's elementwise scores, signed.
+def by_function(score: Callable[[Tensor], Tensor]) -> Ranking:
+    """A ranking by a user's elementwise scores, signed.
 
     Args:
         score: from values (or importance scores), 1-d, to scores of the same shape.
     """
 
-    def make_keys(call: PruningCall) -> Keys:
-        dtype = None
+    def make_scores(call: PruningCall) -> list[ScoreSource]:
+        sources: list[ScoreSource] = []
         for position, shard in enumerate(call.shards):
             flat = shard.flat(call.score_or_value(position))
             probe = score(flat[:1])
@@ -182,15 +229,10 @@ def score_keys(score: Callable[[Tensor], Tensor]) -> Callable[[PruningCall], Key
                     f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
                     f"{tuple(flat[:1].shape)}; expected one score per element."
                 )
-            dtype = probe.dtype if dtype is None else torch.promote_types(dtype, probe.dtype)
-        assert dtype is not None
-        keys = key_range(dtype, Order.ASCENDING)
-        return keys, [
-            ComputedKeys(shard.flat(call.score_or_value(position)), score, keys)
-            for position, shard in enumerate(call.shards)
-        ]
+            sources.append(ComputedScores(flat, score, probe.dtype))
+        return sources
 
-    return make_keys
+    return Ranking(Order.ASCENDING, make_scores)
 
 
 def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
@@ -207,7 +249,7 @@ def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
         flat = flat.abs()
     keys = key_range(flat.dtype, order)
     part = Candidates(
-        TensorKeys(flat, keys),
+        ScoreKeys(TensorScores(flat), keys),
         None,
         index_map(flat.shape, dim_coordinates(flat.shape, ()), [0]),
         range(flat.numel()),

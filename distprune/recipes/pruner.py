@@ -9,7 +9,7 @@ import torch
 
 from distprune.api.select import select
 from distprune.methods.builtin import L1Unstructured, RandomUnstructured
-from distprune.methods.ranking import random_keys, rank
+from distprune.methods.ranking import rank_at_random
 from distprune.schedule.pruner import ScheduledPruner
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
         def decide(self, call: PruningCall) -> Decision:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return rank(call, self.amount, random_keys(call.communicator))
+                return rank_at_random(call, self.amount)
 
     # Ranks compare the names of their methods.
     SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"

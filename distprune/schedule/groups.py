@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from distprune._common.amount import resolve_count
-from distprune._common.bounds import CEILING, FLOOR, Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.exact_sums import Normalization, check_normalization
 from distprune.call.report import ParameterReport
 from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
@@ -24,8 +25,8 @@ class Group:
 
     Args:
         parameters: (module, name) pairs.
-        schedule, pruning_method, min_sparsity, max_sparsity, pipeline_parallel: as for
-            ``ScheduledPruner``.
+        schedule, pruning_method, min_sparsity, max_sparsity, pipeline_parallel, normalize: as
+            for ``ScheduledPruner``.
 
     Attributes:
         names: per pair, the full name, or the parameter's name and position if that is unknown.
@@ -43,8 +44,11 @@ class Group:
         min_sparsity: SparsityBound | None,
         max_sparsity: SparsityBound | None,
         pipeline_parallel: bool = False,
+        normalize: Normalization | None = None,
     ) -> None:
+        check_normalization(normalize)
         self.parameters = parameters
+        self.normalize: Normalization | None = normalize
         self._limits = (min_sparsity, max_sparsity)
         self._is_joined = pipeline_parallel
         self.schedule = schedule
@@ -124,14 +128,14 @@ class Group:
         needed = sum(max(low, entry.num_pruned) for low, entry in pairs)
         return needed > self._count(target)
 
-    def bounds_now(self, is_growing: bool) -> dict[str, dict[Any, Fraction]]:
-        """The bounds of the next pruning, as ``global_unstructured`` takes them."""
+    def bounds_now(self, is_growing: bool) -> tuple[SparsityBound | None, SparsityBound | None]:
+        """The floors and ceilings of the next pruning, as ``global_unstructured`` takes them."""
         if self._bounds is None:
-            return {}
+            return None, None
         lowest, highest = self._bounds.lowest, self._bounds.highest
         if is_growing:
-            return {CEILING: self._by_key(lowest)}
-        return {FLOOR: self._by_key(lowest), CEILING: self._by_key(highest)}
+            return None, self._by_key(lowest)
+        return self._by_key(lowest), self._by_key(highest)
 
     def to_state(self) -> dict[str, Any]:
         """The group's schedule, parameters and target, as plain Python values."""

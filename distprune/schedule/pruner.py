@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator
+from distprune._common.exact_sums import Normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_arguments
@@ -25,13 +26,12 @@ from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
 from distprune.schedule.reports import merged, with_floors
 from distprune.schedule.states import check_state
+from distprune.shards.target import Scores
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Scores = Mapping[tuple[nn.Module, str], Tensor]
 
 
 class ScheduledPruner:
@@ -54,8 +54,8 @@ class ScheduledPruner:
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; or, for groups with budgets of
             their own, dicts with "parameters" and, where they differ from the arguments below,
-            "schedule", "pruning_method", "min_sparsity" and "max_sparsity", like the param
-            groups of an optimizer.
+            "schedule", "pruning_method", "min_sparsity", "max_sparsity" and "normalize", like the
+            param groups of an optimizer.
         schedule: the sparsity at each step; may be left out if every group has one.
         pruning_method: a class, as for ``global_unstructured``; its ``amount`` is the count.
         importance_scores: as for ``global_unstructured``: a mapping, or a function without
@@ -72,6 +72,8 @@ class ScheduledPruner:
             pruning.
         verify_every: number of steps after which to check, whether or not anything was due, that
             the masks act, and are those that the last pruning left: see ``verify``. None: never.
+        normalize: what the scores of each parameter are divided by, as for
+            ``global_unstructured``.
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
@@ -93,6 +95,7 @@ class ScheduledPruner:
         max_sparsity: SparsityBound | None = None,
         pipeline_parallel: bool = False,
         verify_every: int | None = None,
+        normalize: Normalization | None = None,
     ) -> None:
         defaults = {
             "pipeline_parallel": pipeline_parallel,
@@ -100,6 +103,7 @@ class ScheduledPruner:
             "pruning_method": pruning_method,
             "min_sparsity": min_sparsity,
             "max_sparsity": max_sparsity,
+            "normalize": normalize,
         }
         self._groups: list[Group] = make_groups(parameters, defaults)
         if not (
@@ -274,6 +278,7 @@ class ScheduledPruner:
             group.target = target
             return None
         is_growing = group.is_growing(target, entries)
+        min_sparsity, max_sparsity = group.bounds_now(is_growing)
         scores = self._scores(position, communicator)
         report = prune_parameters(
             lambda: global_arguments(
@@ -282,7 +287,9 @@ class ScheduledPruner:
                 scores,
                 amount=count,
                 pipeline_parallel=self._is_pipeline_parallel,
-                **group.bounds_now(is_growing),
+                normalize=group.normalize,
+                min_sparsity=min_sparsity,
+                max_sparsity=max_sparsity,
             ),
             communicator,
         )

@@ -9,7 +9,6 @@ Comparing keys as integers is the only comparison that selection ever makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from distprune._common import memory
 from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
 from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
+from distprune.selection.scores import ScoreSource
 from distprune.shards.geometry import IndexMap
 
 
@@ -115,48 +115,28 @@ class Keys(NamedTuple):
     highest: int
 
 
-class TensorKeys:
-    """Keys of the scores in a flat tensor.
+class ScoreKeys:
+    """Keys of scores.
 
     Args:
-        scores: 1-d, contiguous.
+        scores: of a local shard.
         common: the range of the call, possibly of a wider dtype than the scores:
             mixed lists are compared after promotion, which is exact.
     """
 
-    is_thread_safe = True
-
-    def __init__(self, scores: Tensor, common: KeyRange) -> None:
-        self._scores = scores.detach()
+    def __init__(self, scores: ScoreSource, common: KeyRange) -> None:
+        self._scores = scores
         self._common = common
         self.dtype = common.dtype
+        self.is_thread_safe = scores.is_thread_safe
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
-        return _keys(self._scores[start:stop], self._common, scratch)
+        return _keys(self._scores.load(start, stop, scratch), self._common, scratch)
 
     def gather(self, runs: Runs) -> Tensor:
         """Keys of some runs of elements: a new tensor."""
-        return to_keys(runs.of(self._scores), self._common)
-
-
-class ComputedKeys:
-    """Keys of scores that are computed from flat values, a chunk at a time, and never stored."""
-
-    # Calls a user's function.
-    is_thread_safe = False
-
-    def __init__(self, values: Tensor, score: Callable[[Tensor], Tensor], common: KeyRange) -> None:
-        self._values = values
-        self._score = score
-        self._common = common
-        self.dtype = common.dtype
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
-        return _keys(self._score(self._values[start:stop]).detach(), self._common, scratch)
-
-    def gather(self, runs: Runs) -> Tensor:
-        return to_keys(self._score(runs.of(self._values)).detach(), self._common)
+        return to_keys(self._scores.gather(runs), self._common)
 
 
 class RandomKeys:
@@ -227,13 +207,16 @@ def _keys(scores: Tensor, common: KeyRange, scratch: Scratch | None) -> Keys:
 def _float_keys_on_cpu(bits: Array, common: KeyRange, scratch: Scratch) -> Keys:
     """The same operations by numpy, which has no OpenMP barrier per small call."""
     integer = bits.dtype.type
+    negative = None
+    if common.order is not Order.MAGNITUDE:
+        negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
+    # Scores that were computed lie in the same memory.
     keys = scratch.array("keys", bits.size, bits.dtype)
     np.bitwise_and(bits, integer(np.iinfo(integer).max), out=keys)
     highest = int(keys.max(initial=0))
     if highest > common.largest_number:  # seldom: finding out is cheaper than clamping all
         np.minimum(keys, integer(common.high), out=keys)
         highest = common.high
-    if common.order is not Order.MAGNITUDE:
-        negative = bits < 0 if common.order is Order.ASCENDING else bits > 0
+    if negative is not None:
         np.negative(keys, out=keys, where=negative & (keys <= integer(common.largest_number)))
     return Keys(torch.from_numpy(keys), highest)

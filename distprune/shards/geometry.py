@@ -59,12 +59,14 @@ class IndexMap:
         start: first global index when the local elements are a contiguous run.
         offset: position of the first local element in the flat view that the
             coordinates describe: more than 0 if the local elements are a run of that view.
+        dims: the dimensions of the global tensor, in the order of ``coordinates``.
     """
 
     coordinates: tuple[range, ...]
     strides: tuple[int, ...]
     start: int | None
     offset: int = 0
+    dims: tuple[int, ...] = ()
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Global indices, int64 [m], of local positions, int64 [m]."""
@@ -101,6 +103,7 @@ def index_map(
         tuple(coordinates[dim] for dim in memory_order),
         tuple(strides[dim] for dim in memory_order),
         start,
+        dims=tuple(memory_order),
     )
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import Managed
 
-Scores = Mapping[tuple[nn.Module, str], Tensor]
+# By (module, name): a score per element, or the factors of all scores.
+Scores = Mapping[tuple[nn.Module, str], Tensor | FactoredScores]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Target:
         is_tied: whether it has several places, which are removed together.
         managed: a wrapper's record of it, if it has one.
         shard: this rank's part.
-        scores: this rank's part of the importance scores; None without scores.
+        scores: this rank's part of the importance scores, or factors of the whole; None without
+            scores.
         about_scores: facts about the scores that must be equal on all ranks.
         is_named: whether the label is a full name.
     """
@@ -33,7 +36,7 @@ class Target:
     is_tied: bool
     managed: Managed | None
     shard: LocalShard
-    scores: Tensor | None
+    scores: Tensor | FactoredScores | None
     about_scores: str = "none"
     is_named: bool = False
 

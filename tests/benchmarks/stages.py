@@ -24,7 +24,8 @@ from measuring import Options, Table, interleaved, measured, median_seconds, rel
 import distprune
 from distprune.selection import chunks, passes
 from distprune.selection.candidates import Candidates
-from distprune.selection.keys import KeyRange, Order, TensorKeys, key_range, to_keys
+from distprune.selection.keys import KeyRange, Order, ScoreKeys, key_range, to_keys
+from distprune.selection.scores import TensorScores
 from distprune.shards.geometry import IndexMap
 
 # What it is called in the table, and where it is looked up; later ones run inside of earlier ones.
@@ -169,5 +170,11 @@ def one_read(num_elements: int, dtype: torch.dtype, rounds: int) -> Table:
 def candidates(flat: torch.Tensor, keys: KeyRange) -> Candidates:
     size = flat.numel()
     return Candidates(
-        TensorKeys(flat, keys), None, IndexMap((), (), 0), range(size), size, size, flat.device
+        ScoreKeys(TensorScores(flat), keys),
+        None,
+        IndexMap((), (), 0),
+        range(size),
+        size,
+        size,
+        flat.device,
     )

@@ -5,7 +5,8 @@ import math
 import torch
 
 from distprune.selection.candidates import Candidates
-from distprune.selection.keys import TensorKeys
+from distprune.selection.keys import ScoreKeys
+from distprune.selection.scores import TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map
 
 
@@ -82,7 +83,7 @@ def candidates(whole, live, kind, common, size, rank):
     counted = range(n * replica // num_replicas, n * (replica + 1) // num_replicas)
     return (
         Candidates(
-            TensorKeys(flat, common),
+            ScoreKeys(TensorScores(flat), common),
             None if live is None else part(live),
             index,
             counted,

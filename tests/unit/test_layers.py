@@ -37,7 +37,7 @@ ROOMS = {
     "recipe": {"_recipe_form", "recipes"},
     "integrations": {"_common", "call", "methods", "api", "verification", "schedule", "recipe"},
     "_public": {
-        "_common", "call", "methods", "api", "verification", "schedule", "checkpoint",
+        "_common", "shards", "call", "methods", "api", "verification", "schedule", "checkpoint",
         "criteria",
     },
     "": {"_public", "_version"},

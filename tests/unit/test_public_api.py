@@ -16,9 +16,9 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "LowestScore", "MaskLoadingReport", "NamedParameter", "ParameterReport", "PruningReport",
-    "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint", "criteria",
-    "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
+    "FactoredScores", "LowestScore", "MaskLoadingReport", "NamedParameter", "ParameterReport",
+    "PruningReport", "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint",
+    "criteria", "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
     "shard_masks", "verify",
 }  # fmt: skip
 

@@ -1,0 +1,179 @@
+"""Normalisation: the scores of each parameter are divided by their rms, l2 norm or mean.
+
+It makes parameters of different scales comparable in one ranking. Inside a parameter the order
+stays, but for scores that become equal by rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common import exact_sums, memory
+from distprune._common.collectives import Communicator
+from distprune._common.exact_sums import Normalization
+from distprune._common.mask_values import is_one
+from distprune._common.memory import Array, Count, Scratch, on_host
+from distprune.selection.chunks import call_all, num_threads, spans_of
+from distprune.selection.kernels import kernels_on
+from distprune.selection.scores import ScaledScores, ScoreSource, widened
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One rank's part of one parameter, as a normalisation sees it.
+
+    Attributes:
+        name: for messages.
+        scores: of the flat local elements.
+        live: flat mask in force; elements that are 1 count. None: all do.
+        counted: the flat positions that this rank counts.
+        device: of the scores.
+    """
+
+    name: str
+    scores: ScoreSource
+    live: Tensor | None
+    counted: range
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the normalised scores."""
+        return torch.promote_types(self.scores.dtype, torch.float32)
+
+
+def normalized(
+    parts: Sequence[Scored],
+    normalize: Normalization,
+    num_live: Sequence[int],
+    communicator: Communicator,
+) -> list[ScoreSource]:
+    """The scores of all parameters, each times 1 / statistic. Collective.
+
+    Args:
+        parts: this rank's part of every parameter; the same list on all ranks.
+        normalize: "rms", "l2" or "mean", over the live elements of the whole parameter.
+        num_live: live elements of every whole parameter.
+        communicator: the ranks that have the parts.
+
+    Raises:
+        ValueError: a live score is infinite; names its parameter.
+        NotImplementedError: scores that are no floating-point numbers. On every rank.
+
+    Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter. See
+    exact_sums.[Note: grid].
+    """
+    power = exact_sums.power_of(normalize)
+
+    def find_largest() -> Tensor:
+        for part in parts:
+            if not part.scores.dtype.is_floating_point:
+                raise NotImplementedError(
+                    f"{part.name}: normalize={normalize!r} of scores of dtype "
+                    f"{part.scores.dtype}; expected floating point."
+                )
+        values = [max(chunks, default=0) for chunks in _per_chunk(parts, _largest_bits)]
+        return torch.tensor(values, dtype=torch.int64)
+
+    # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
+    bits = communicator.reduce(len(parts), find_largest, "max")
+    largest = bits.view(torch.float64).tolist()
+    for part, value in zip(parts, largest, strict=True):
+        if math.isinf(value):
+            raise ValueError(
+                f"{part.name} has infinite scores, so normalize={normalize!r} has no meaning; "
+                "expected finite scores, or normalize=None."
+            )
+    # The ranking itself refuses NaN, by the name of the parameter.
+    exponents = [0 if math.isnan(value) else exact_sums.exponent_of(value) for value in largest]
+    measured = [not math.isnan(value) and value > 0 for value in largest]
+
+    def add_up() -> Tensor:
+        functions = [
+            partial(_grid_sum, exponent, power) if is_measured else _nothing
+            for exponent, is_measured in zip(exponents, measured, strict=True)
+        ]
+        totals = [sum(chunks) for chunks in _per_chunk(parts, functions)]
+        return torch.tensor([exact_sums.to_words(total) for total in totals]).view(-1)
+
+    words = communicator.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
+    sources: list[ScoreSource] = []
+    for part, (high, low), exponent, number in zip(parts, words, exponents, num_live, strict=True):
+        total = exact_sums.from_words(high, low)
+        divisor = exact_sums.statistic(normalize, total, exponent, number)
+        sources.append(ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype)))
+    return sources
+
+
+# From a part, a chunk's scores and live flags to a number.
+_Measure = Callable[[Scored, range, Scratch], Count]
+
+
+def _per_chunk(parts: Sequence[Scored], measure: _Measure | Sequence[_Measure]) -> list[list[int]]:
+    """Per part, a number of each chunk of the elements that this rank counts."""
+    chunks = [
+        (position, span)
+        for position, part in enumerate(parts)
+        for span in spans_of(part.counted, part.device, part.dtype.itemsize)
+    ]
+    calls = [
+        partial(measure if callable(measure) else measure[position], parts[position], span)
+        for position, span in chunks
+    ]
+    threads = 1
+    if all(p.scores.is_thread_safe and kernels_on(p.device).USES_THREADS for p in parts):
+        num_bytes = sum(len(span) * parts[position].dtype.itemsize for position, span in chunks)
+        threads = num_threads(num_bytes, len(calls))
+    numbers: list[list[int]] = [[] for _ in parts]
+    for (position, _), number in zip(chunks, on_host(call_all(calls, threads)), strict=True):
+        numbers[position].append(number)
+    return numbers
+
+
+def _nothing(part: Scored, span: range, scratch: Scratch) -> Count:
+    return 0
+
+
+def _largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
+    """The bits of the largest live |score| as float64."""
+    scores = part.scores.load(span.start, span.stop, scratch)
+    if not memory.takes_numpy(part.device):
+        live = _live_flags(part, span)
+        magnitudes = scores.abs().double()
+        if live is not None:
+            magnitudes = magnitudes.where(live, 0.0)
+        # amax keeps NaN, whose sign is cleared by abs().
+        return magnitudes.amax().view(torch.int64)
+    wide = widened(scores, scratch, part.dtype)
+    if part.live is not None:
+        wide = wide[_live_array(part.live, span, scratch)]
+    value = exact_sums.largest_of(wide)
+    return int(np.float64(abs(value)).view(np.int64))
+
+
+def _grid_sum(
+    exponent: int, power: Literal[1, 2], part: Scored, span: range, scratch: Scratch
+) -> Count:
+    scores = part.scores.load(span.start, span.stop, scratch)
+    if not memory.takes_numpy(part.device):
+        return exact_sums.grid_sum_on_device(scores, exponent, power, _live_flags(part, span))
+    live = None if part.live is None else _live_array(part.live, span, scratch)
+    wide = widened(scores, scratch, part.dtype)
+    return exact_sums.grid_sum(wide, exponent, power, scratch, live)
+
+
+def _live_flags(part: Scored, span: range) -> Tensor | None:
+    return None if part.live is None else part.live[span.start : span.stop] == 1
+
+
+def _live_array(live: Tensor, span: range, scratch: Scratch) -> Array:
+    chunk = live[span.start : span.stop]
+    return is_one(chunk, out=scratch.array("live", chunk.numel(), bool))

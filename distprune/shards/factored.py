@@ -1,0 +1,76 @@
+"""FactoredScores: importance scores that are computed from values and a few small factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distprune._common.pruned_form import is_dtensor
+from distprune.shards.checksum import checksums
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredScores:
+    """Importance scores |w| * m, where m is a sum of products of small factors.
+
+    They are computed chunk by chunk while a call ranks them, in float32 (float64 for parameters of
+    this dtype), and are never stored. Wanda is ``FactoredScores([[norms]])``, with the norm of
+    each input feature in ``norms``, [1, in_features].
+
+    Args:
+        terms: the terms of the sum, each a sequence of factors: real floating-point tensors of as
+            many dimensions as the parameter, each dimension of the parameter's size or 1; whole,
+            and equal on all ranks, however the parameter is sharded.
+
+    Raises:
+        TypeError: a factor that is no whole floating-point tensor.
+        ValueError: no terms, or a term without factors.
+    """
+
+    terms: Sequence[Sequence[Tensor]]
+
+    def __post_init__(self) -> None:
+        if not self.terms or not all(len(term) for term in self.terms):
+            raise ValueError(
+                "terms of FactoredScores is empty, or has a term without factors; expected at "
+                "least one factor in each term."
+            )
+        for number, term in enumerate(self.terms):
+            for factor in term:
+                is_tensor = isinstance(factor, Tensor) and not is_dtensor(factor)
+                if not is_tensor or not factor.dtype.is_floating_point:
+                    kind = factor.dtype if is_tensor else type(factor).__name__
+                    raise TypeError(
+                        f"terms[{number}] of FactoredScores has a factor of {kind}; expected a "
+                        "whole floating-point tensor, equal on all ranks."
+                    )
+
+    def check_shape(self, label: str, shape: torch.Size) -> None:
+        """Raise ValueError unless every factor broadcasts to a parameter of this shape."""
+        for term in self.terms:
+            for factor in term:
+                fits = factor.ndim == len(shape) and all(
+                    size in (1, whole) for size, whole in zip(factor.shape, shape, strict=True)
+                )
+                if not fits:
+                    raise ValueError(
+                        f"{label}: importance_scores has a factor of shape {tuple(factor.shape)}; "
+                        f"expected {len(shape)} dimensions, each of size 1 or that of the whole "
+                        f"parameter, {tuple(shape)}."
+                    )
+
+    def checksum(self) -> int:
+        """A number that is almost surely different for other factors."""
+        factors = [factor for term in self.terms for factor in term]
+        return hash((tuple(map(len, self.terms)), tuple(checksums(factors)))) & (2**63 - 1)
+
+    def equals(self, other: FactoredScores) -> bool:
+        """Whether all terms have equal factors."""
+        return [len(term) for term in self.terms] == [len(term) for term in other.terms] and all(
+            torch.equal(mine, its)
+            for term, other_term in zip(self.terms, other.terms, strict=True)
+            for mine, its in zip(term, other_term, strict=True)
+        )

@@ -1,0 +1,149 @@
+"""Scores that are computed from values and factors: the same in any chunks, layout and order."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distprune as prune
+from distprune._common.memory import Runs, Scratch
+from distprune.selection.scores import FactorScores, ScaledScores, TensorScores
+from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
+from distprune.shards.shard import FlatShard, LocalShard
+
+SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def factors_for(shape, number, generator):
+    """Some terms of one to three factors, each dimension broadcast or not."""
+    terms = []
+    for _ in range(1 + number % 3):
+        sizes = [
+            [size if generator.random() < 0.5 else 1 for size in shape]
+            for _ in range(generator.choice([1, 1, 2, 3]))
+        ]
+        terms.append([torch.rand(size, dtype=torch.float64) + 0.5 for size in sizes])
+    return prune.FactoredScores(terms)
+
+
+def dense(values, factored):
+    """The formula on whole tensors; a term's factors multiply from left to right."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    total = 0.0
+    for term in factored.terms:
+        product = torch.ones((), dtype=torch.float64)
+        for factor in term:
+            product = product * factor
+        total = total + product
+    return (values.double().abs() * total).to(dtype)
+
+
+def shards_of(values, memory_dims, generator):
+    """Parts of a tensor as wrappers cut it: chunks of dimensions, and runs of its memory."""
+    shape = values.shape
+    splits = [
+        Split(dim, chunks, generator.randrange(chunks))
+        for dim in range(len(shape))
+        for chunks in [generator.choice([1, 1, 2, 3])]
+    ]
+    coordinates = dim_coordinates(shape, splits)
+    part = values
+    for dim, rows in enumerate(coordinates):
+        part = part.narrow(dim, rows.start, len(rows))
+    inverse = [memory_dims.index(dim) for dim in range(len(shape))]
+    part = part.permute(memory_dims).contiguous().permute(inverse)
+    index = index_map(shape, coordinates, memory_dims)
+    yield LocalShard("w", values, part, None, shape, coordinates, tuple(memory_dims), index)
+    in_memory = values.permute(memory_dims).contiguous()
+    stride = in_memory.permute(inverse).stride()
+    first = generator.randrange(values.numel())
+    last = generator.randrange(first, values.numel() + 1)
+    run = in_memory.reshape(-1)[first:last]
+    yield FlatShard("w", values, run, None, shape, (), (0,), run_index_map(shape, stride, first))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.integers(0, 10**6))
+def test_chunks_of_any_shard_have_the_scores_of_the_formula(shape, dtype, seed):
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    values = torch.randn(shape).to(dtype)
+    factored = factors_for(shape, seed, generator)
+    expected = dense(values, factored).flatten()
+    memory_dims = generator.sample(range(len(shape)), len(shape))
+    for shard in shards_of(values, memory_dims, generator):
+        size = shard.values.numel()
+        source = FactorScores(shard, factored, are_signed=True)
+        scratch, chunks = Scratch(), []
+        cuts = sorted({0, size, *(generator.randrange(size + 1) for _ in range(3))})
+        for start, stop in itertools.pairwise(cuts):
+            chunks.append(source.load(start, stop, scratch).clone())
+        scores = torch.cat(chunks) if chunks else torch.empty(0, dtype=expected.dtype)
+        positions = shard.index(torch.arange(size))
+        torch.testing.assert_close(scores, expected[positions], rtol=1e-6, atol=0)
+        whole = FactorScores(shard, factored, are_signed=True).load(0, size)
+        assert torch.equal(scores, whole)
+        # The order of |score| alone needs no |w|; samples are the same numbers.
+        unsigned = FactorScores(shard, factored, are_signed=False)
+        assert torch.equal(unsigned.load(0, size).abs(), whole.abs())
+        runs = Runs(0, size, 1, torch.arange(size))
+        assert torch.equal(source.gather(runs), whole)
+        assert torch.equal(unsigned.gather(runs).abs(), whole.abs())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaled_scores_are_rounded_once(dtype):
+    values = torch.randn(1000).to(dtype)
+    scale = float(np.float32(1 / 3))
+    source = ScaledScores(TensorScores(values), scale)
+    wide = values.to(source.dtype)
+    assert source.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(source.load(10, 500, Scratch()), (wide * scale)[10:500])
+    assert torch.equal(source.gather(Runs(0, 1000, 10, torch.tensor([3]))), (wide * scale)[30:40])
+    assert torch.equal(values.to(source.dtype), wide), "the values were changed"
+
+
+@pytest.mark.parametrize(
+    "terms, error, message",
+    [
+        ([], ValueError, "is empty"),
+        ([[]], ValueError, "without factors"),
+        ([[torch.ones(1, 3, dtype=torch.int64)]], TypeError, r"terms\[0\].*int64"),
+        ([[2.0]], TypeError, r"terms\[0\].*float"),
+    ],
+)
+def test_terms_are_checked(terms, error, message):
+    with pytest.raises(error, match=message):
+        prune.FactoredScores(terms)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 4), (3, 2, 1)])
+def test_a_factor_of_another_shape_is_named(shape):
+    layer = torch.nn.Linear(3, 2)
+    scores = {(layer, "weight"): prune.FactoredScores([[torch.ones(shape)]])}
+    with pytest.raises(ValueError, match=r"Linear.weight.*factor of shape .*expected 2 dimensions"):
+        prune.global_unstructured(
+            [(layer, "weight")], prune.L1Unstructured, importance_scores=scores, amount=1
+        )
+    assert not prune.is_pruned(layer)
+
+
+def test_methods_that_do_not_rank_in_chunks_get_a_tensor():
+    class Threshold(prune.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+        DISTRIBUTED = "elementwise"
+
+        def compute_mask(self, t, default_mask):
+            return default_mask * (t > 1.0)
+
+    layer = torch.nn.Linear(3, 2)
+    weight = layer.weight.detach().clone()
+    factor = torch.tensor([[1.0, 10.0, 100.0]])
+    scores = {(layer, "weight"): prune.FactoredScores([[factor]])}
+    prune.global_unstructured([(layer, "weight")], Threshold, importance_scores=scores)
+    assert torch.equal(layer.weight_mask, (weight.abs() * factor > 1.0).float())
