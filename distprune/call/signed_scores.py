@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor, nn
 
 from distprune.shards.factored import FactoredScores
 
+S = TypeVar("S", Tensor, FactoredScores, Tensor | FactoredScores)
 
-class SignedScores(dict[tuple[nn.Module, str], Tensor | FactoredScores]):
+
+class SignedScores(dict[tuple[nn.Module, str], S]):
     """Importance scores of which the lowest, signed, are to be pruned: -2 before -1 before 1.
 
     A criterion with signed scores returns them. A method that ranks by |score| would prune those

@@ -214,7 +214,7 @@ class Criterion(ABC):
                 "scores()."
             )
         is_signed = not self.pruning_method.IGNORES_SIGN
-        scores: dict[tuple[nn.Module, str], Tensor] = SignedScores() if is_signed else {}
+        scores: dict[tuple[nn.Module, str], Tensor] = SignedScores[Tensor]() if is_signed else {}
         shards = self._read(ShardReader())
         for position, (parameter, shard) in enumerate(zip(self._tracked, shards, strict=True)):
             score = self._score(position, shard)
