@@ -108,8 +108,9 @@ _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
 _PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
 
-Version = Annotated[Literal[1], _one_of(1)]
+Version = Annotated[Literal[1, 2], _one_of(1, 2)]
 Score = Annotated[Literal["magnitude", "random"], _one_of("magnitude", "random")]
+Normalize = Annotated[Literal["rms", "l2", "mean", "none"], _one_of("rms", "l2", "mean", "none")]
 Scope = Annotated[Literal["global", "layer", "row"], _one_of("global", "layer", "row")]
 Nan = Annotated[Literal["error", "keep"], _one_of("error", "keep")]
 Share = Annotated[
@@ -215,6 +216,12 @@ class BudgetForm(Section):
         description="What is ranked together: everything, each tensor, or each output row. "
         "Default: global. Models: global only.",
     )
+    normalize: Normalize | None = Field(
+        default=None,
+        description="What magnitudes are divided by before all tensors are ranked together: the "
+        "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; in "
+        "recipes of version 1: none.",
+    )
     pattern: NOfM | None = Field(
         default=None,
         description="N:M instead of a sparsity: N of every M in a row are kept. Checkpoints only.",
@@ -233,6 +240,12 @@ class BudgetForm(Section):
     @property
     def has_amount(self) -> bool:
         return not (self.sparsity is None and self.schedule is None and self.pattern is None)
+
+    @property
+    def is_normalizable(self) -> bool:
+        """Whether the order of the weights depends on what each tensor is divided by."""
+        is_random = "random" in (self.score, self.method)
+        return not is_random and self.pattern is None and self.scope in (None, "global")
 
 
 class GroupForm(BudgetForm):
@@ -272,9 +285,14 @@ class RecipeForm(BudgetForm, _HeadForm):
     def resolved(self) -> tuple[GroupForm, ...]:
         """The groups with what they have from the top level; one group if there are none."""
         top: dict[str, Any] = {name: getattr(self, name) for name in BudgetForm.model_fields}
+        default = "none" if self.version == 1 else "rms"
         if not self.groups:
-            return (GroupForm.model_construct(**top, select=self.select),)
-        return tuple(_with_defaults(group, top) for group in self.groups)
+            whole = GroupForm.model_construct(**top, select=self.select)
+            return (_with_normalize(whole, self.normalize, default),)
+        return tuple(
+            _with_normalize(_with_defaults(group, top), group.normalize, default)
+            for group in self.groups
+        )
 
 
 def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
@@ -291,3 +309,15 @@ def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
     if group.pattern is not None:
         inherited |= {"scope": None, "limits": None}
     return GroupForm.model_construct(**(inherited | own), select=group.select)
+
+
+def _with_normalize(group: GroupForm, own: str | None, default: str) -> GroupForm:
+    """A group with the default; without what it has from the top level, if that has no effect.
+
+    Args:
+        group: with what it has from the top level.
+        own: what the group itself says.
+        default: of the recipe's version.
+    """
+    normalize = (group.normalize or default) if group.is_normalizable else own
+    return group.model_copy(update={"normalize": normalize})

@@ -78,7 +78,12 @@ def check_values(recipe: RecipeForm, problems: Problems) -> None:
     """
     groups = recipe.resolved()
     for i, group in enumerate(groups):
-        _check_limits(group, ("groups", i) if recipe.groups else (), problems)
+        path: KeyPath = ("groups", i) if recipe.groups else ()
+        _check_limits(group, path, problems)
+        _check_normalize(group, path, problems)
+    is_used = any(group.is_normalizable for group in groups)
+    if recipe.groups and recipe.normalize not in (None, "none") and not is_used:
+        problems.add(("normalize",), "has no effect in any of the groups; leave it out.")
     is_random = any("random" in (group.score, group.method) for group in groups)
     if recipe.seed is not None and not is_random:
         problems.add(("seed",), "has no effect without score 'random'; leave it out.")
@@ -91,3 +96,15 @@ def _check_limits(group: GroupForm, path: KeyPath, problems: Problems) -> None:
             f"has no effect with scope {group.scope!r}, where every tensor loses the same share; "
             "leave it out, or rank all tensors together (scope 'global').",
         )
+
+
+def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    if group.normalize in (None, "none") or group.is_normalizable:
+        return
+    if group.pattern is not None:
+        beside = "beside a pattern, which compares weights of one tensor"
+    elif group.scope in ("layer", "row"):
+        beside = f"with scope {group.scope!r}, which compares weights of one tensor"
+    else:
+        beside = "with score 'random', which does not depend on the weights"
+    problems.add((*path, "normalize"), f"has no effect {beside}; leave it out.")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from distprune._common.patterns import check_pattern
+
+# What the magnitudes of a tensor are divided by.
+Statistic = Literal["rms", "l2", "mean"]
 
 
 def listed(values: Sequence[object]) -> str:

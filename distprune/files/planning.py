@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from distprune._common.amount import resolve_count
@@ -207,7 +207,7 @@ def _count_of(recipe: FileRecipe, num_elements: int) -> int:
 
 def digest_of(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
     """Of everything that decides the output: recipe, names, sizes, headers and times of change."""
-    facts = {"version": _VERSION, "recipe": asdict(recipe), **source_facts(checkpoint)}
+    facts = {"version": _VERSION, "recipe": recipe.as_fields(), **source_facts(checkpoint)}
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -97,10 +97,10 @@ def prune(
         Interrupted: ``stop`` returned True.
         Each is raised on every rank that is left. The text says what is left on the disk.
 
-    Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global";
-    row and N:M once), and reads once what an interrupted run had done; a few hundred megabytes of
-    memory per process, whatever the size. Communication: an all-reduce of 32 bytes twice a second,
-    and a few of up to 512 KiB.
+    Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global",
+    or five times if normalised; row and N:M once), and reads once what an interrupted run had done;
+    a few hundred megabytes of memory per process, whatever the size. Communication: an all-reduce
+    of 32 bytes twice a second, and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
@@ -154,6 +154,7 @@ class _Pruning:
             return
         if prepared is not None:
             self._group_cuts = GroupCuts.from_json(prepared)
+            self._source.normalize(self._group_cuts.divisors)
             return
         self._group_cuts = find_cuts(self._team, self._plan, self._source, self._prune_units)
         self._team.from_leader(partial.finished_units.write_prepared, asdict(self._group_cuts))
@@ -176,7 +177,7 @@ class _Pruning:
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
     """What has to be the same on all ranks, by what a user would call it."""
-    recipe = [(f"recipe.{field}", repr(value)) for field, value in asdict(plan.recipe).items()]
+    recipe = [(f"recipe.{field}", repr(value)) for field, value in plan.recipe.as_fields().items()]
     sources = [
         (f"source {file.name!a}", f"{file.size} bytes, header {file.header_crc:08x}")
         for file in plan.checkpoint.files

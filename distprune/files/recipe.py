@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from distprune._recipe_form.imports import check
 from distprune._recipe_form.problems import Problems, RecipeError
-from distprune._recipe_form.values import n_of_m
+from distprune._recipe_form.values import Statistic, n_of_m
 from distprune._recipe_form.writing import select_mapping
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.yaml_text import yaml_text
@@ -63,6 +63,9 @@ class FileRecipe:
             in two. ``seed``, ``nan``, ``masks`` and ``card`` are those of this recipe.
         card: whether README.md of the result describes the pruning, above the text of the
             source's README.md; false copies that of the source.
+        normalize: what the magnitudes of each tensor are divided by before they are ranked together
+            with those of others: "rms", "l2" or "mean" (of the magnitudes); None: raw magnitudes.
+            The command line and recipe files have "rms" as their default.
 
     Raises:
         SelectionError: with every field that is wrong.
@@ -85,6 +88,7 @@ class FileRecipe:
     max_sparsity: float = 1.0
     groups: tuple[FileRecipe, ...] = ()
     card: bool = True
+    normalize: Statistic | None = None
 
     def __post_init__(self) -> None:
         problems = self._set_groups() if self.groups else []
@@ -110,6 +114,11 @@ class FileRecipe:
         return self.scope == "global" and self.pattern is None
 
     @property
+    def is_normalizable(self) -> bool:
+        """Whether the order of the weights depends on what each tensor is divided by."""
+        return self.is_together and self.score == "magnitude"
+
+    @property
     def has_limits(self) -> bool:
         return (self.min_sparsity, self.max_sparsity) != (0.0, 1.0)
 
@@ -126,22 +135,40 @@ class FileRecipe:
         return self.pattern is not None or self.scope == "row"
 
     def as_mapping(self) -> dict[str, Any]:
-        """The keys of a recipe file, every default filled in; ``parse_recipe`` reads them again."""
-        values: dict[str, Any] = {"version": 1}
+        """The keys of a recipe file, every default filled in; ``parse_recipe`` reads them again.
+
+        A recipe that ranks raw magnitudes is one of version 1, whose default that was: so the files
+        of results that were made before there was another version are still what is written here.
+        """
+        is_raw = all(part.normalize is None for part in self.parts)
+        values: dict[str, Any] = {"version": 1 if is_raw else 2}
         if self.seed is not None:
             values["seed"] = self.seed
         if self.groups:
-            values["groups"] = [group._part_as_mapping() for group in self.groups]
+            values["groups"] = [group._part_as_mapping(is_raw) for group in self.groups]
         else:
-            values |= self._part_as_mapping()
+            values |= self._part_as_mapping(is_raw)
         return values | {"nan": self.nan, "output": {"masks": self.masks, "card": self.card}}
 
-    def _part_as_mapping(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, Any]:
+        """The fields as plain values, for reports and digests; without ``normalize`` if it is None.
+
+        Reports that were made before there was that field do not have it.
+        """
+        values = asdict(self)
+        for part in (values, *values["groups"]):
+            if part["normalize"] is None:
+                del part["normalize"]
+        return values
+
+    def _part_as_mapping(self, is_raw: bool) -> dict[str, Any]:
         values: dict[str, Any] = {"score": self.score}
         if self.pattern is not None:
             values["pattern"] = self.pattern
         if self.pattern is None or self.scope != "global":
             values["scope"] = self.scope
+        if self.normalize is not None or (not is_raw and self.is_normalizable):
+            values["normalize"] = self.normalize or "none"
         if self.sparsity is not None:
             values["sparsity"] = self.sparsity
         values["select"] = {"min_ndim": self.min_ndim} | select_mapping(
@@ -192,6 +219,8 @@ class FileRecipe:
             input_dims=select.input_dims,
         )
         limits = form.limits
+        normalize = form.resolved()[0].normalize
+        self._set(normalize=None if normalize == "none" else normalize)
         self._set(
             min_sparsity=0.0 if limits is None else limits.min_sparsity,
             max_sparsity=1.0 if limits is None else limits.max_sparsity,

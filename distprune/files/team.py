@@ -138,6 +138,11 @@ class Team:
         with _noticing_lost_ranks():
             return self._communicator.sum(values)
 
+    def max(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over all ranks, int64."""
+        with _noticing_lost_ranks():
+            return self._communicator.max(values)
+
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
         """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
         with _noticing_lost_ranks():

@@ -32,8 +32,10 @@ from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
 from distprune.files.planning import CARD_FILE, Plan, plan
 from distprune.files.ranking.group_cuts import GroupCuts
+from distprune.files.ranking.measuring import bytes_to_measure, measure
 from distprune.files.ranking.searching import Cut, TensorCut
 from distprune.files.ranking.streaming import Source
+from distprune.files.ranking.tallies import Tallies
 from distprune.files.ranking.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import derive_report
@@ -102,8 +104,10 @@ def verify(
         RanksError: the ranks were called with different folders, or one was lost.
         Each is raised on every rank that is left.
 
-    Cost: one read of source, result and masks; memory as for pruning. Communication: an
-    all-reduce of 32 bytes twice a second, and some hundred bytes per tensor at the end.
+    Cost: one read of source, result and masks; one more of the selected weights if they are
+    normalised, and two of those that have more than 16 bits; memory as for pruning.
+    Communication: an all-reduce of 32 bytes twice a second, and some hundred bytes per tensor at
+    the end.
     """
     team = Team(communicator or world(), progress, stop)
     opened: _Opened = team.attempt(_Opened, Path(destination), source)
@@ -168,6 +172,7 @@ class _Checking:
         self._plan = opened.plan
         self._source = Source(opened.plan)
         self._outputs = OpenFiles(os.O_RDONLY)
+        self._divisors: tuple[float | None, ...] = ()
 
     def run(self) -> VerifyReport:
         try:
@@ -185,6 +190,7 @@ class _Checking:
         units = [(number, unit) for number, unit in self._units() if self._is_readable(unit)]
         mine = set(units_by_rank(units, self._team.size)[self._team.index])
         total = sum(unit.num_bytes for _, unit in units)
+        self._divisors = self._measure(total)
         comparison = SideBySide(
             self._plan, self._source, self._opened.folder, self._opened.layout, self._outputs
         )
@@ -197,6 +203,20 @@ class _Checking:
         source = self._plan.checkpoint
         self._team.attempt(check_unchanged, source.folder, source.all_files)
         return findings
+
+    def _measure(self, total_bytes: int) -> tuple[float | None, ...]:
+        """What the magnitudes of each tensor are divided by; empty if that is nothing."""
+        if all(group.recipe.normalize is None for group in self._plan.groups):
+            return ()
+        units = prune_units(self._plan)
+        num_bytes = bytes_to_measure(self._plan, units)
+        self._team.expect("verify", total_bytes)
+        tallies = Tallies(self._source)
+        measured = measure(
+            self._team, self._plan, units, tallies, "count", num_bytes, refuse_nan=False
+        )
+        self._source.normalize(measured.divisors)
+        return measured.divisors
 
     def _units(self) -> list[tuple[int, Unit]]:
         rewritten = {tensor.entry.name for tensor in self._plan.tensors}
@@ -259,7 +279,9 @@ class _Checking:
             for position, count in findings.num_nan.items()
             if self._plan.tensors[position].group in orders
         }
-        group_cuts = GroupCuts(tuple(cuts), (), tuple(tensors), num_nan) if orders else None
+        group_cuts = None
+        if orders:
+            group_cuts = GroupCuts(tuple(cuts), (), tuple(tensors), num_nan, self._divisors)
         opened = self._opened
         derived = derive_report(
             self._plan, self._source, group_cuts, findings.records(), opened.report.run

@@ -78,4 +78,6 @@ def _fields_of_group(recipe: Recipe, group: RecipeGroup) -> dict[str, Any]:
         return fields | {"pattern": "{}:{}".format(*pattern)}
     limits = {"min_sparsity": group.min_sparsity, "max_sparsity": group.max_sparsity}
     scope = group.scope or recipe.scope
+    if group.is_normalizable(recipe.scope):
+        fields["normalize"] = group.normalize
     return fields | {"scope": scope, "sparsity": group.schedule.ends_at, **limits}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from distprune._recipe_form.values import Statistic
 from distprune._recipe_form.writing import select_mapping
 from distprune.recipes.schedules import schedule_mapping
 from distprune.schedule.functions import OneShot, Schedule
@@ -23,6 +24,8 @@ class RecipeGroup:
         scope: as for the recipe; None: that of the recipe.
         pattern: (n, m), for this group only.
         also, input_dims: as for ``distprune.files.FileRecipe``; for checkpoints.
+        normalize: "rms", "l2" or "mean": what magnitudes are divided by before those of all tensors
+            are ranked together; None: nothing.
     """
 
     schedule: Schedule
@@ -37,6 +40,16 @@ class RecipeGroup:
     pattern: tuple[int, int] | None = None
     also: tuple[str, ...] = ()
     input_dims: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    normalize: Statistic | None = None
+
+    def is_normalizable(self, scope: str) -> bool:
+        """Whether the order of the weights depends on what each tensor is divided by.
+
+        Args:
+            scope: of the recipe.
+        """
+        is_together = self.pattern is None and (self.scope or scope) == "global"
+        return is_together and self.method == "magnitude"
 
     def select_mapping(self) -> dict[str, Any]:
         """The section ``select`` of a recipe."""
@@ -44,8 +57,8 @@ class RecipeGroup:
         values |= select_mapping(self.include, self.also, self.exclude, self.input_dims)
         return values | {"names": list(self.names)}
 
-    def as_mapping(self) -> dict[str, Any]:
-        """The keys of a group in a recipe."""
+    def as_mapping(self, scope: str) -> dict[str, Any]:
+        """The keys of a group in a recipe of this scope."""
         select = self.select_mapping()
         if self.pattern is not None:
             pattern = "{}:{}".format(*self.pattern)
@@ -53,6 +66,8 @@ class RecipeGroup:
         values: dict[str, Any] = {"score": self.method}
         if self.scope is not None:
             values["scope"] = self.scope
+        if self.is_normalizable(scope):
+            values["normalize"] = self.normalize or "none"
         limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
         return values | _budget(self.schedule) | {"select": select, "limits": limits}
 

@@ -94,6 +94,7 @@ def _group(
         pattern=n_of_m(own.pattern) if own is not None and own.pattern is not None else None,
         also=select.also,
         input_dims=select.input_dims,
+        normalize=None if group.normalize == "none" else group.normalize,
     )
 
 

@@ -54,7 +54,7 @@ class Recipe:
             head["pattern"] = "{}:{}".format(*self.pattern)
             return head | {"score": group.method, "select": group.select_mapping()}
         head["scope"] = self.scope
-        groups = [group.as_mapping() for group in self.groups]
+        groups = [group.as_mapping(self.scope) for group in self.groups]
         # A group that differs from the recipe in these is written as one of a list.
         has_own = any(group.scope or group.pattern for group in self.groups)
         return head | (groups[0] if len(groups) == 1 and not has_own else {"groups": groups})

@@ -1,6 +1,7 @@
 """The oracle for checkpoints: expected masks and weights, computed in memory by reference.py."""
 
 import math
+from fractions import Fraction
 
 import torch
 
@@ -9,13 +10,25 @@ from distprune.selection.keys import hash_keys
 from helpers.reference import num_to_prune, prune, prune_bounded
 
 
-def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=None, limits=None):
+def masks(
+    tensors,
+    names,
+    *,
+    sparsity=None,
+    scope="global",
+    pattern=None,
+    seed=None,
+    limits=None,
+    normalize=None,
+):
     """Masks by name, True = keep, of the selected tensors of a checkpoint in memory.
 
     It takes matrices, and convolutions for patterns along their inputs.
     """
     names = sorted_names(names)
     scores = _scores(tensors, names, seed)
+    if normalize is not None:
+        scores = {n: normalized(each, normalize) for n, each in scores.items()}
     if pattern is not None:
         kept, group = map(int, pattern.split(":"))
         return {n: _by_pattern(scores[n], kept, group) for n in names}
@@ -35,6 +48,33 @@ def masks(tensors, names, *, sparsity=None, scope="global", pattern=None, seed=N
     else:
         keeps = prune(in_order, float(sparsity))
     return dict(zip(names, keeps, strict=True))
+
+
+def normalized(tensor, normalize):
+    """Magnitudes, multiplied by 1 / divisor in float32; in float64 if they are float64."""
+    scale = 1.0 / (divisor_of(tensor, normalize) or 1.0)
+    wide = tensor.detach().double().abs()
+    if tensor.dtype is torch.float64:
+        return wide * min(scale, torch.finfo(torch.float64).max)
+    scale = torch.tensor(min(scale, torch.finfo(torch.float32).max)).float()
+    # The product of two float32 is exact in float64, and is rounded once.
+    return (wide * scale.double()).float()
+
+
+def divisor_of(tensor, normalize):
+    """The rms, the l2 norm or the mean magnitude, of terms that are whole multiples of a unit."""
+    values = [Fraction(abs(v)) for v in tensor.detach().double().flatten().tolist() if v == v]
+    exponent = 0
+    while any(value >= Fraction(2) ** exponent for value in values):
+        exponent += 1
+    while any(values) and all(value < Fraction(2) ** (exponent - 1) for value in values):
+        exponent -= 1
+    power = 1 if normalize == "mean" else 2
+    unit = Fraction(2) ** (power * exponent - 36)
+    total = sum(round(value**power / unit) for value in values) * unit
+    if normalize == "mean":
+        return float(total / len(values))
+    return math.sqrt(total / (len(values) if normalize == "rms" else 1))
 
 
 def sorted_names(names):

@@ -43,7 +43,7 @@ def test_every_problem_of_a_file_is_named_with_its_line(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(
         """\
-version: 2
+version: 3
 methd: magnitude
 sparsity: 1e-1
 schedule:
@@ -57,11 +57,11 @@ seed: 3
 seed: 4
 """
     )
-    keys = "'version', 'seed', 'score', 'method', 'scope', 'pattern', 'sparsity', 'schedule', "
-    keys += "'limits', 'nan', 'output', 'select'"
+    keys = "'version', 'seed', 'score', 'method', 'scope', 'normalize', 'pattern', 'sparsity', "
+    keys += "'schedule', 'limits', 'nan', 'output', 'select'"
     schedule_keys = "'kind', 'step', 'sparsity', 'begin', 'end', 'frequency', 'initial_sparsity'"
     assert problems_of(file) == [
-        "line 1, version: expected 1, found 2 (int).",
+        "line 1, version: expected 1 or 2, found 3 (int).",
         f"line 2, methd: unknown key. Did you mean 'method'? Expected {keys} or 'groups'.",
         "line 3, sparsity: expected a number from 0 to 1; write it as 0.1, found '1e-1' (str).",
         "line 4, schedule: is given beside 'sparsity'; expected one of the two.",
@@ -88,7 +88,7 @@ seed: 4
     [
         ({}, ["has no 'version'", "has no 'sparsity', 'pattern' or 'schedule'"]),
         ([], ["the document: expected a mapping"]),
-        ({"version": True, "sparsity": 0.5}, ["version: expected 1, found True (bool)"]),
+        ({"version": True, "sparsity": 0.5}, ["version: expected 1 or 2, found True (bool)"]),
         ({"version": 1, "sparsity": True}, ["sparsity: expected a number from 0 to 1, found True"]),
         ({"version": 1, "sparsity": float("nan")}, ["sparsity: expected a number from 0 to 1"]),
         (

@@ -6,6 +6,9 @@ sixteen bits has the number of its ties at the threshold, so ties need no furthe
 
     units of this rank    |0    |1    |2    |      a histogram for each
     all ranks             |  all-reduced sum |  -> bin of the k-th key -> next sixteen bits
+
+Groups that are normalised are measured first. Their weights of 16 bits are tallied in that read,
+and not read again to be counted.
 """
 
 from __future__ import annotations
@@ -21,9 +24,16 @@ from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.ranking.keys import Array
 from distprune.files.ranking.limited_search import LimitedSearch
-from distprune.files.ranking.searching import Cut, Search, TensorCut
+from distprune.files.ranking.measuring import (
+    Measured,
+    bytes_to_measure,
+    measure,
+    normalized_units,
+)
+from distprune.files.ranking.searching import Counting, Cut, Search, TensorCut
 from distprune.files.ranking.streaming import Source, nan_error
-from distprune.files.ranking.units import PruneUnit, units_by_rank
+from distprune.files.ranking.tallies import Tallies
+from distprune.files.ranking.units import PruneUnit, Span, units_by_rank
 from distprune.files.selecting.grouping import check_budget
 from distprune.files.team import Team
 
@@ -38,12 +48,15 @@ class GroupCuts:
         quotas: per unit of pruning, how many of its ties are pruned, the first ones.
         tensors: where each tensor in a group with limits is cut.
         num_nan: by name of a tensor that has NaN, in groups that are ranked together.
+        divisors: per tensor, what its magnitudes are divided by; None: by nothing. Empty if that
+            holds for all.
     """
 
     cuts: tuple[Cut | None, ...]
     quotas: tuple[int, ...]
     tensors: tuple[TensorCut, ...]
     num_nan: dict[str, int]
+    divisors: tuple[float | None, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> GroupCuts:
@@ -53,6 +66,7 @@ class GroupCuts:
             quotas=tuple(values["quotas"]),
             tensors=tuple(TensorCut(**tensor) for tensor in values["tensors"]),
             num_nan=values["num_nan"],
+            divisors=tuple(values.get("divisors", ())),
         )
 
 
@@ -62,18 +76,20 @@ def find_cuts(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]
     Args:
         team: the ranks.
         plan: what to do.
-        source: of the plan.
+        source: of the plan; ranks normalised scores from now on, where the plan says so.
         units: all units of pruning.
 
     Raises:
         NaNError: a selected tensor has NaN, and the recipe does not keep them; on every rank.
         SelectionError: more is to be pruned than there are numbers, or than limits allow without
             NaN; on every rank.
-        CheckpointError: the source cannot be read; on every rank.
+        CheckpointError: the source cannot be read, or a tensor that is normalised has infinite
+            elements; on every rank.
 
     Cost: one read of a group for every 16 bits of its keys, and as many all-reduces of up to
     512 KiB for each group; no read for random scores; see :class:`LimitedSearch` for limits.
-    Memory: the histograms of this rank's units.
+    If normalised: one read of weights of 16 bits in all, and two more of others.
+    Memory: the histograms of this rank's units, and tallies of up to 48 MiB.
     """
     searching = _Searching(team, plan, source, units)
     searching.run()
@@ -85,7 +101,18 @@ def bytes_to_count(plan: Plan, source: Source, units: Sequence[PruneUnit]) -> in
     num_passes = {
         number: source.group_format(number).width // 16 for number in _counted_groups(plan, source)
     }
-    return sum(num_passes.get(unit.group, 0) * unit.num_bytes for unit in units)
+    num_bytes = sum(
+        num_passes.get(unit.group, 0) * _bytes_of_a_pass(plan, source, unit) for unit in units
+    )
+    return bytes_to_measure(plan, units) + num_bytes
+
+
+def _bytes_of_a_pass(plan: Plan, source: Source, unit: PruneUnit) -> int:
+    """How many bytes of a unit are read to count it once, if it is to be counted."""
+    if plan.groups[unit.group].recipe.normalize is None:
+        return unit.num_bytes
+    sizes = ((span, source.itemsize(span.position)) for span in unit.spans)
+    return sum((span.last - span.first) * size for span, size in sizes if size > 2)
 
 
 def _counted_groups(plan: Plan, source: Source) -> list[int]:
@@ -108,17 +135,28 @@ class _Searching:
         self._source = source
         self._units = units
         self._searches = self._begin()
+        self._tallies = Tallies(source)
+        self._measured = Measured((), np.zeros(len(plan.tensors), dtype=np.int64))
         self._counts = np.zeros(len(plan.tensors), dtype=np.int64)
         self._num_nan = self._counts
 
     def run(self) -> None:
-        total = bytes_to_count(self._plan, self._source, self._units)
-        num_done, is_first = 0, True
+        plan, team, units = self._plan, self._team, self._units
+        total = bytes_to_count(plan, self._source, units)
+        num_done, is_first = bytes_to_measure(plan, units), True
+        if any(group.recipe.normalize is not None for group in plan.groups):
+            refuse_nan = plan.recipe.nan == "error"
+            what = (team, plan, units, self._tallies)
+            self._measured = measure(*what, "count", total, refuse_nan=refuse_nan)
+            self._source.normalize(self._measured.divisors)
+        tallied = normalized_units(plan, units, team)
         while unfinished := {n: s for n, s in self._searches.items() if not s.is_done}:
-            numbered = [(i, u) for i, u in enumerate(self._units) if u.group in unfinished]
-            mine = units_by_rank(numbered, self._team.size)[self._team.index]
-            self._team.work(self._steps(mine), "count", num_done, total)
-            num_done += sum(unit.num_bytes for _, unit in numbered)
+            counted = [(i, u) for i, u in enumerate(units) if u.group in unfinished]
+            others = [(i, u) for i, u in counted if not self._is_normalized(u.group)]
+            mine = [i for i in tallied if units[i].group in unfinished]
+            mine += units_by_rank(others, team.size)[team.index]
+            team.work(self._steps(mine), "count", num_done, total)
+            num_done += sum(_bytes_of_a_pass(plan, self._source, unit) for _, unit in counted)
             if is_first:
                 self._agree_on_nan()
                 is_first = False
@@ -141,7 +179,8 @@ class _Searching:
             for tensor, count in zip(self._plan.tensors, self._num_nan.tolist(), strict=True)
             if count
         }
-        return GroupCuts(tuple(cuts), tuple(quotas), tuple(tensors), num_nan)
+        divisors = self._measured.divisors
+        return GroupCuts(tuple(cuts), tuple(quotas), tuple(tensors), num_nan, divisors)
 
     def _begin(self) -> dict[int, Search]:
         searches: dict[int, Search] = {}
@@ -159,26 +198,42 @@ class _Searching:
 
     def _steps(self, mine: Sequence[int]) -> Iterator[int]:
         """Count this rank's units; yields the bytes that were read."""
-        source = self._source
         for number in mine:
             unit = self._units[number]
-            search = self._searches[unit.group]
-            counting = search.counting(number)
-            key_format = source.group_format(unit.group)
+            counting = self._searches[unit.group].counting(number)
             for span in unit.spans:
-                chunks = source.chunks_of_keys(span.position, span.first, span.last)
-                for keys, num_bytes in chunks:
-                    if search.is_first:
-                        self._counts[span.position] += key_format.count_nan(keys)
-                    counting.add(span, keys)
-                    yield num_bytes
+                if self._is_normalized(unit.group):
+                    yield from self._count_normalized(span, counting)
+                else:
+                    yield from self._count(unit.group, span, counting)
                 counting.end_span(span)
             counting.end_unit()
+
+    def _count(self, group: int, span: Span, counting: Counting) -> Iterator[int]:
+        key_format = self._source.group_format(group)
+        chunks = self._source.chunks_of_keys(span.position, span.first, span.last)
+        for keys, num_bytes in chunks:
+            if self._searches[group].is_first:
+                self._counts[span.position] += key_format.count_nan(keys)
+            counting.add(span, keys)
+            yield num_bytes
+
+    def _count_normalized(self, span: Span, counting: Counting) -> Iterator[int]:
+        scale = self._source.scale_of(span.position)
+        assert scale is not None
+        for weights, num_bytes in self._tallies.read(span):
+            if weights is not None:
+                counting.add(span, scale.score_keys(weights.bits), weights.counts)
+            yield num_bytes
+
+    def _is_normalized(self, group: int) -> bool:
+        return self._plan.groups[group].recipe.normalize is not None
 
     def _agree_on_nan(self) -> None:
         """Raise on every rank if there are NaN and must be none, or too few numbers are left."""
         plan = self._plan
-        self._num_nan = self._team.sum(torch.from_numpy(self._counts)).numpy()
+        counts = self._team.sum(torch.from_numpy(self._counts)).numpy()
+        self._num_nan = counts + self._measured.num_nan
         holders = [plan.tensors[i].entry.name for i in np.flatnonzero(self._num_nan).tolist()]
         if holders and plan.recipe.nan == "error":
             raise nan_error(holders)

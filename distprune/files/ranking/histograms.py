@@ -22,12 +22,12 @@ def descent_to(width: int, k: int) -> Descent:
     return Descent(0, magnitude_mask(width), k - 1, _DIGIT, width - _DIGIT)
 
 
-def key_histogram(keys: Array, descent: Descent) -> Array:
+def key_histogram(keys: Array, descent: Descent, counts: Array | None = None) -> Array:
     """int64 [descent.num_bins]: the histogram of the keys in the interval of a descent."""
-    return digit_histogram(keys, descent.low >> (descent.shift + _DIGIT), descent.shift)
+    return digit_histogram(keys, descent.low >> (descent.shift + _DIGIT), descent.shift, counts)
 
 
-def digit_histogram(keys: Array, prefix: int, shift: int) -> Array:
+def digit_histogram(keys: Array, prefix: int, shift: int, counts: Array | None = None) -> Array:
     """Count the keys with a prefix by their next sixteen bits::
 
         key    | prefix | sixteen bits | shift bits |
@@ -36,6 +36,7 @@ def digit_histogram(keys: Array, prefix: int, shift: int) -> Array:
         keys: 1-d.
         prefix: the bits above; keys with another prefix are not counted. 0 if there are none.
         shift: the number of bits below.
+        counts: integers, how often each key occurs, below 2**53 in all; None: once.
 
     Returns:
         int64 [2**16]; [2**15] without bits above, as the highest bit of a key is 0.
@@ -43,12 +44,17 @@ def digit_histogram(keys: Array, prefix: int, shift: int) -> Array:
     above = shift + _DIGIT
     is_first = above == 8 * keys.itemsize
     if not is_first:
-        keys = keys[(keys >> keys.dtype.type(above)) == keys.dtype.type(prefix)]
+        is_inside = (keys >> keys.dtype.type(above)) == keys.dtype.type(prefix)
+        keys = keys[is_inside]
+        counts = None if counts is None else counts[is_inside]
     if shift:
         keys = keys >> keys.dtype.type(shift)
     digits = keys.astype(np.uint16, copy=False)
     digits = digits.view(np.int16) if is_first else digits.astype(np.int32)
     num_bins = 1 << (_DIGIT - is_first)
+    if counts is not None:
+        weighted: Array = np.bincount(digits, counts, num_bins).astype(np.int64)
+        return weighted
     histogram: Array = torch.bincount(torch.from_numpy(digits), minlength=num_bins).numpy()
     return histogram
 

@@ -88,13 +88,13 @@ def magnitude_keys(bits: Array, dtype: str, key_format: KeyFormat) -> Array:
         key_format: of the keys.
     """
     if dtype != key_format.value_dtype:
-        bits = _widened(bits, dtype, key_format.width)
+        bits = widened(bits, dtype, key_format.width)
     keys: Array = bits & key_format.dtype(magnitude_mask(key_format.width))
     return keys
 
 
-def _widened(bits: Array, dtype: str, width: int) -> Array:
-    """The bits of the same numbers in a wider format."""
+def widened(bits: Array, dtype: str, width: int) -> Array:
+    """The bits of the same numbers in a format that is as wide or wider."""
     if dtype == "BF16":
         bits = bits.astype(np.uint32) << np.uint32(16)
         dtype = "F32"

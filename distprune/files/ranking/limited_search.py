@@ -79,9 +79,9 @@ class LimitedSearch(Search):
         self._is_cut = num_free > 0
         self._digits: Array = np.zeros(0, dtype=np.int64)
 
-    def digits_of(self, span: Span, keys: Array) -> Array:
+    def digits_of(self, span: Span, keys: Array, counts: Array | None = None) -> Array:
         prefix = int(self._prefix[span.position - self._first])
-        return digit_histogram(keys, prefix, self._descent.shift)
+        return digit_histogram(keys, prefix, self._descent.shift, counts)
 
     def counting(self, number: int) -> Counting:
         if self._is_part_unit(number):
@@ -221,8 +221,8 @@ class _CountingTensors(Counting):
         self._limited = search
         self._histogram = np.zeros(search.num_bins, dtype=np.int64)
 
-    def add(self, span: Span, keys: Array) -> None:
-        self._histogram += self._limited.digits_of(span, keys)
+    def add(self, span: Span, keys: Array, counts: Array | None = None) -> None:
+        self._histogram += self._limited.digits_of(span, keys, counts)
 
     def end_span(self, span: Span) -> None:
         self._row += self._limited.free_of(span, self._histogram)

@@ -112,9 +112,9 @@ class Search:
         """A counter for the keys of a unit, once in every pass."""
         return Counting(self, number)
 
-    def digits_of(self, span: Span, keys: Array) -> Array:
+    def digits_of(self, span: Span, keys: Array, counts: Array | None = None) -> Array:
         """The histogram of the keys of a piece that are not decided yet."""
-        return key_histogram(keys, self._descent)
+        return key_histogram(keys, self._descent, counts)
 
     def add_unit(self, number: int, row: Array) -> None:
         """Store the histogram of a unit."""
@@ -156,8 +156,9 @@ class Counting:
         self._number = number
         self._row = np.zeros(search.num_bins, dtype=np.int64)
 
-    def add(self, span: Span, keys: Array) -> None:
-        self._row += self._search.digits_of(span, keys)
+    def add(self, span: Span, keys: Array, counts: Array | None = None) -> None:
+        """Add keys; ``counts`` says how often each occurs, None: once."""
+        self._row += self._search.digits_of(span, keys, counts)
 
     def end_span(self, span: Span) -> None:
         """Called when all keys of a span have been added."""

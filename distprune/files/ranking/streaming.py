@@ -20,6 +20,7 @@ from distprune.files.ranking.keys import (
     magnitude_keys,
     random_keys,
 )
+from distprune.files.ranking.scales import Scale, score_dtype
 
 CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
 # A group of more elements, ranked on its own, is counted in one read and cut in another.
@@ -39,14 +40,38 @@ class Source:
         self._paths = {file.name: file.path for file in plan.checkpoint.files}
         self._seed = hash_seed(plan.recipe.seed) if plan.recipe.seed is not None else None
         self._group_formats = [
-            key_format(tensor.entry.dtype for tensor in plan.tensors[group.first : group.last])
+            key_format(
+                tensor.entry.dtype
+                if group.recipe.normalize is None
+                else score_dtype(tensor.entry.dtype)
+                for tensor in plan.tensors[group.first : group.last]
+            )
             for group in plan.groups
         ]
+        self._scales: dict[int, Scale] = {}
 
     @property
     def files(self) -> OpenFiles:
         """The open files, to copy the other bytes from."""
         return self._files
+
+    def normalize(self, divisors: Sequence[float | None]) -> None:
+        """Rank normalised scores from now on, in the groups whose recipes say so.
+
+        Args:
+            divisors: per tensor, what its magnitudes are divided by; None: by nothing.
+        """
+        for position, divisor in enumerate(divisors):
+            if divisor is not None:
+                tensor = self._plan.tensors[position]
+                key_format = self._group_formats[tensor.group]
+                self._scales[position] = Scale(tensor.entry.dtype, divisor, key_format)
+
+    def scale_of(self, position: int) -> Scale | None:
+        """What a tensor's magnitudes are multiplied by; None: its scores are its magnitudes."""
+        if self._plan.recipe_of(position).normalize is None:
+            return None
+        return self._scales[position]
 
     def needs_values(self, group: int) -> bool:
         """Whether the scores of a group depend on the stored values; random ones do not."""
@@ -93,7 +118,20 @@ class Source:
         tensor = self._plan.tensors[position]
         if not self.needs_values(tensor.group):
             return self._hashes(position, first, first + len(bits))
+        scale = self.scale_of(position)
+        if scale is not None:
+            return scale.score_keys(bits)
         return magnitude_keys(bits, tensor.entry.dtype, self.format_of(position))
+
+    def cut_keys_of(self, position: int, first: int, bits: Array) -> Array:
+        """The keys that a tensor is cut by: as :meth:`keys_of`, but magnitudes if normalised.
+
+        They are those of :meth:`Scale.interval`, and cost no multiplication.
+        """
+        dtype = self._plan.tensors[position].entry.dtype
+        if self.scale_of(position) is None:
+            return self.keys_of(position, first, bits)
+        return magnitude_keys(bits, dtype, key_format([dtype]))
 
     def read_keys(self, position: int, first: int, last: int) -> Array:
         """The keys of the elements [first, last). Random scores are computed without a read.
@@ -111,6 +149,11 @@ class Source:
             stop = min(start + CHUNK, last)
             keys = self.read_keys(position, start, stop)
             yield keys, (stop - start) * self.itemsize(position)
+
+    def chunks_of_bits(self, position: int, first: int, last: int) -> Iterator[Array]:
+        """:meth:`read_bits` in chunks."""
+        for start in range(first, last, CHUNK):
+            yield self.read_bits(position, start, min(start + CHUNK, last))
 
     def itemsize(self, position: int) -> int:
         """Bytes of a stored element."""

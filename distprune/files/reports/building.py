@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
@@ -65,7 +64,7 @@ def derive_report(
     only = groups[0] if len(groups) == 1 else None
     return Report(
         digest=plan.digest,
-        recipe=asdict(plan.recipe),
+        recipe=plan.recipe.as_fields(),
         num_elements=plan.num_elements,
         num_pruned=sum(group.num_pruned for group in groups),
         threshold=only.threshold if only else None,
@@ -94,6 +93,7 @@ def _tensor_reports(
 ) -> list[TensorReport]:
     num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
     thresholds = _thresholds(source, group_cuts, records)
+    divisors = dict(enumerate(group_cuts.divisors if group_cuts is not None else ()))
     tensors = []
     for position, tensor in enumerate(plan.tensors):
         entry, group = tensor.entry, plan.groups[tensor.group]
@@ -114,6 +114,7 @@ def _tensor_reports(
                 group=tensor.group,
                 limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
                 held_at=held_at,
+                divisor=divisors.get(position),
             )
         )
     return tensors

@@ -21,14 +21,17 @@ class TensorReport:
         num_elements: of the tensor.
         num_pruned: elements that were pruned.
         num_nan: elements that are NaN and were kept.
-        threshold: the largest magnitude that was pruned, of a tensor that was ranked on its own, or
-            that a limit held.
+        threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
+            that a limit held: a magnitude, in units of ``divisor`` if that is given.
         num_zero: elements that were zero in the source.
         group: number of the tensor's group.
         limits: how many elements had to be pruned, and how many at most; None: no limits were
             given.
         held_at: the limit that decided how many were pruned, "min_sparsity" or "max_sparsity";
             None: the ranking decided.
+        divisor: what its magnitudes were divided by before they were ranked (its rms, its l2 norm
+            or its mean magnitude, as the recipe says); None: by nothing. The scores were
+            ``fp32(magnitude * fp32(1 / divisor))``.
     """
 
     name: str
@@ -43,6 +46,7 @@ class TensorReport:
     group: int = 0
     limits: tuple[int, int] | None = None
     held_at: str | None = None
+    divisor: float | None = None
 
     @property
     def sparsity(self) -> float:
@@ -57,10 +61,10 @@ class GroupReport:
         index: its number in the recipe, from 0.
         num_elements: of its tensors.
         num_pruned: elements that were pruned, exactly as many as the plan said.
-        threshold: the largest magnitude that was pruned by the ranking of the group, if its tensors
+        threshold: the largest score that was pruned by the ranking of the group, if its tensors
             were ranked together by magnitude; None if they were not, or nothing was pruned by it.
-        threshold_bits: the threshold as a key (the bits of the magnitude, or the hash), in
-            hexadecimal.
+            If the group is normalised, it is a multiple of each tensor's ``divisor``.
+        threshold_bits: the threshold as a key (the bits of the score, or the hash), in hexadecimal.
         num_ties: elements with that key; if the group has limits, only those that no limit
             decided on.
         num_ties_pruned: how many of these ties were pruned.
@@ -146,6 +150,9 @@ class Report:
         """The content of report.json."""
         values = asdict(self)
         del values["run"]
+        for tensor in values["tensors"]:
+            if tensor["divisor"] is None:  # as in reports from before there were any
+                del tensor["divisor"]
         return as_json({"schema": 1, "status": "complete", **values})
 
     def run_json(self) -> bytes:

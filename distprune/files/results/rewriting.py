@@ -19,7 +19,7 @@ from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.groups import Groups, groups_of
 from distprune.files.ranking.histograms import descent_to, key_histogram, narrowed
 from distprune.files.ranking.keys import Array
-from distprune.files.ranking.lowest import Threshold
+from distprune.files.ranking.lowest import Quota, Threshold
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
 from distprune.files.ranking.units import Span, SpanUnit
 
@@ -61,7 +61,7 @@ class Rewriter:
         cutting = None
         if self._plan.groups[group].recipe.is_together:
             assert self._group_cuts is not None
-            cutting = Cutting(self._plan, self._group_cuts, group, number)
+            cutting = Cutting(self._plan, self._source, self._group_cuts, group, number)
         for span in unit.spans:
             masks = self._mask_writer(span)
             for piece in self._pieces(span, cutting):
@@ -127,7 +127,7 @@ class Rewriter:
                     yield None
                 descent, _ = narrowed(descent, histogram)
                 num_ties = descent.rank + 1
-            yield from self._cut_at(group, Threshold(descent.low, num_ties))
+            yield from self._cut_at(group, Threshold(descent.low, Quota(num_ties)))
 
     def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
         """Groups that are interleaved in blocks too large to hold."""
@@ -147,7 +147,7 @@ class Rewriter:
         for first in range(span.first, span.last, CHUNK):
             last = min(first + CHUNK, span.last)
             bits = self._source.read_bits(span.position, first, last)
-            keys = self._source.keys_of(span.position, first, bits)
+            keys = self._source.cut_keys_of(span.position, first, bits)
             lowest = threshold.lowest(keys)
             if is_ranked_alone:
                 self._check(span, keys, lowest)

@@ -1,0 +1,292 @@
+"""Magnitudes that are divided by a statistic of their tensor: the masks of the oracle, exactly."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from test_order_within_limits import exchange
+
+from distprune.files import planning, pruning, verifying
+from distprune.files.checks import side_by_side
+from distprune.files.errors import CheckpointError, NaNError, SelectionError
+from distprune.files.ranking import streaming, tallies
+from distprune.files.recipe import FileRecipe
+from distprune.files.reports.stored import read_report
+from distprune.files.results import rewriting
+from distprune.testing import run_ranks
+from helpers import file_oracle, tiny_checkpoints
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import load, tree_digest
+
+STATISTICS = ["rms", "l2", "mean"]
+RUN = ("distprune/run.json",)
+DTYPES = {
+    "bf16": [torch.bfloat16],
+    "fp16": [torch.float16],
+    "fp32": [torch.float32],
+    "fp64": [torch.float64],
+    "mixed": [torch.bfloat16, torch.float32, torch.float16],
+    "wide mix": [torch.float64, torch.bfloat16, torch.float32],
+}
+SHAPES = [(9, 8), (4, 24), (7, 16), (3, 8), (5, 40)]
+
+
+def weights(kind="bf16", *, ties=True, seed=0):
+    """Tensors whose scales differ; with signed zeros, denormals and a tensor of zeros."""
+    g = torch.Generator().manual_seed(seed)
+    dtypes = itertools.cycle(DTYPES[kind])
+    tensors = {"embed.weight": torch.randn(11, 8, generator=g)}
+    for number, shape in enumerate(SHAPES):
+        values = torch.randn(shape, generator=g) * 4
+        values = values.round() / 4 if ties else values
+        tensors[f"layers.{9 + number}.weight"] = (values * 3.0 ** (1 - number)).to(next(dtypes))
+    tensors["layers.2.weight"] = torch.zeros(3, 8, dtype=next(dtypes))
+    tensors["layers.9.weight"].view(-1)[:4] = torch.tensor([-0.0, 0.0, 1e-40, -1e-40])
+    return tensors
+
+
+def names_of(tensors):
+    return [name for name in tensors if name.startswith("layers")]
+
+
+def save(folder, tensors):
+    names = list(tensors)
+    shards = ({n: tensors[n] for n in part} for part in (names[:3], names[3:]))
+    return tiny_checkpoints.save(folder, *shards)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Many units, spans and chunks, as large tensors have them."""
+    for module in (streaming, rewriting, side_by_side):
+        monkeypatch.setattr(module, "CHUNK", 24)
+    with small_units(num_elements=44, copy_bytes=100):
+        yield
+
+
+def check(tensors, recipe, source, target):
+    """Prune, and compare everything with the oracle."""
+    report = pruning.prune(planning.plan(source, recipe), target)
+    masks = {}
+    for part in recipe.parts:
+        include = part.include or ("layers",)
+        masks |= file_oracle.masks(
+            tensors,
+            [name for name in names_of(tensors) if name.startswith(include[0].rstrip("*"))],
+            sparsity=part.sparsity,
+            scope=part.scope,
+            limits=(part.min_sparsity, part.max_sparsity) if part.has_limits else None,
+            normalize=part.normalize,
+        )
+    file_oracle.check(source, target, masks, load)
+    counts = {name: int((~keep).sum()) for name, keep in masks.items()}
+    assert {t.name: t.num_pruned for t in report.tensors} == counts
+    assert verifying.verify(target, source).problems == ()
+    assert read_report(target) == report
+    return report
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("has_ties", [True, False])
+def test_equals_the_oracle(tmp_path, kind, has_ties, small_pieces):
+    tensors = weights(kind, ties=has_ties)
+    source = save(tmp_path / "source", tensors)
+    for normalize in STATISTICS:
+        for number, sparsity in enumerate((0.5, 0.93)):
+            target = tmp_path / f"{normalize}{number}"
+            recipe = FileRecipe(sparsity, normalize=normalize)
+            report = check(tensors, recipe, source, target)
+            for tensor in report.tensors:
+                assert tensor.divisor == file_oracle.divisor_of(tensors[tensor.name], normalize)
+            scores = torch.cat(
+                [
+                    file_oracle.normalized(tensors[n], normalize).double().flatten()
+                    for n in names_of(tensors)
+                ]
+            )
+            assert report.threshold == float(scores.sort().values[report.num_pruned - 1])
+            assert report.num_ties == int((scores == report.threshold).sum())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "mixed", "wide mix"])
+@pytest.mark.parametrize("limits", [(0.3, 0.6), (0.0, 0.55), (0.49, 1.0), (0.5, 0.5)])
+def test_limits_bound_the_normalised_ranking(tmp_path, kind, limits, small_pieces):
+    tensors = weights(kind)
+    source = save(tmp_path / "source", tensors)
+    recipe = FileRecipe(0.5, normalize="rms", min_sparsity=limits[0], max_sparsity=limits[1])
+    check(tensors, recipe, source, tmp_path / "target")
+
+
+def test_groups_normalise_or_not(tmp_path, small_pieces):
+    tensors = weights("mixed")
+    source = save(tmp_path / "source", tensors)
+    recipe = FileRecipe(
+        groups=(
+            FileRecipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
+            FileRecipe(0.4, include=("layers.2*",)),
+            FileRecipe(0.25, include=("layers.9*",), scope="layer"),
+        )
+    )
+    check(tensors, recipe, source, tmp_path / "target")
+
+
+def test_many_small_numbers_tie_after_the_multiplication(tmp_path, small_pieces):
+    """Denormal scores: several magnitudes have one score, and go by their place, not their size."""
+    g = torch.Generator().manual_seed(0)
+    tiny = torch.randint(1, 40, (6, 16), generator=g).float() * 2.0**-149
+    tiny[0, 0] = 2.0**-130
+    tensors = {"layers.0.weight": tiny, "layers.1.weight": tiny.flip(1)}
+    tensors["layers.1.weight"][0, 1] = 2.5
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    for number, sparsity in enumerate((0.2, 0.4, 0.55, 0.7)):
+        recipe = FileRecipe(sparsity, normalize="l2")
+        report = check(tensors, recipe, source, tmp_path / f"target{number}")
+    magnitudes = tensors["layers.1.weight"].unique()
+    scores = file_oracle.normalized(tensors["layers.1.weight"], "l2").unique()
+    assert len(scores) < len(magnitudes) and report.num_ties > 1
+
+
+def test_tallies_that_do_not_fit_are_read_again(tmp_path, monkeypatch, small_pieces):
+    tensors = weights("mixed")
+    source = save(tmp_path / "source", tensors)
+    recipe = FileRecipe(0.5, normalize="rms", max_sparsity=0.6)
+    check(tensors, recipe, source, tmp_path / "kept")
+    for limit in (0, 100):
+        monkeypatch.setattr(tallies, "MAX_BYTES", limit)
+        check(tensors, recipe, source, tmp_path / f"limit{limit}")
+        assert tree_digest(tmp_path / f"limit{limit}", RUN) == tree_digest(tmp_path / "kept", RUN)
+
+
+@small_units(num_elements=40)
+def prune_here(source, target, fields):
+    """On every rank of a group."""
+    plan = pruning.plan_together(source, FileRecipe(**fields))
+    pruning.prune(plan, target)
+    return verifying.verify(target, source).problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalize", STATISTICS)
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path, normalize):
+    tensors = weights("mixed")
+    source = save(tmp_path / "source", tensors)
+    fields = {"sparsity": 0.5, "normalize": normalize, "max_sparsity": 0.8}
+    for size in (1, 2, 3):
+        found = run_ranks(prune_here, size, source, tmp_path / f"target{size}", fields)
+        assert found == [()] * size
+        digest = tree_digest(tmp_path / f"target{size}", RUN)
+        assert digest == tree_digest(tmp_path / "target1", RUN)
+    check(tensors, FileRecipe(**fields), source, tmp_path / "here")
+
+
+def test_one_read_of_weights_in_16_bits_gives_the_cut(tmp_path, monkeypatch):
+    """The second read is that of the pass that writes."""
+    tensors = weights("bf16")
+    source = save(tmp_path / "source", tensors)
+    read, num_elements = [], sum(tensors[n].numel() for n in names_of(tensors))
+    read_bits = streaming.Source.read_bits
+
+    def counted(self, position, first, last):
+        read.append(last - first)
+        return read_bits(self, position, first, last)
+
+    monkeypatch.setattr(streaming.Source, "read_bits", counted)
+    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), tmp_path / "target")
+    assert sum(read) == 2 * num_elements
+
+
+def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
+    tensors = weights("mixed")
+    broken = tensors["layers.10.weight"]
+    broken.view(-1)[3:5] = float("nan")
+    source = save(tmp_path / "source", tensors)
+    with pytest.raises(NaNError, match="NaN in layers"):
+        pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), tmp_path / "target")
+    report = pruning.prune(
+        planning.plan(source, FileRecipe(0.5, normalize="rms", nan="keep")), tmp_path / "target"
+    )
+    by_name = {tensor.name: tensor for tensor in report.tensors}
+    assert by_name["layers.10.weight"].num_nan == 2
+    assert by_name["layers.10.weight"].divisor == file_oracle.divisor_of(broken, "rms")
+    assert verifying.verify(tmp_path / "target", source).problems == ()
+    broken.view(-1)[3:5] = torch.tensor([1.0, float("-inf")])
+    source = save(tmp_path / "infinite", tensors)
+    recipe = FileRecipe(0.5, normalize="rms", nan="keep")
+    with pytest.raises(CheckpointError, match=r"infinite elements in layers.10.weight; .* no rms"):
+        pruning.prune(planning.plan(source, recipe), tmp_path / "other")
+
+
+def test_a_run_that_stopped_after_the_count_goes_on(tmp_path, monkeypatch, small_pieces):
+    tensors = weights("mixed")
+    source = save(tmp_path / "source", tensors)
+    plan = planning.plan(source, FileRecipe(0.5, normalize="rms"))
+    pruning.prune(plan, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(rewriting.Rewriter, "rewrite", lambda *_: 1 / 0)
+        with pytest.raises(Exception, match="division"):
+            pruning.prune(plan, tmp_path / "target")
+    monkeypatch.setattr(pruning, "find_cuts", lambda *_: 1 / 0)  # not needed any more
+    pruning.prune(plan, tmp_path / "target")
+    assert tree_digest(tmp_path / "target", RUN) == tree_digest(tmp_path / "whole", RUN)
+
+
+@pytest.mark.parametrize("claim", ["l2", "mean", None])
+def test_verify_finds_another_normalisation_than_the_one_claimed(tmp_path, claim):
+    tensors = weights("mixed", ties=False)
+    source, target = save(tmp_path / "source", tensors), tmp_path / "target"
+    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), target)
+    path = target / "distprune" / "report.json"
+    values = json.loads(path.read_text())
+    values["recipe"]["normalize"] = claim
+    if claim is None:
+        del values["recipe"]["normalize"]
+    path.write_text(json.dumps(values, indent=1) + "\n")
+    problems = verifying.verify(target, source).problems
+    assert any("comes after a kept one in the order of scores" in text for text in problems)
+
+
+def test_verify_finds_an_exchange_of_two_elements(tmp_path):
+    """As many elements are pruned as before, but others."""
+    g = torch.Generator().manual_seed(0)
+    tensors = {f"{n}.weight": torch.randn(4, 40, generator=g) * 9**i for i, n in enumerate("ab")}
+    source, target = tiny_checkpoints.save(tmp_path / "source", tensors), tmp_path / "target"
+    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), target)
+    assert verifying.verify(target, source).is_good
+    exchange(source, target, "a.weight", "b.weight")
+    problems = verifying.verify(target, source).problems
+    assert any("comes after a kept one in the order of scores" in text for text in problems)
+    assert not any("neither kept" in text for text in problems)
+
+
+@pytest.mark.parametrize("field", ["divisor", "threshold"])
+def test_verify_derives_the_divisors(tmp_path, field):
+    source, target = save(tmp_path / "source", weights()), tmp_path / "target"
+    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), target)
+    path = target / "distprune" / "report.json"
+    values = json.loads(path.read_text())
+    where = values["tensors"][2] if field == "divisor" else values
+    where[field] += 1e-9
+    path.write_text(json.dumps(values, indent=1) + "\n")
+    problems = verifying.verify(target, source).problems
+    assert any(f"{field} is" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sparsity": 0.5, "scope": "layer"},
+        {"sparsity": 0.5, "scope": "row"},
+        {"sparsity": 0.5, "score": "random"},
+        {"pattern": "2:4"},
+    ],
+)
+def test_normalize_where_it_has_no_effect_is_refused(fields):
+    with pytest.raises(SelectionError, match="normalize: has no effect"):
+        FileRecipe(**fields, normalize="rms")
+
+
+def test_values_of_normalize():
+    assert FileRecipe(0.5, normalize="none") == FileRecipe(0.5)
+    with pytest.raises(SelectionError, match="expected 'rms', 'l2', 'mean' or 'none'"):
+        FileRecipe(0.5, normalize="max")
