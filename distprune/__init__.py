@@ -43,6 +43,7 @@ __all__ = [
     "VerificationError",
     "VerificationReport",
     "VerifiedParameter",
+    "budgets",
     "checkpoint",
     "criteria",
     "custom_from_mask",

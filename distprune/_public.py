@@ -3,6 +3,7 @@
 ``import x as x`` exports a name to type checkers; see ``distprune/__init__.py``.
 """
 
+from distprune import budgets as budgets
 from distprune import checkpoint as checkpoint
 from distprune import criteria as criteria
 from distprune import schedule as schedule

@@ -33,11 +33,19 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bounded:
-    """What the bounds of a parameter depend on: its names, and how many elements it has."""
+    """What the bounds and the budget of a parameter depend on: its names, and its size.
+
+    Attributes:
+        label: its name in messages.
+        keys: under which a mapping may have it.
+        num_elements: of the whole parameter ...
+        shape: ... and its shape, for budgets.
+    """
 
     label: str
     keys: tuple[Hashable, ...]
     num_elements: int
+    shape: tuple[int, ...] = ()
 
 
 def to_bounds(
@@ -59,8 +67,8 @@ def to_bounds(
         TypeError: a bound that is no number.
         ValueError: a bound outside [0, 1]; a floor above a ceiling; a key that is no parameter.
     """
-    floors = _per_parameter(FLOOR, min_sparsity, parameters, default=0)
-    ceilings = _per_parameter(CEILING, max_sparsity, parameters, default=1)
+    floors = per_parameter(FLOOR, min_sparsity, parameters, default=0)
+    ceilings = per_parameter(CEILING, max_sparsity, parameters, default=1)
     sizes = [parameter.num_elements for parameter in parameters]
     lowest = tuple(math.ceil(s * n) for s, n in zip(floors, sizes, strict=True))
     highest = tuple(math.floor(s * n) for s, n in zip(ceilings, sizes, strict=True))
@@ -92,19 +100,36 @@ def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str 
     return CEILING if num_highest < num_to_prune else None
 
 
-def _per_parameter(
-    keyword: str, bound: SparsityBound | None, parameters: Sequence[Bounded], default: int
+def per_parameter(
+    keyword: str, bound: SparsityBound | None, parameters: Sequence[Bounded], default: int | None
 ) -> list[Fraction]:
-    """One sparsity per parameter, from a bound of all or from a mapping."""
+    """One sparsity per parameter, from a bound of all or from a mapping.
+
+    Args:
+        keyword: for messages.
+        bound: of all parameters, or a mapping from their keys; None: the default.
+        parameters: of the call.
+        default: of parameters that are not in a mapping; None: all of them have to be in it.
+
+    Raises:
+        TypeError: a bound that is no number.
+        ValueError: a bound outside [0, 1]; a key that is no parameter; a parameter that is missing,
+            or has several values.
+    """
     if not isinstance(bound, Mapping):
         return [_exact(keyword, default if bound is None else bound)] * len(parameters)
     used: set[Hashable] = set()
     sparsities = []
     for parameter in parameters:
         keys = [key for key in parameter.keys if key in bound]
+        if not keys and default is None:
+            raise ValueError(
+                f"{keyword} does not have {parameter.label}; expected a sparsity of every "
+                "parameter of the call. Give it one (0 keeps it dense), or leave the parameter out."
+            )
         used.update(keys)
         values = {_exact(f"{keyword}[{parameter.label}]", bound[key]) for key in keys} or {
-            Fraction(default)
+            Fraction(default or 0)
         }
         if len(values) > 1:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from torch import nn
@@ -12,6 +13,8 @@ from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
+from distprune.budgets.given import BudgetLike, to_budget
+from distprune.budgets.mapping import Sparsities
 from distprune.call.arguments import PruningArguments
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
@@ -34,6 +37,23 @@ def global_unstructured(
     *,
     amount: Amount,
     group: ProcessGroup | None = None,
+    budget: BudgetLike | None = None,
+    min_sparsity: SparsityBound | None = None,
+    max_sparsity: SparsityBound | None = None,
+    pipeline_parallel: bool = False,
+    normalize: Normalization | None = None,
+) -> PruningReport: ...
+
+
+# A mapping to sparsities gives the total itself.
+@overload
+def global_unstructured(
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: type[BasePruningMethod],
+    importance_scores: Scores | None = None,
+    *,
+    budget: Mapping[Any, float | Fraction] | Sparsities,
+    group: ProcessGroup | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
@@ -49,6 +69,7 @@ def global_unstructured(
     pruning_method: Callable[P, BasePruningMethod],
     importance_scores: Scores | None = None,
     group: ProcessGroup | None = None,
+    budget: BudgetLike | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
@@ -65,6 +86,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     *,
     amount: Amount | None = None,
     group: ProcessGroup | None = None,
+    budget: BudgetLike | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
@@ -96,8 +118,16 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             DTensor laid out like it, or, under FSDP1, this rank's run of it: 1-d, in the order
             of the parameter's memory, as its gradient is. Parameters that are not in it rank by
             value. A tied parameter may stand under any of its names; any other key is an error.
-        amount: for the method: a fraction of what is unpruned in [0, 1], or a count.
+        amount: for the method: a fraction of what is unpruned in [0, 1], or a count. May be left
+            out with a ``budget`` of given sparsities, from which it follows.
         group: the ranks that take part; every rank by default.
+        budget: gives each parameter an exact number of pruned elements, instead of one ranking over
+            all of them: "uniform", "uniform+", "erk"; a mapping from (module, name), or from
+            full names, to the sparsity of every parameter; or an object of
+            :mod:`distprune.budgets`, such as ``budgets.OWL(ratios)``. The total is what ``amount``
+            says, as always. Counts are of what is pruned after the call: a parameter that is pruned
+            further already, or that a floor or a ceiling holds, keeps its own count, and the others
+            share the rest by the same rule. For methods that rank, as the bounds.
         min_sparsity, max_sparsity: how much of each single parameter is to be pruned after
             the call, at least and at most: a sparsity in [0, 1] for all of them, or a mapping from
             (module, name), or from full names, for some. Of n elements at least ceil(min_sparsity
@@ -130,10 +160,10 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             arguments of a wrong type.
         ValueError: scores of a parameter that is not in the list; a NaN score, or an infinite one
             with ``normalize``; an amount out of range, an empty list; an amount that is too small
-            for the floors or too large for the ceilings; ranks that differ in their arguments.
-            Named, on every rank.
+            for the floors or too large for the ceilings, or does not fit the budget; ranks that
+            differ in their arguments. Named, on every rank.
         NotImplementedError: a layout or wrapper that is not supported; a method that does
-            not say how it works on shards, or that does not rank, with bounds.
+            not say how it works on shards, or that does not rank, with bounds or a budget.
 
     On an error no module has changed, on any rank.
 
@@ -142,7 +172,8 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     model; memory for the masks and a few megabytes. With ``normalize`` two more reads, and 24
     bytes per parameter. With bounds, two to four times as much
     in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
-    more per parameter whose bound decides.
+    more per parameter whose bound decides. With a budget there is no common ranking: that of
+    each parameter, side by side, so about 100 KB per parameter.
     """
     return prune_parameters(
         lambda: global_arguments(
@@ -150,6 +181,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             pruning_method,
             importance_scores,
             amount=amount,
+            budget=budget,
             min_sparsity=min_sparsity,
             max_sparsity=max_sparsity,
             pipeline_parallel=pipeline_parallel,
@@ -166,6 +198,7 @@ def global_arguments(
     importance_scores: Scores | None = None,
     *,
     amount: Amount | None = None,
+    budget: BudgetLike | None = None,
     min_sparsity: SparsityBound | None = None,
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
@@ -184,8 +217,11 @@ def global_arguments(
             "(module, name) to a tensor."
         )
     check_normalization(normalize)
-    if amount is not None:
-        kwargs = {"amount": amount, **kwargs}
+    rule = to_budget(budget)
+    has_amount = amount is not None or rule is None or not rule.gives_total
+    if amount is not None or not has_amount:
+        # Without an amount the budget gives the total, and the method's own is not used.
+        kwargs = {"amount": 0 if amount is None else amount, **kwargs}
     _check_keywords(pruning_method, kwargs)
     method = pruning_method(**kwargs)
     kind = getattr(method, "PRUNING_TYPE", None)
@@ -202,6 +238,8 @@ def global_arguments(
         importance_scores=importance_scores,
         facts=method.describe_arguments((), kwargs),
         amount=amount,
+        budget=rule,
+        has_amount=has_amount,
         min_sparsity=min_sparsity,
         max_sparsity=max_sparsity,
         pipeline_parallel=pipeline_parallel,
@@ -210,7 +248,9 @@ def global_arguments(
 
 
 # Keywords of global_unstructured that are not for the method.
-_OWN_KEYWORDS = ("group", "min_sparsity", "max_sparsity", "pipeline_parallel", "normalize")
+_OWN_KEYWORDS = (
+    "group", "budget", "min_sparsity", "max_sparsity", "pipeline_parallel", "normalize",
+)  # fmt: skip
 
 
 def _check_keywords(pruning_method: Callable[..., object], kwargs: Mapping[str, Any]) -> None:

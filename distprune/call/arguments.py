@@ -11,6 +11,7 @@ from torch import nn
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
 from distprune._common.exact_sums import Normalization
+from distprune.budgets.base import Budget
 from distprune.call.context import Decision, PruningCall
 from distprune.masks.hook import PruningHook
 from distprune.shards.target import Scores
@@ -62,6 +63,8 @@ class PruningArguments(ParameterArguments):
         amount: for the report.
         min_sparsity, max_sparsity: bounds of single parameters, as the caller gave them.
         normalize: what the scores of each parameter are divided by, if anything.
+        budget: how the pruned elements are divided among the parameters; None: by the ranking.
+        has_amount: whether the caller gave an amount; without one, the budget gives the total.
     """
 
     method: DecidesMasks
@@ -70,6 +73,8 @@ class PruningArguments(ParameterArguments):
     min_sparsity: SparsityBound | None = None
     max_sparsity: SparsityBound | None = None
     normalize: Normalization | None = None
+    budget: Budget | None = None
+    has_amount: bool = True
 
     @property
     def has_bounds(self) -> bool:
@@ -83,4 +88,5 @@ class PruningArguments(ParameterArguments):
             *super().all_facts(),
             ("bounds on the sparsity of parameters", bounds),
             ("normalize", str(self.normalize)),
+            ("budget", "none" if self.budget is None else repr(self.budget)),
         ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune._common.exact_sums import Normalization
+from distprune.budgets.base import Division
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
@@ -30,6 +31,8 @@ class PruningCall:
         bounds: how much of every parameter is to be pruned after the call; None: no bounds.
         normalize: what the scores of each parameter are divided by before they are ranked; None:
             they are ranked as they are.
+        division: divides the pruned elements among the parameters; None: the ranking does.
+        has_amount: whether the caller gave an amount; without one the division gives the total.
     """
 
     shards: Sequence[LocalShard]
@@ -39,11 +42,18 @@ class PruningCall:
     communicator: Communicator
     bounds: Bounds | None = None
     normalize: Normalization | None = None
+    division: Division | None = None
+    has_amount: bool = True
 
     @property
     def is_local(self) -> bool:
         """Whether every parameter is whole on this rank, and on every other."""
         return not any(shard.is_sharded for shard in self.shards)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether single parameters have bounds, or a budget divides what is pruned."""
+        return self.bounds is not None or self.division is not None
 
     def score_or_value(self, position: int) -> Tensor:
         """The given scores of a parameter, or its values; N-d.
@@ -90,6 +100,7 @@ class Decision:
         bound_of: per parameter, the bound that decided how much of it is pruned, or None;
             None from a method that does not support bounds.
         is_by_magnitude: whether the smallest |value| of all parameters were pruned, and no others.
+        wanted: per parameter, the sparsity that a budget gives it; None without one.
     """
 
     finish: Callable[[], LocalMasks]
@@ -98,3 +109,4 @@ class Decision:
     num_ties_pruned: int = 0
     bound_of: Sequence[str | None] | None = None
     is_by_magnitude: bool = False
+    wanted: Sequence[float] | None = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distprune._common.bounds import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import unwrap
+from distprune.budgets.base import Division
 from distprune.call import pipeline_parallel as stages
 from distprune.call.arguments import Fact, ParameterArguments, PruningArguments
 from distprune.call.copies import count_copies_on_other_meshes
@@ -77,11 +78,35 @@ def agree_on_bounds(
     """
     if not arguments.has_bounds:
         return None
-    bounded = [Bounded(t.label, (t.label, *t.places), t.shard.numel) for t in targets]
+    bounded = _bounded(targets)
     return communicator.run(
         lambda: to_bounds(bounded, arguments.min_sparsity, arguments.max_sparsity),
         lambda bounds: _describe_bounds(targets, bounds),
     )
+
+
+def agree_on_division(
+    arguments: PruningArguments, targets: Sequence[Target], communicator: Communicator
+) -> Division | None:
+    """The budget of the call, settled for its parameters; None without a budget.
+
+    Raises:
+        TypeError, ValueError: a budget that does not fit the parameters, or that differs between
+            ranks. On every rank.
+
+    Cost: an all-reduce of 40 bytes if there is a budget.
+    """
+    budget = arguments.budget
+    if budget is None:
+        return None
+    bounded = _bounded(targets)
+    return communicator.run(lambda: budget.divide(bounded), lambda division: division.facts)
+
+
+def _bounded(targets: Sequence[Target]) -> list[Bounded]:
+    return [
+        Bounded(t.label, (t.label, *t.places), t.shard.numel, tuple(t.shard.shape)) for t in targets
+    ]
 
 
 def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[Fact]:

@@ -17,7 +17,7 @@ from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.attaching import attach_masks
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.context import PruningCall
-from distprune.call.reading import agree_on_bounds, read_parameters
+from distprune.call.reading import agree_on_bounds, agree_on_division, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.shards.target import Target
 
@@ -32,7 +32,7 @@ def prune_parameters(
         communicator: the ranks that take part.
 
     Raises:
-        NotImplementedError: there are bounds, and the method does not rank.
+        NotImplementedError: there are bounds or a budget, and the method does not rank.
         Exception: whatever any rank raised, on every rank; no module has changed then.
     """
     started = time.perf_counter()
@@ -40,6 +40,7 @@ def prune_parameters(
     with communicator.exclusively(), torch.inference_mode(False):
         arguments, targets = read_parameters(make_arguments, communicator)
         bounds = agree_on_bounds(arguments, targets, communicator)
+        division = agree_on_division(arguments, targets, communicator)
         method = arguments.method
         with torch.no_grad():
             num_live = count_live_and_compare(targets, method.READS_VALUES, communicator)
@@ -52,13 +53,16 @@ def prune_parameters(
                     communicator=communicator,
                     bounds=bounds,
                     normalize=arguments.normalize,
+                    division=division,
+                    has_amount=arguments.has_amount,
                 )
             )
-        if bounds is not None and decision.bound_of is None:
+        if (bounds is not None or division is not None) and decision.bound_of is None:
+            what = "min_sparsity and max_sparsity have" if division is None else "budget has"
             raise NotImplementedError(
-                f"{type(method).__name__} does not rank elements by a score, so min_sparsity "
-                "and max_sparsity have no meaning for it; expected a method that does, such as "
-                "L1Unstructured, RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
+                f"{type(method).__name__} does not rank elements by a score, so {what} no meaning "
+                "for it; expected a method that does, such as L1Unstructured, RandomUnstructured, "
+                "or your own with DISTRIBUTED = 'scores'."
             )
         if arguments.normalize is not None and decision.bound_of is None:
             raise NotImplementedError(

@@ -71,7 +71,7 @@ class RandomUnstructured(BasePruningMethod):
 
     def decide(self, call: PruningCall) -> Decision:
         # Torch's own numbers go with torch's own arguments.
-        is_torch = call.is_local and call.bounds is None and not is_distributed()
+        is_torch = not call.is_limited and call.is_local and not is_distributed()
         if type(self).compute_mask is not _BUILT_IN[RandomUnstructured] or is_torch:
             return super().decide(call)
         return ranking.rank_at_random(call, self.amount)

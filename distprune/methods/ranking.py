@@ -13,6 +13,7 @@ from distprune._common.amount import Amount, checked_count
 from distprune._common.collectives import Communicator
 from distprune._common.hashing import draw_seed
 from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.methods.dividing import bounds_met, divide
 from distprune.selection.candidates import Candidates, KeySource, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import (
@@ -56,8 +57,8 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         ranking: :data:`BY_MAGNITUDE`, :data:`BY_SIGNED_SCORE`, or what :func:`by_function` returns.
 
     Raises:
-        ValueError: a live score is NaN, or, with a normalisation, infinite; or the bounds do not
-            allow for the amount; on every rank.
+        ValueError: a live score is NaN, or, with a normalisation, infinite; or the bounds or the
+            budget do not allow for the amount; on every rank.
         NotImplementedError: scores of a dtype that has no order; on every rank.
 
     Cost: one read of the scores, two more with a normalisation, and one write of the masks when
@@ -151,16 +152,17 @@ def _rank_keys(
         prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
-    k = checked_count(amount, sum(call.num_live))
+    k = None if not call.has_amount else checked_count(amount, sum(call.num_live))
+    k, bounds, counts = divide(call, k, parts, keys)
     names = [shard.name for shard in call.shards]
     selection: Selection | None
-    if call.bounds is None:
+    if bounds is None:
         selection = select_lowest(
             parts, names, call.num_live, k, keys, call.communicator, refuse_nan=True, drafts=flat
         )
         cuts = [PartCut(position, selection.cut) for position in range(len(parts))]
     else:
-        limits = limits_for(k, call.bounds, [shard.numel for shard in call.shards], call.num_live)
+        limits = limits_for(k, bounds, [shard.numel for shard in call.shards], call.num_live)
         cuts, selection = select_within(
             parts, names, call.num_live, k, keys, call.communicator, limits
         )
@@ -169,10 +171,11 @@ def _rank_keys(
     def finish() -> LocalMasks:
         return LocalMasks(prepared.masks, write_masks(parts, cuts, flat, drafted))
 
-    is_plain = call.bounds is None and call.normalize is None
+    is_plain = not call.is_limited and call.normalize is None
     decision = Decision(
         finish,
-        bound_of=[cut.bound for cut in cuts],
+        bound_of=[cut.bound for cut in cuts] if counts is None else bounds_met(call, counts),
+        wanted=None if counts is None else counts.wanted,
         is_by_magnitude=is_by_magnitude
         and is_plain
         and not any(scores is not None for scores in call.scores),

@@ -96,6 +96,10 @@ def select_within(
     free = list(range(len(parts)))
     bound_of: dict[int, tuple[str, int]] = {}
     left, selection = k, None
+    is_decided = limits.lowest == limits.highest  # by a budget: no cut is common
+    if is_decided:
+        bound_of = {i: (FLOOR, count) for i, count in enumerate(limits.lowest)}
+        free = []
     while free:
         among = [parts[i] for i in free]
         selection = select_lowest(
@@ -114,7 +118,7 @@ def select_within(
         bound_of |= fixed
         free = [i for i in free if i not in bound_of]
         left = k - sum(count for _, count in bound_of.values())
-    cuts = _cuts_at_bounds(parts, names, num_live, keys, communicator, bound_of)
+    cuts = _cuts_at_bounds(parts, names, num_live, keys, communicator, bound_of, is_decided)
     part_cuts = {i: PartCut(0, cut, bound_of[i][0]) for i, cut in cuts.items()}
     for position, i in enumerate(free):
         assert selection is not None
@@ -146,10 +150,11 @@ def _cuts_at_bounds(
     keys: KeyRange,
     communicator: Communicator,
     bound_of: Mapping[int, tuple[str, int]],
+    refuse_nan: bool,
 ) -> dict[int, Cut]:
     """A separate cut for every parameter whose bound decides how many elements are pruned."""
     searches = [
-        search_lowest([parts[i]], [names[i]], [num_live[i]], count, keys, refuse_nan=False)
+        search_lowest([parts[i]], [names[i]], [num_live[i]], count, keys, refuse_nan=refuse_nan)
         for i, (_, count) in bound_of.items()
     ]
     selections = search_together(searches, communicator)

@@ -17,8 +17,9 @@ TORCH = {
 }  # fmt: skip
 OURS = {
     "FactoredScores", "LowestScore", "MaskLoadingReport", "NamedParameter", "ParameterReport",
-    "PruningReport", "VerificationError", "VerificationReport", "VerifiedParameter", "checkpoint",
-    "criteria", "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
+    "PruningReport", "VerificationError", "VerificationReport", "VerifiedParameter", "budgets",
+    "checkpoint", "criteria", "load_masks", "masks_aside", "masks_from_zeros", "save_masks",
+    "schedule", "select",
     "shard_masks", "verify",
 }  # fmt: skip
 

@@ -1,0 +1,64 @@
+"""From the budget of a call to the exact number of pruned elements of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distprune._common.bounds import CEILING, FLOOR, Bounds
+from distprune.budgets.base import Counts, Ranked
+from distprune.call.context import PruningCall
+from distprune.selection.candidates import Candidates
+from distprune.selection.keys import KeyRange
+from distprune.selection.within_bounds import limits_for
+
+
+def divide(
+    call: PruningCall, k: int | None, parts: Sequence[Candidates], keys: KeyRange
+) -> tuple[int, Bounds | None, Counts | None]:
+    """How many elements to prune, and the bounds of each parameter. Collective.
+
+    Args:
+        call: the parameters, with their bounds and budget.
+        k: elements to prune now; None: the budget gives the total.
+        parts: this rank's part of every parameter.
+        keys: the range of all keys.
+
+    Returns:
+        Elements to prune now; the bounds, or those of the budget, where lowest and highest are
+        equal; and the counts of the budget, if there is one.
+
+    Raises:
+        ValueError: the bounds or the budget do not allow for the amount; on every rank.
+
+    Cost: that of the budget.
+    """
+    if call.division is None:
+        assert k is not None
+        return k, call.bounds, None
+    sizes = [shard.numel for shard in call.shards]
+    pruned = [size - live for size, live in zip(sizes, call.num_live, strict=True)]
+    bounds = call.bounds or Bounds((0,) * len(sizes), tuple(sizes))
+    within = Bounds(tuple(map(max, pruned, bounds.lowest)), tuple(map(max, pruned, bounds.highest)))
+    if k is None:
+        total = call.division.own_total(within)
+        assert total is not None
+        k = total - sum(pruned)
+    limits_for(k, bounds, sizes, call.num_live)
+    ranked = Ranked(parts, call.num_live, keys, call.communicator)
+    counts = call.division.counts(sum(pruned) + k, within, ranked)
+    return k, Bounds(counts.counts, counts.counts), counts
+
+
+def bounds_met(call: PruningCall, counts: Counts) -> list[str | None]:
+    """Per parameter, the floor or the ceiling that the count of a budget meets, if any."""
+    if call.bounds is None:
+        return [None] * len(call.shards)
+    met: list[str | None] = []
+    for shard, live, count, low, high in zip(
+        call.shards, call.num_live, counts.counts, call.bounds.lowest, call.bounds.highest,
+        strict=True,
+    ):  # fmt: skip
+        is_at_floor = count == low > shard.numel - live
+        is_at_ceiling = count == high < shard.numel
+        met.append(FLOOR if is_at_floor else CEILING if is_at_ceiling else None)
+    return met

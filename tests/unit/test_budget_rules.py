@@ -1,0 +1,440 @@
+"""Budgets against implementations that were written from the papers, and exact totals."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distprune as prune
+from distprune import budgets
+from distprune._common.bounds import Bounded
+from distprune.budgets.filling import Line, NoLevelError, fill, rounded
+from distprune.budgets.outliers import block_of
+from helpers.models import Net
+from helpers.models import fill as fill_model
+from helpers.sampling import num_examples
+
+SHAPES = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), min_size=1, max_size=7
+)
+
+
+def bounded(shapes, names=None):
+    names = names or [f"layers.{i}.weight" for i in range(len(shapes))]
+    return [
+        Bounded(name, (name,), math.prod(shape), shape)
+        for name, shape in zip(names, shapes, strict=True)
+    ]
+
+
+def exact_counts(budget, parameters, total):
+    """The counts before they are rounded, without limits."""
+    division = budget.divide(parameters)
+    return fill(division.lines, [0] * len(parameters), division.caps, total)
+
+
+# -- the engine of all linear rules ---------------------------------------------------------------
+
+
+def held_at(level, lines, lowest, highest):
+    return [
+        min(max(line.start + line.slope * level, low), high)
+        for line, low, high in zip(lines, lowest, highest, strict=True)
+    ]
+
+
+@settings(max_examples=num_examples(800), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_counts_have_the_sum_and_lie_on_the_lines(data):
+    size = data.draw(st.integers(1, 6))
+    fractions = st.fractions(-20, 20, max_denominator=12)
+    lines = [Line(data.draw(fractions), abs(data.draw(fractions))) for _ in range(size)]
+    limits = [sorted((data.draw(st.integers(0, 30)), data.draw(st.integers(0, 30)))) for _ in lines]
+    lowest, highest = [low for low, _ in limits], [high for _, high in limits]
+    total = data.draw(st.integers(sum(lowest), sum(highest)))
+    # What the lines can give, by levels beyond every limit.
+    ends = [sum(held_at(level, lines, lowest, highest)) for level in (-(10**9), 10**9)]
+    try:
+        counts = fill(lines, lowest, highest, total)
+    except NoLevelError as error:
+        assert not ends[0] <= total <= ends[1]
+        assert [error.lowest, error.highest] == ends
+        return
+    assert sum(counts) == total
+    # One level explains all counts that lie between their limits, and no count contradicts it.
+    levels = {
+        (count - line.start) / line.slope
+        for count, line, low, high in zip(counts, lines, lowest, highest, strict=True)
+        if line.slope and low < count < high
+    }
+    assert len(levels) <= 1
+    for level in levels:
+        assert counts == held_at(level, lines, lowest, highest)
+    whole = rounded(counts, total)
+    assert sum(whole) == total
+    assert all(low <= n <= high for n, low, high in zip(whole, lowest, highest, strict=True))
+    assert all(abs(n - count) < 1 for n, count in zip(whole, counts, strict=True))
+
+
+def test_largest_remainders_are_rounded_up_and_equal_ones_in_order():
+    thirds = [Fraction(4, 3), Fraction(5, 3), Fraction(4, 3), Fraction(5, 3)]
+    assert rounded(thirds, 6) == [1, 2, 1, 2]
+    assert rounded(thirds, 5) == [1, 2, 1, 1]
+    assert rounded([Fraction(1, 2)] * 4, 2) == [1, 1, 0, 0]
+    assert rounded([3, 0, 2], 5) == [3, 0, 2]
+
+
+def test_what_does_not_fit_goes_to_the_others():
+    lines = [Line(0, 10), Line(0, 10), Line(0, 20)]
+    assert fill(lines, [0, 0, 0], [10, 10, 20], 20) == [5, 5, 10]
+    assert fill(lines, [8, 0, 0], [10, 10, 20], 20) == [8, 4, 8]
+    assert fill(lines, [8, 0, 0], [10, 1, 20], 20) == [8, 1, 11]
+    assert fill(lines, [0, 0, 0], [10, 10, 20], 0) == [0, 0, 0]
+    assert fill(lines, [0, 0, 0], [10, 10, 20], 40) == [10, 10, 20]
+    assert fill([], [], [], 0) == []
+
+
+def test_numbers_that_floats_cannot_hold():
+    huge = 2**60 + 1
+    counts = fill([Line(0, huge), Line(0, huge), Line(0, 1)], [0] * 3, [huge, huge, 1], huge)
+    assert sum(rounded(counts, huge)) == huge
+
+
+def test_thousands_of_parameters_take_little_time():
+    shapes = [(64 + i % 7, 64 + i % 11) for i in range(5000)]
+    parameters = bounded(shapes)
+    total = sum(p.num_elements for p in parameters) // 2
+    for budget in (budgets.Uniform(), budgets.ERK()):
+        assert sum(exact_counts(budget, parameters, total)) == total
+
+
+# -- each formula ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=num_examples(200), deadline=None, derandomize=True)
+@given(shapes=SHAPES, share=st.fractions(0, 1, max_denominator=100))
+def test_uniform_is_one_sparsity(shapes, share):
+    parameters = bounded(shapes)
+    size = sum(p.num_elements for p in parameters)
+    total = round(share * size)
+    counts = exact_counts(budgets.Uniform(), parameters, total)
+    assert counts == [Fraction(total, size) * p.num_elements for p in parameters]
+
+
+def rigl_erk(shapes, default_sparsity):
+    """get_mask_init of google-research/rigl, sparse_utils.py: sparsities by the ERK method."""
+    is_valid = False
+    dense_layers: set[int] = set()
+    while not is_valid:
+        divisor = 0.0
+        rhs = 0.0
+        raw_probabilities = {}
+        for i, shape in enumerate(shapes):
+            n_param = np.prod(shape)
+            n_zeros = n_param * default_sparsity
+            if i in dense_layers:
+                rhs -= n_zeros
+            else:
+                n_ones = n_param * (1 - default_sparsity)
+                rhs += n_ones
+                raw_probabilities[i] = np.sum(shape) / np.prod(shape)
+                divisor += raw_probabilities[i] * n_param
+        eps = rhs / divisor
+        max_prob = np.max(list(raw_probabilities.values()))
+        max_prob_one = max_prob * eps
+        if max_prob_one > 1:
+            for i, raw in raw_probabilities.items():
+                if raw == max_prob:
+                    dense_layers.add(i)
+        else:
+            is_valid = True
+    return [
+        0.0 if i in dense_layers else 1 - eps * raw_probabilities[i] for i in range(len(shapes))
+    ]
+
+
+@settings(max_examples=num_examples(200), deadline=None, derandomize=True)
+@given(shapes=SHAPES, sparsity=st.integers(1, 99))
+def test_erk_is_that_of_rigl(shapes, sparsity):
+    parameters = bounded(shapes)
+    size = sum(p.num_elements for p in parameters)
+    total = round(Fraction(sparsity, 100) * size)
+    counts = exact_counts(budgets.ERK(), parameters, total)
+    expected = rigl_erk(shapes, total / size)
+    for count, p, share in zip(counts, parameters, expected, strict=True):
+        assert float(count) / p.num_elements == pytest.approx(share, abs=1e-9)
+
+
+def test_erk_of_a_resnet():
+    """Convolutions with kernels, a 1 x 1 convolution, a matrix, and a bias that stays dense."""
+    shapes = [
+        (64, 3, 7, 7),
+        (64, 64, 3, 3),
+        (512, 512, 3, 3),
+        (512, 256, 1, 1),
+        (1000, 512),
+        (512,),
+    ]
+    parameters = bounded(shapes)
+    size = sum(p.num_elements for p in parameters)
+    counts = exact_counts(budgets.ERK(), parameters, size * 9 // 10)
+    expected = rigl_erk(shapes, (size * 9 // 10) / size)
+    shares = [float(c) / p.num_elements for c, p in zip(counts, parameters, strict=True)]
+    assert shares == pytest.approx(expected, abs=1e-12)
+    assert shares[-1] == 0.0 and shares[2] == max(shares)
+
+
+def owl_of_the_authors(ratios, lam, sparsity):
+    """prune_wanda_outlier of luuyin/OWL, lib/prune.py: the sparsity of each layer."""
+    all_layer_ratio = np.array(ratios)
+    low, high = all_layer_ratio.min(), all_layer_ratio.max()
+    all_layer_ratio = (all_layer_ratio - low) * (1 / (high - low) * lam * 2)
+    all_layer_ratio = all_layer_ratio - np.mean(all_layer_ratio) + (1 - sparsity)
+    return 1 - all_layer_ratio
+
+
+@settings(max_examples=num_examples(100), deadline=None, derandomize=True)
+@given(
+    ratios=st.lists(st.floats(0, 10), min_size=2, max_size=9),
+    sparsity=st.integers(20, 80),
+    lam=st.sampled_from([0.02, 0.08, 0.2]),
+)
+def test_owl_is_that_of_the_authors_for_layers_of_one_size(ratios, sparsity, lam):
+    if max(ratios) - min(ratios) < 1e-3:
+        return
+    expected = owl_of_the_authors(ratios, lam, sparsity / 100)
+    if expected.min() < 0 or expected.max() > 1:  # the authors do not clip
+        return
+    parameters = bounded([(10, 100)] * len(ratios))
+    rule = budgets.OWL({f"layers.{i}.weight": ratio for i, ratio in enumerate(ratios)}, lam=lam)
+    counts = exact_counts(rule, parameters, 1000 * len(ratios) * sparsity // 100)
+    shares = [float(count) / 1000 for count in counts]
+    assert shares == pytest.approx(expected, abs=1e-9)
+    assert np.mean(shares) == pytest.approx(sparsity / 100, abs=1e-9)
+    assert max(shares) - min(shares) == pytest.approx(2 * lam, abs=1e-9)
+
+
+def test_owl_by_block():
+    names = [f"model.layers.{i}.{part}.weight" for i in range(3) for part in ("q", "mlp.up")]
+    names.append("lm_head.weight")
+    parameters = bounded([(4, 4), (4, 12)] * 3 + [(8, 8)], names)
+    own = dict(zip(names, [0.0, 4.0, 2.0, 2.0, 8.0, 0.0, 3.0], strict=True))
+    total = sum(p.num_elements for p in parameters) // 2
+
+    def densities(rule):
+        counts = exact_counts(rule, parameters, total)
+        return [1 - count / p.num_elements for count, p in zip(counts, parameters, strict=True)]
+
+    shared = densities(budgets.OWL(own, lam=0.25))
+    # Means by elements: 3, 2, 2 and 3 of the head.
+    assert shared[0] == shared[1] == shared[6] == shared[2] + Fraction(1, 2)
+    assert shared[2] == shared[3] == shared[4] == shared[5]
+    alone = densities(budgets.OWL(own, lam=0.25, per="parameter"))
+    assert alone[4] - alone[0] == Fraction(1, 2) and alone[0] == alone[5]
+    blocks = {"model.layers.0": 3, "model.layers.1": 2, "model.layers.2": 2, "lm_head": 3}
+    assert densities(budgets.OWL(blocks, lam=0.25)) == shared
+
+
+def test_owl_without_differences_is_uniform():
+    parameters = bounded([(3, 5), (7, 2), (4, 4)])
+    rule = budgets.OWL({p.label: 1.5 for p in parameters})
+    assert exact_counts(rule, parameters, 20) == exact_counts(budgets.Uniform(), parameters, 20)
+
+
+def test_owl_takes_statistics():
+    asked = []
+
+    class Statistics:
+        def outlier_ratios(self, *, threshold_multiple):
+            asked.append(threshold_multiple)
+            return {"layers.0.weight": 0.1, "layers.1.weight": 0.3}
+
+    parameters = bounded([(10, 10)] * 2)
+    rule = budgets.OWL(Statistics(), threshold_multiple=7)
+    assert asked == [7]
+    assert exact_counts(rule, parameters, 140) == [78, 62]
+
+
+@pytest.mark.parametrize(
+    "name, block",
+    [
+        ("model.layers.3.mlp.up_proj.weight", "model.layers.3"),
+        ("transformer.h.11.attn.c_attn.weight", "transformer.h.11"),
+        ("0.weight", "0"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("layer1.0.conv2.weight", "layer1.0"),
+        ("Linear.weight (#3)", "Linear.weight (#3)"),
+    ],
+)
+def test_blocks(name, block):
+    assert block_of(name) == block
+
+
+def test_uniform_plus():
+    shapes = [(5,), (8, 3, 3, 3), (8, 8, 3, 3), (20, 30), (10, 20), (10,)]
+    parameters = bounded(shapes)
+    counts = exact_counts(budgets.UniformPlus(), parameters, 1300)
+    assert counts[1] == 0 and counts[4] == 160  # at least 20 % of the last matrix stays
+    assert counts[3] == 600 * (1300 - counts[4]) / Fraction(5 + 576 + 600 + 10)
+
+
+# -- in a call ------------------------------------------------------------------------------------
+
+NAMES = ["l1.weight", "l2.weight", "l3.weight"]
+SIZES = {"l1.weight": 60, "l2.weight": 50, "l3.weight": 15}
+
+
+def pruned(budget, amount=None, model=None, **options):
+    model = model or fill_model(Net(), "normal", "float32")
+    report = prune.global_unstructured(
+        prune.select(model), prune.L1Unstructured, amount=amount, budget=budget, **options
+    )
+    return model, report, [entry.num_pruned for entry in report.parameters]
+
+
+def expected_masks(model, counts):
+    """The lowest elements of each parameter."""
+    for name, count in zip(NAMES, counts, strict=True):
+        layer = getattr(model, name[:2])
+        order = torch.argsort(layer.weight_orig.detach().abs().flatten(), stable=True)
+        keep = torch.ones(order.numel())
+        keep[order[:count]] = 0
+        yield layer.weight_mask.flatten(), keep
+
+
+@pytest.mark.parametrize("amount", [0, 1, 30, 62, 124, 125, 0.5, 1.0])
+@pytest.mark.parametrize("budget", ["uniform", "erk", budgets.Uniform(), budgets.ERK()])
+def test_exact_totals_and_lowest_elements(budget, amount):
+    model, report, counts = pruned(budget, amount)
+    assert sum(counts) == (amount if isinstance(amount, int) else round(amount * 125))
+    for mask, keep in expected_masks(model, counts):
+        assert torch.equal(mask, keep)
+    assert report.threshold is None
+
+
+def test_layer_scope():
+    assert pruned("uniform", 0.2)[2] == [12, 10, 3]
+    # 31.25: 15, 12.5 and 3.75 of them; the largest remainder is that of l3.
+    assert pruned("uniform", 31)[2] == [15, 12, 4]
+
+
+def test_what_is_pruned_already_counts():
+    model, _, _ = pruned({"l1.weight": 0.5, "l2.weight": 0.0, "l3.weight": 0})
+    _, report, counts = pruned("uniform", 20, model)
+    assert counts == [30, 15, 5] and report.num_pruned_now == 20
+    _, _, counts = pruned("uniform", 0, model)
+    assert counts == [30, 15, 5]
+
+
+def test_floors_and_ceilings_hold_inside_a_budget():
+    _, report, counts = pruned(
+        "uniform", 50, min_sparsity={"l3.weight": 0.8}, max_sparsity={"l2.weight": 0.1}
+    )
+    assert counts == [33, 5, 12]
+    held = [entry.held_at for entry in report.parameters]
+    assert held == [None, "max_sparsity", "min_sparsity"]
+    with pytest.raises(ValueError, match="leaves 37 elements that may be pruned"):
+        pruned("uniform", 50, max_sparsity=0.3)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_mapping_gives_the_total(by_name):
+    model = fill_model(Net(), "normal", "float32")
+    shares = {"l1.weight": 0.05, "l2.weight": 0.5, "l3.weight": Fraction(1, 3)}
+    if not by_name:
+        shares = {(getattr(model, name[:2]), "weight"): share for name, share in shares.items()}
+    model, report, counts = pruned(shares, model=model)
+    assert counts == [3, 25, 5] and report.amount is None
+    for mask, keep in expected_masks(model, counts):
+        assert torch.equal(mask, keep)
+    # Pruned to these sparsities: nothing is left to do; nor is anything undone.
+    assert pruned(shares, model=model)[1].num_pruned_now == 0
+    fewer = dict.fromkeys(shares, 0.1)
+    assert pruned(fewer, model=model)[2] == [6, 25, 5]
+
+
+def test_a_mapping_and_an_amount_have_to_agree():
+    shares = {"l1.weight": 0.05, "l2.weight": 0.5, "l3.weight": 0.25}  # 3, 25 and 3.75
+    assert pruned(shares)[2] == [3, 25, 4]
+    assert pruned(shares, 32)[2] == [3, 25, 4]
+    assert pruned(shares, 31)[2] == [3, 25, 3]
+    for amount in (30, 33, 0.5):
+        with pytest.raises(ValueError, match="budget= for 31 to 32; expected the same"):
+            pruned(shares, amount)
+    relative = budgets.Sparsities(shares, relative=True)
+    assert pruned(relative, 63)[2] == [6, 50, 7]  # 6, 50 and 7.5, but the total is 63
+    assert pruned(relative, 90)[2] == [25, 50, 15]  # l2 is full, and l3: the rest is of l1
+    with pytest.raises(TypeError, match="amount"):
+        pruned(relative)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "text"),
+    [
+        ({"l1.weight": 0.5, "l2.weight": 0.5}, ValueError, "does not have l3.weight"),
+        ({**dict.fromkeys(NAMES, 0.5), "l9": 0.1}, ValueError, "'l9', which is none"),
+        (dict.fromkeys(NAMES, 1.5), ValueError, r"budget\[l1.weight\]=1.5 is not in \[0, 1\]"),
+        (dict.fromkeys(NAMES, math.nan), ValueError, "nan"),
+        (dict.fromkeys(NAMES, "0.5"), TypeError, "'0.5'"),
+        ("lampp", ValueError, "budget='lampp'; expected one of 'uniform'"),
+        ("owl", ValueError, r"budgets.OWL\(ratios\)"),
+        (budgets.ERK, TypeError, r"such as budgets.ERK\(\)"),
+        (0.5, TypeError, "budget is 0.5"),
+        (budgets.OWL({"l1.weight": 1.0}), ValueError, "no outlier ratio for l2.weight"),
+    ],
+)  # fmt: skip
+def test_refused(budget, error, text):
+    model = fill_model(Net(), "normal", "float32")
+    with pytest.raises(error, match=text):
+        pruned(budget, 50, model)
+    assert not prune.is_pruned(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((0.5,), TypeError, "ratios is a float"),
+        (({"a": -1.0},), ValueError, "'a' is -1.0; expected one >= 0"),
+        (({"a": math.inf},), ValueError, "finite"),
+        (({"a": True},), TypeError, "bool"),
+        (({"a": 1.0}, 0.6), ValueError, "lam=0.6"),
+    ],
+)
+def test_refused_by_owl(arguments, error, text):
+    ratios, *lam = arguments
+    with pytest.raises(error, match=text):
+        budgets.OWL(ratios, **({"lam": lam[0]} if lam else {}))
+
+
+def test_methods_that_do_not_rank():
+    model = fill_model(Net(), "normal", "float32")
+    with pytest.raises(NotImplementedError, match=r"Identity does not rank .* so budget has no"):
+        prune.global_unstructured(prune.select(model), prune.Identity, budget="uniform")
+    assert not prune.is_pruned(model)
+
+
+def test_random_pruning_with_a_budget():
+    model = fill_model(Net(), "normal", "float32")
+    report = prune.global_unstructured(
+        prune.select(model), prune.RandomUnstructured, amount=0.2, budget="uniform"
+    )
+    assert [entry.num_pruned for entry in report.parameters] == [12, 10, 3]
+
+
+@pytest.mark.parametrize("amount", [0, 60])
+def test_nan_is_refused(amount):
+    model = fill_model(Net(), "normal", "float32")
+    with torch.no_grad():
+        model.l2.weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"l2.weight \(1 of 50\) are NaN"):
+        pruned("uniform", amount, model)
+    assert not prune.is_pruned(model)
+
+
+def test_without_an_amount():
+    with pytest.raises(TypeError, match="amount"):
+        pruned("uniform")
