@@ -30,6 +30,7 @@ PARTS = (
     "importing",
     "one_process",
     "ranks",
+    "criteria",
     "verifying",
     "training_step",
     "adversarial",
