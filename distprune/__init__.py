@@ -62,6 +62,7 @@ __all__ = [
     "schedule",
     "select",
     "shard_masks",
+    "statistics",
     "verify",
 ]
 

@@ -7,6 +7,7 @@ from distprune import budgets as budgets
 from distprune import checkpoint as checkpoint
 from distprune import criteria as criteria
 from distprune import schedule as schedule
+from distprune import statistics as statistics
 from distprune._common import amount
 from distprune._common.naming import NamedParameter as NamedParameter
 from distprune.api.global_unstructured import global_unstructured as global_unstructured

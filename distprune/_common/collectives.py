@@ -1,9 +1,10 @@
-"""All communication of the library: sums, minima and maxima of a few integers.
+"""All communication of the library: sums, minima and maxima of a few integers, and sums of floats.
 
 A :class:`Communicator` is the set of ranks that take part in one call. It only
 ever all-reduces int64 tensors, so it runs on any backend, over a process group
 or over every axis of a device mesh, and the order in which ranks are added can
-not change a result.
+not change a result. :meth:`Communicator.reduce_floats` is the exception: it adds in float64, and
+sees to it that all ranks end with the same bits.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local
@@ -106,6 +107,45 @@ class Communicator:
         if int(shared[size]):
             self._raise_everywhere(error)
         return shared[:size]
+
+    def reduce_floats(self, size: int, step: Callable[[], Tensor]) -> Tensor:
+        """Run a local step on every rank and sum what it returns in float64; see :meth:`reduce`.
+
+        Args:
+            size: number of elements of the result; a value that all ranks share.
+            step: local work that may fail; returns float64 [size].
+
+        Returns:
+            The sums, bit-equal on all ranks. Sums of integers are exact while they are below 2**53;
+            others are rounded, in an order that depends on the ranks.
+
+        Raises:
+            BaseException: as :meth:`reduce`.
+
+        Cost: one all-reduce of ``size`` + 1 words, and one of 2 words; another one of ``size``
+        words if the backend gave the ranks different bits, as no known one does.
+        """
+        if self.size == 1:
+            return step()
+        outcome = attempt_all(step)
+        values = torch.zeros(size + 1, dtype=torch.float64)
+        error = outcome.error if isinstance(outcome, Failed) else None
+        if not isinstance(outcome, Failed):
+            if outcome.shape == (size,) and outcome.dtype == torch.float64:
+                values[:size] = outcome
+            else:
+                text = f"a step returned {outcome.dtype} {tuple(outcome.shape)}, not ({size},)."
+                error = AssertionError(text)
+        values[size] = float(error is not None)
+        total = self._reduce(values, "sum")
+        if total[size] != 0:
+            self._raise_everywhere(error)
+        bits = total[:size].contiguous().view(torch.int64)
+        digest = int.from_bytes(hashlib.sha256(bits.numpy().tobytes()).digest()[:8], "big") >> 2
+        low, high = self.max(torch.tensor([-digest, digest])).tolist()
+        if -low != high:
+            bits = self.sum(bits if self.index == 0 else torch.zeros_like(bits))
+        return bits.view(torch.float64)
 
     def leader_of(self, size: int, step: Callable[[], Tensor]) -> Tensor:
         """What a local step returns on the leader; see :meth:`reduce`. All ranks run it."""

@@ -33,6 +33,7 @@ ROOMS = {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
     "criteria": {"_common", "shards", "call", "methods"},
+    "statistics": {"_common", "shards", "call"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},
@@ -40,7 +41,7 @@ ROOMS = {
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",
-        "criteria",
+        "criteria", "statistics",
     },
     "": {"_public", "_version"},
     "testing": set(),

@@ -20,7 +20,7 @@ OURS = {
     "PruningReport", "VerificationError", "VerificationReport", "VerifiedParameter", "budgets",
     "checkpoint", "criteria", "load_masks", "masks_aside", "masks_from_zeros", "save_masks",
     "schedule", "select",
-    "shard_masks", "verify",
+    "shard_masks", "statistics", "verify",
 }  # fmt: skip
 
 

@@ -1,0 +1,16 @@
+"""Statistics of what layers are called with, on any sharding: for Wanda, RIA, STADE and OWL.
+
+from distprune import statistics
+
+collected = statistics.ActivationStatistics(prune.select(model, exclude="lm_head"))
+with collected.collecting():
+    for batch in calibration:
+        model(**batch)
+"""
+
+from __future__ import annotations
+
+from distprune.statistics.activation import ActivationStatistics
+from distprune.statistics.totals import Totals
+
+__all__ = ["ActivationStatistics", "Totals"]

@@ -1,0 +1,218 @@
+"""Adding up the inputs of layers, by hooks that change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.statistics.input_parts import Part, read_input, same_data_group
+from distprune.statistics.layers import WeightLayout
+from distprune.statistics.sums import Sums, sums_of_rows, sums_of_windows
+
+
+@dataclass
+class LocalStatistics:
+    """What this rank has seen of the inputs of one parameter.
+
+    Attributes:
+        label: the parameter's name, for messages.
+        places: its (module, name) pairs on this rank; empty if only other ranks have it.
+        layout: how it meets its inputs.
+        calls: per place, how often its module was called.
+        seen: by part of the input, tokens and totals so far.
+        is_changed: whether something was added since the ranks last summed up.
+    """
+
+    label: str
+    places: tuple[tuple[nn.Module, str], ...]
+    layout: WeightLayout
+    calls: list[int] = field(default_factory=list)
+    seen: dict[Part, Sums] = field(default_factory=dict)
+    is_changed: bool = False
+
+    def add(self, part: Part, sums: Sums) -> None:
+        """Add what one forward saw."""
+        earlier = self.seen.get(part)
+        if earlier is not None:
+            totals = earlier.totals.to(sums.totals.device)
+            sums = Sums(earlier.num_tokens + sums.num_tokens, totals + sums.totals)
+        self.seen[part] = sums
+        self.is_changed = True
+
+
+@dataclass
+class Masked:
+    """The attention mask of the present batch.
+
+    Attributes:
+        keep: bool [batch, tokens].
+        num_kept: how many are True.
+    """
+
+    keep: Tensor
+    num_kept: int
+
+
+class Collector:
+    """Hooks on layers that add up what the layers are called with.
+
+    Attributes:
+        groups: ranks that run the model on the same tokens as this one, as the inputs tell.
+    """
+
+    def __init__(self) -> None:
+        self.groups: set[tuple[int, ...]] = set()
+        self._masked: Masked | None = None
+        self._is_on = False
+
+    @contextlib.contextmanager
+    def collecting(self, parameters: Sequence[LocalStatistics]) -> Iterator[None]:
+        """Collect while the context is open: no gradients, compiled models run uncompiled.
+
+        Raises:
+            RuntimeError: it is open already.
+        """
+        if self._is_on:
+            raise RuntimeError(
+                "collecting() is open already on these statistics; expected one at a time, or the "
+                "inputs would count twice."
+            )
+        handles = []
+        self._is_on = True
+        try:
+            for parameter in parameters:
+                for number, (module, name) in enumerate(parameter.places):
+                    hook = partial(self._see, parameter, number, module, name)
+                    # Runs after the hooks that are there, such as those of parallelize_module.
+                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            with torch.no_grad(), _uncompiled():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._is_on = False
+
+    @contextlib.contextmanager
+    def batch(self, attention_mask: Tensor) -> Iterator[None]:
+        """Leave out padding while the context is open; see ActivationStatistics.batch."""
+        if is_dtensor(attention_mask) or not isinstance(attention_mask, Tensor):
+            kind = type(attention_mask).__name__
+            raise TypeError(f"attention_mask is a {kind}; expected a tensor of this rank's batch.")
+        dtype = attention_mask.dtype
+        if dtype.is_floating_point or dtype.is_complex or attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask is {dtype} of shape {tuple(attention_mask.shape)}; expected "
+                "[batch, tokens] of booleans or integers, where 0 is padding, as tokenizers make."
+            )
+        if self._masked is not None:
+            raise RuntimeError(
+                "batch() is open already on these statistics; expected one at a time."
+            )
+        keep = attention_mask != 0
+        self._masked = Masked(keep, int(keep.sum()))
+        try:
+            yield
+        finally:
+            self._masked = None
+
+    def _see(
+        self,
+        parameter: LocalStatistics,
+        number: int,
+        owner: nn.Module,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """A forward pre-hook. What it returned would replace the input: it returns None."""
+        label = parameter.label
+        if module is not owner:
+            raise NotImplementedError(
+                f"{label}: a copy of its layer is running, as in nn.DataParallel; expected the "
+                "layer itself. Use DistributedDataParallel."
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{label}: its layer runs with gradients enabled, inside collecting(). Activation "
+                "checkpointing would run it twice, and count its input twice; expected a forward "
+                "without torch.enable_grad()."
+            )
+        value = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{label}: its layer is called with a {type(value).__name__}; expected a tensor."
+            )
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast(value):
+            self._add(parameter, name, module, value)
+        parameter.calls[number] += 1
+        parameter.is_changed = True
+
+    def _add(self, parameter: LocalStatistics, name: str, module: nn.Module, value: Tensor) -> None:
+        label, layout = parameter.label, parameter.layout
+        feature_dim = -1
+        if layout.kind == "convolution":
+            assert isinstance(module, (nn.Conv1d, nn.Conv2d))
+            feature_dim = -1 - len(module.kernel_size)
+        if value.ndim < -feature_dim or value.shape[feature_dim] != layout.input_shape[0]:
+            raise ValueError(
+                f"{label}: its layer is called with a tensor of shape {tuple(value.shape)}; "
+                f"expected {layout.input_shape[0]} features in dimension {feature_dim}."
+            )
+        registered = module._parameters
+        weight = registered.get(name, registered.get(orig_key(name)))
+        if layout.kind == "convolution":
+            assert isinstance(module, (nn.Conv1d, nn.Conv2d))
+            if self._masked is not None:
+                raise NotImplementedError(
+                    f"{label}: an attention_mask says nothing of the windows of a convolution; "
+                    "expected batches without padding and without attention_mask, or this "
+                    "parameter left out."
+                )
+            spatial = len(module.kernel_size)
+            images = read_input(label, value, weight, None, -1 - spatial)
+            if len(images.part.features) != value.shape[-1 - spatial] or (
+                images.values.shape[-spatial:] != value.shape[-spatial:]
+            ):
+                raise NotImplementedError(
+                    f"{label}: the input of the convolution is sharded by channels or by places; "
+                    "expected whole images on every rank."
+                )
+            batched = images.values if value.ndim == spatial + 2 else images.values.unsqueeze(0)
+            sums = sums_of_windows(batched, module)
+            part = Part(**vars(images.part) | {"features": range(layout.num_inputs)})
+        else:
+            mask = None if self._masked is None else self._masked.keep.to(value.device)
+            rows = read_input(label, value, weight, mask, -1)
+            num_kept = None
+            if rows.keep is not None and self._masked is not None and not is_dtensor(value):
+                num_kept = self._masked.num_kept
+            flat = rows.values.reshape(-1, rows.values.shape[-1])
+            sums = sums_of_rows(flat, rows.keep, num_kept)
+            part = rows.part
+        if is_dtensor(value):
+            self.groups.add(same_data_group(value))
+        parameter.add(part, sums)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled modules uncompiled: a graph that was compiled before has no hooks in it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    set_stance: Callable[[str], contextlib.AbstractContextManager[None]] = torch.compiler.set_stance
+    with set_stance("force_eager"):
+        yield
+
+
+def _no_autocast(value: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(value.device.type, enabled=False)

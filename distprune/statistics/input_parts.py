@@ -1,0 +1,211 @@
+"""Which part of a layer's input a rank sees, and what of it counts.
+
+                          input of the layer       tokens of the ranks     features of the ranks
+    plain, DDP, FSDP      a plain tensor           different               all
+    colwise TP            Replicate                the same: one counts    all
+    rowwise TP            Shard(-1)                the same: one counts    different
+    sequence parallel     Shard(0), Shard(1)       different               all
+
+A plain input of a layer that is not parallelised, in a model with layers that are, is the same on
+the ranks of a tensor-parallel group. These ranks are known from the other layers: :func:`peers_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from distprune._common.pruned_form import is_dtensor, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of an input.
+
+    Attributes:
+        features: which of the input's features.
+        token_copies: how many ranks have these tokens.
+        is_first_of_tokens: whether this rank is the one of them that counts.
+        copies: how many ranks have these tokens and these features.
+        is_first: whether this rank is the one of them that counts.
+        is_plain: a plain tensor: whether other ranks have the same is not known from it.
+    """
+
+    features: range
+    token_copies: int = 1
+    is_first_of_tokens: bool = True
+    copies: int = 1
+    is_first: bool = True
+    is_plain: bool = True
+
+
+@dataclass(frozen=True)
+class LocalInput:
+    """The input of a layer on this rank.
+
+    Attributes:
+        part: which part of the input it is.
+        values: the local tensor.
+        shape: of the whole input.
+        keep: bool, of the local tokens in the order of rows; None: all count.
+    """
+
+    part: Part
+    values: Tensor
+    shape: torch.Size
+    keep: Tensor | None
+
+
+def read_input(
+    label: str, value: Tensor, weight: Tensor | None, mask: Tensor | None, feature_dim: int
+) -> LocalInput:
+    """This rank's part of an input.
+
+    Args:
+        label: the parameter, for messages.
+        value: what the layer is called with.
+        weight: what is registered as the layer's weight during this call.
+        mask: bool [batch, tokens], True = a token; None: all are tokens.
+        feature_dim: the dimension of the features.
+
+    Raises:
+        NotImplementedError: a layout whose sums are not known.
+        ValueError: a mask that does not fit.
+    """
+    if is_dtensor(value):
+        return _read_dtensor(label, value, mask, feature_dim)
+    if is_dtensor(weight):
+        raise NotImplementedError(
+            f"{label}: the weight is a DTensor ({weight.placements} on a mesh of shape "
+            f"{tuple(weight.device_mesh.shape)}), but the input that is seen is a plain tensor of "
+            f"shape {tuple(value.shape)}: it may be a part of the input, and which one is not "
+            "known. Expected a DTensor, as the layer gets from parallelize_module: enter "
+            "collecting() after parallelize_module, and not in a hook that runs before its own."
+        )
+    keep = None if mask is None else _keep_of(label, value.shape, mask).reshape(-1)
+    return LocalInput(Part(range(value.shape[feature_dim])), value.detach(), value.shape, keep)
+
+
+def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: int) -> LocalInput:
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    from distprune.shards.geometry import Split, dim_coordinates
+
+    mesh, ndim = value.device_mesh, value.ndim
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    local = local_tensor(value).detach()
+    splits, apart = [], False
+    copies = {"all": 1, "tokens": 1}
+    is_first = {"all": True, "tokens": True}
+    for axis, placement in enumerate(value.placements):
+        size, place = mesh.size(axis), coordinate[axis]
+        is_shard = isinstance(placement, Shard)
+        is_strided = type(placement).__name__ == "_StridedShard"
+        dim = getattr(placement, "dim", 0) % ndim
+        if isinstance(placement, Replicate) or size == 1:
+            of = ["all", "tokens"]
+        elif is_shard and dim == feature_dim % ndim:
+            splits.append(Split(dim, size, place))
+            of = ["tokens"]
+        elif is_shard or (is_strided and dim != feature_dim % ndim):
+            splits.append(Split(dim, size, place))
+            apart |= is_strided  # tokens of different ranks, but in no simple order
+            of = []
+        else:
+            raise NotImplementedError(
+                f"{label}: the input has the placement {placement}; expected Replicate, or Shard "
+                "of its features or of its tokens. Redistribute the input before the layer."
+            )
+        for which in of:
+            copies[which] *= size
+            is_first[which] &= place == 0
+    coordinates = dim_coordinates(value.shape, splits)
+    features = coordinates[feature_dim]
+    if local.shape[feature_dim] != len(features):
+        raise NotImplementedError(
+            f"{label}: this rank has {local.shape[feature_dim]} features of an input of shape "
+            f"{tuple(value.shape)} with {value.placements}; expected {len(features)}, as "
+            "torch.chunk cuts them."
+        )
+    keep = None
+    if mask is not None:
+        whole = _keep_of(label, value.shape, mask)
+        if apart or any(len(c) != n for c, n in zip(coordinates, local.shape, strict=True)):
+            raise NotImplementedError(
+                f"{label}: the input has the placements {value.placements} and the shape "
+                f"{tuple(value.shape)}, of which this rank has {tuple(local.shape)}; which tokens "
+                "these are is not known, so no attention_mask can be used. Expected tokens in "
+                "equal chunks, or a batch without padding and without attention_mask."
+            )
+        for dim, rows in enumerate(coordinates[:-1]):
+            whole = whole.narrow(dim, rows.start, len(rows))
+        keep = whole.reshape(-1)
+    part = Part(
+        features, copies["tokens"], is_first["tokens"], copies["all"], is_first["all"], False
+    )
+    return LocalInput(part, local, value.shape, keep)
+
+
+def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
+    """The mask in the shape of the tokens of an input, [..., features]."""
+    if shape[:-1] == mask.shape:
+        return mask
+    if shape[:-1] == (mask.numel(),):
+        return mask.reshape(-1)
+    raise ValueError(
+        f"{label}: an input of shape {tuple(shape)} does not fit the attention_mask of shape "
+        f"{tuple(mask.shape)}; expected [batch, tokens, features] or [batch * tokens, features]. "
+        "Layers that see other tokens (experts, poolers) need batches without padding and without "
+        "attention_mask, or are left out."
+    )
+
+
+def same_data_group(value: DTensor) -> tuple[int, ...]:
+    """The ranks, with this one, that have the same tokens of an input; () outside of its mesh."""
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    mesh: DeviceMesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    ranks = mesh.mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = value.placements[axis]
+        is_same = isinstance(placement, Replicate) or (
+            isinstance(placement, Shard) and placement.dim % value.ndim == value.ndim - 1
+        )
+        if not is_same:
+            ranks = ranks.select(axis, coordinate[axis])
+    return tuple(sorted(ranks.reshape(-1).tolist()))
+
+
+def peers_of(groups: Iterable[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    """The ranks that run the model on the same tokens as this one, itself included.
+
+    Args:
+        groups: as :func:`same_data_group` gives them, of all layers.
+        rank: this one.
+
+    Returns:
+        The largest group, if it holds all others; this rank alone if none does.
+    """
+    largest = max(groups, key=len, default=(rank,))
+    if rank not in largest or not all(set(group) <= set(largest) for group in groups):
+        return (rank,)
+    return largest
+
+
+def with_peers(part: Part, peers: tuple[int, ...], rank: int) -> Part:
+    """A part of a plain input, which is the same on all peers."""
+    if not part.is_plain or len(peers) == 1:
+        return part
+    size, first = len(peers), rank == peers[0]
+    return Part(part.features, size, first, size, first, True)

@@ -1,0 +1,157 @@
+"""The layers that statistics are collected of, and how their weights meet the inputs.
+
+A weight has an *input shape*: one statistic for each input feature that it multiplies.
+
+    layer                    weight                  input shape        one token is
+    nn.Linear                [out, in]               [in]               a row of the input
+    transformers' Conv1D     [in, out]               [in]               a row of the input
+    nn.Conv1d, nn.Conv2d     [out, in / groups, *k]  [in, *k]           a position of the output
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Their forward is F.linear, or a convolution, of the input as it comes.
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How the weight of a layer meets its input.
+
+    Attributes:
+        kind: "linear" ([out, in]), "conv1d_of_transformers" ([in, out]) or "convolution".
+        shape: of the whole weight.
+        groups: of a convolution.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    groups: int = 1
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of a statistic that has one number for each input feature."""
+        if self.kind == "linear":
+            return self.shape[1:]
+        if self.kind == "conv1d_of_transformers":
+            return self.shape[:1]
+        return (self.groups * self.shape[1], *self.shape[2:])
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of input features."""
+        return torch.Size(self.input_shape).numel()
+
+    @property
+    def output_dim(self) -> int:
+        """The dimension of the weight that has one row for each output."""
+        return 1 if self.kind == "conv1d_of_transformers" else 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs."""
+        return self.shape[self.output_dim]
+
+    def of_inputs(self, values: Tensor) -> Tensor:
+        """A number per input feature, as a factor that broadcasts to the weight.
+
+        Args:
+            values: of the input shape.
+
+        Returns:
+            Of as many dimensions as the weight; a view. For a convolution with groups it has
+            the shape of the weight: outputs of different groups see different inputs.
+        """
+        if self.kind == "linear":
+            return values.unsqueeze(0)
+        if self.kind == "conv1d_of_transformers":
+            return values.unsqueeze(1)
+        if self.groups == 1:
+            return values.unsqueeze(0)
+        per_group = values.reshape(self.groups, 1, *self.shape[1:])
+        repeats = self.shape[0] // self.groups
+        return per_group.expand(-1, repeats, *self.shape[1:]).reshape(self.shape)
+
+    def of_outputs(self, values: Tensor) -> Tensor:
+        """A number per output, [out], as a factor that broadcasts to the weight; a view."""
+        shape = [1] * len(self.shape)
+        shape[self.output_dim] = -1
+        return values.reshape(shape)
+
+
+def layout_of(module: nn.Module, name: str, shape: torch.Size, label: str) -> WeightLayout:
+    """How a parameter meets the input of its module.
+
+    Args:
+        module, name: the owner of the parameter and its name there.
+        shape: of the whole parameter.
+        label: for messages.
+
+    Raises:
+        NotImplementedError: the input of the module is not what the parameter multiplies, or it
+            cannot be known that it is; names the parameter and the way out.
+    """
+    kind = None
+    if name == "weight":
+        if _calls(module, nn.Linear):
+            kind = "linear"
+        elif any(_calls(module, convolution) for convolution in _CONVOLUTIONS):
+            kind = "convolution"
+        elif _is_conv1d_of_transformers(module):
+            kind = "conv1d_of_transformers"
+    if kind is None or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise NotImplementedError(f"{label}: {_obstacle(module, name, shape)} {_WAY_OUT}")
+    if kind == "convolution":
+        assert isinstance(module, _CONVOLUTIONS)
+        return WeightLayout(kind, tuple(shape), module.groups)
+    return WeightLayout(kind, tuple(shape))
+
+
+_WAY_OUT = (
+    "Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d or transformers' Conv1D. Leave the "
+    'parameter out: select(model, exclude="...").'
+)
+
+
+def _obstacle(module: nn.Module, name: str, shape: torch.Size) -> str:
+    """Why there are no statistics of a parameter, as a sentence."""
+    kind = type(module).__name__
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return (
+            "it belongs to nn.MultiheadAttention, which uses the weight without calling the layer, "
+            "so that its input is not seen."
+        )
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention uses the weight on inputs that are not seen from outside."
+    if isinstance(module, nn.Embedding):
+        return "rows of an embedding are looked up, and not multiplied with an input."
+    if name == "weight" and isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
+        return (
+            f"{kind} has a forward of its own, so its input may not be what the weight multiplies."
+        )
+    if len(shape) == 3:
+        return (
+            f"it is a parameter of three dimensions in {kind}, such as fused experts are, which is "
+            "used without a layer of its own, so that its input is not seen."
+        )
+    if len(shape) < 2:
+        return (
+            f"a parameter of {len(shape)} dimension(s) of {kind} is not multiplied with an input."
+        )
+    return f"what {kind} multiplies it with is not known."
+
+
+def _calls(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of a kind and has its forward, not one of its own class."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _is_conv1d_of_transformers(module: nn.Module) -> bool:
+    loaded = sys.modules.get("transformers.pytorch_utils")
+    return loaded is not None and _calls(module, loaded.Conv1D)

@@ -1,0 +1,213 @@
+"""Summing up over ranks: what every rank has seen of every input, added once."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distprune._common.collectives import Communicator
+from distprune._common.patterns import matcher
+from distprune.shards.target import Target
+from distprune.statistics.collecting import LocalStatistics
+from distprune.statistics.input_parts import peers_of, with_peers
+from distprune.statistics.layers import WeightLayout, layout_of
+
+# Squares on ranks with the same tokens are equal, unless their kernels add in another order.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The statistics of one parameter's inputs over all ranks; equal on all of them.
+
+    Attributes:
+        num_tokens: how many inputs were seen.
+        sums: fp64, of the input shape: the sum of each input feature over all tokens.
+        squares: fp64, of the same shape: the sum of its squares.
+    """
+
+    num_tokens: int
+    sums: Tensor
+    squares: Tensor
+
+    def plus(self, other: Totals | None) -> Totals:
+        """The statistics of all tokens of both."""
+        if other is None:
+            return self
+        return Totals(
+            self.num_tokens + other.num_tokens,
+            self.sums + other.sums,
+            self.squares + other.squares,
+        )
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What one rank tells the others of one parameter."""
+
+    layout: WeightLayout
+    num_places: int
+
+
+def local_statistics(
+    targets: Sequence[Target], communicator: Communicator
+) -> list[LocalStatistics]:
+    """Empty statistics of parameters; of those too that only other ranks have.
+
+    Args:
+        targets: as read_parameters returns them: the same list on all ranks.
+        communicator: all ranks that take part.
+
+    Raises:
+        NotImplementedError: a parameter of a layer whose inputs are not known; on every rank.
+
+    Cost: two all-reduces, of 16 bytes per rank, and of about 100 bytes per parameter.
+    """
+
+    def describe() -> str:
+        described = {}
+        for target in targets:
+            layouts = [
+                layout_of(module, name, target.shard.shape, target.label)
+                for module, name in target.places
+            ]
+            if any(layout != layouts[0] for layout in layouts[1:]):
+                raise NotImplementedError(
+                    f"{target.label} is tied between layers that use it differently; expected "
+                    "layers of one kind."
+                )
+            if layouts:
+                described[target.label] = (vars(layouts[0]), len(layouts))
+        return json.dumps(described)
+
+    texts, _ = communicator.distinct_texts(communicator.run(describe))
+    known: dict[str, _Described] = {}
+    for text in texts:
+        for label, (layout, num_places) in json.loads(text).items():
+            read = _Described(
+                WeightLayout(**layout | {"shape": tuple(layout["shape"])}), num_places
+            )
+            if known.setdefault(label, read) != read:
+                raise ValueError(
+                    f"{label}: the ranks have different layers of this name ({known[label]}; and "
+                    f"{read}); expected the same, or names that tell them apart."
+                )
+    return [
+        LocalStatistics(
+            target.label,
+            target.places,
+            known[target.label].layout,
+            [0] * known[target.label].num_places,
+        )
+        for target in targets
+    ]
+
+
+def sum_over_ranks(
+    parameters: Sequence[LocalStatistics],
+    known: Collection[str],
+    groups: set[tuple[int, ...]],
+    allow_empty: Sequence[str],
+    communicator: Communicator,
+) -> list[Totals]:
+    """Sum up what all ranks have seen. Collective.
+
+    Of ranks that run the model on the same tokens one counts; the others are compared with it.
+
+    Args:
+        parameters: the same on every rank.
+        known: labels of those that were called when earlier statistics were collected.
+        groups: of ranks with the same tokens as this one.
+        allow_empty: patterns of parameters that may have seen no token.
+        communicator: all ranks that take part.
+
+    Raises:
+        ValueError: a layer that was not called; sums that are not finite; ranks of a
+            tensor-parallel group that ran on different tokens. On every rank.
+
+    Cost: one all-reduce of 16 bytes per input feature, and 24 and more per parameter.
+    """
+    sizes = [3 + len(p.calls) + 2 * p.layout.num_inputs for p in parameters]
+
+    def pack() -> Tensor:
+        peers = peers_of(groups, communicator.rank)
+        rows = [_packed(p, peers, communicator.rank) for p in parameters]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
+
+    shared = communicator.reduce_floats(sum(sizes), pack)
+    totals, silent = [], []
+    for parameter, row in zip(parameters, torch.split(shared, sizes), strict=True):
+        num_calls = len(parameter.calls)
+        calls, (num_tokens, token_check, square_check) = row[:num_calls], row[num_calls:][:3]
+        sums, squares = row[num_calls + 3 :].view(2, *parameter.layout.input_shape)
+        _check(parameter.label, sums, squares, float(token_check), float(square_check))
+        is_optional = parameter.label in known or any(
+            matcher(pattern)(parameter.label) for pattern in allow_empty
+        )
+        if not is_optional and (not bool(calls.all()) or not num_tokens):
+            silent.append(parameter.label)
+        totals.append(Totals(int(num_tokens), sums.clone(), squares.clone()))
+    if silent:
+        more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
+        raise ValueError(
+            f"{', '.join(silent[:5])}{more}: the layer was not called on any rank while statistics "
+            "were collected, so nothing is known of its input. Either its weight is used without "
+            "calling it (nn.MultiheadAttention, fused experts): leave it out. Or no token came to "
+            'it (an expert): allow_empty="..." gives such parameters scores of zero.'
+        )
+    return totals
+
+
+def warn_of_empty(labels: Mapping[str, Totals], communicator: Communicator) -> None:
+    """Warn, on the first rank, of parameters that saw no token: all their scores are zero."""
+    empty = [label for label, totals in labels.items() if not totals.num_tokens]
+    if empty and communicator.index == 0:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        warnings.warn(
+            f"no token came to {', '.join(empty[:5])}{more}: all scores are zero, so that these "
+            "parameters are pruned first, in the order of their elements. Collect statistics of "
+            "more text, or leave them out.",
+            stacklevel=4,
+        )
+
+
+def _packed(parameter: LocalStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
+    """What this rank adds: calls, tokens, two numbers that compare peers, sums and squares."""
+    num_tokens, token_check, square_check = 0, 0, 0.0
+    totals = torch.zeros(2, parameter.layout.num_inputs, dtype=torch.float64)
+    for part, seen in parameter.seen.items():
+        part = with_peers(part, peers, rank)
+        local = seen.totals.cpu()
+        # The first of n ranks adds (n - 1) times what each of the others takes away.
+        squares = float(local[1].sum())
+        square_check += (part.copies - 1 if part.is_first else -1) * squares
+        token_check += (part.token_copies - 1 if part.is_first_of_tokens else -1) * seen.num_tokens
+        if part.is_first_of_tokens:
+            num_tokens += seen.num_tokens
+        if part.is_first:
+            totals[:, part.features.start : part.features.stop] += local
+    head = [*parameter.calls, num_tokens, token_check, square_check]
+    return torch.cat([torch.tensor(head, dtype=torch.float64), totals.view(-1)])
+
+
+def _check(
+    label: str, sums: Tensor, squares: Tensor, token_check: float, square_check: float
+) -> None:
+    if not bool(torch.isfinite(sums).all() and torch.isfinite(squares).all()):
+        raise ValueError(
+            f"{label}: the sum of its inputs is not finite: a NaN or an infinity was among them. "
+            "Expected finite activations. Padding may hold NaN: pass its attention_mask to batch()."
+        )
+    if token_check or abs(square_check) > _TOLERANCE * float(squares.sum()):
+        raise ValueError(
+            f"{label}: ranks of one tensor-parallel group saw different inputs; expected the same "
+            "batches on all of them, as tensor parallelism needs: split the data by the "
+            "data-parallel rank, not by the global rank. A layer that is not parallelised, on a "
+            "plain local part of a sequence, is not supported: make its input a DTensor, or leave "
+            "it out."
+        )
