@@ -1,10 +1,10 @@
 """All communication of the library: sums, minima and maxima of a few integers, and sums of floats.
 
-A :class:`Communicator` is the set of ranks that take part in one call. It only
-ever all-reduces int64 tensors, so it runs on any backend, over a process group
-or over every axis of a device mesh, and the order in which ranks are added can
-not change a result. :meth:`Communicator.reduce_floats` is the exception: it adds in float64, and
-sees to it that all ranks end with the same bits.
+A :class:`Communicator` is the set of ranks that take part in one call. What decides a mask goes
+through all-reduces of int64 tensors, so it runs on any backend, over a process group or over every
+axis of a device mesh, and the order in which ranks are added can not change a result. Statistics are
+sums of floats: :meth:`Communicator.reduce_floats` for a few numbers, in float64, and
+:meth:`Communicator.sum_floats` and :class:`PieceSums` for tensors as large as parameters.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local
@@ -21,7 +21,7 @@ import builtins
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ from torch import Tensor
 
 from distprune._common.attempts import Failed, attempt_all
 from distprune._common.exclusive import exclusively, raise_waiting_interrupt
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 T = TypeVar("T")
 
@@ -200,6 +204,25 @@ class Communicator:
         """Elementwise maximum of an int64 tensor over all ranks."""
         return self._reduce(values, "max")
 
+    def sum_floats(self, values: Tensor) -> None:
+        """Sum a float tensor over all ranks, in place; every rank gets the same bits.
+
+        Cost: one all-reduce of the tensor per process group; no copy, unless the backend takes no
+        tensor of its device.
+        """
+        if self.size == 1:
+            return
+        device = values.device
+        if any(not _takes(group, device) for group in self._groups):
+            device = self._device
+        reduced = values.to(device)
+        for group in self._groups:
+            dist.all_reduce(reduced, group=group)
+            self.num_collectives += 1
+            self.bytes_sent += reduced.numel() * reduced.element_size()
+        if reduced is not values:
+            values.copy_(reduced)
+
     def distinct_texts(self, text: str) -> tuple[list[str], list[int]]:
         """The different texts among those of all ranks, and the text of every rank.
 
@@ -325,6 +348,60 @@ class Communicator:
             "parameters, in the same order, and the same arguments on every rank. If this "
             "call is meant for one rank alone, pass a group that holds only that rank."
         )
+
+
+# torch 2.13 gave it another name, and warns of the old one.
+_reduce_scatter: Callable[..., object] = (
+    dist.reduce_scatter_single
+    if hasattr(dist, "reduce_scatter_single")
+    else dist.reduce_scatter_tensor
+)
+
+
+class PieceSums:
+    """Sums over a process group of which every rank needs its own piece; counts what it sends.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        num_collectives: reduce-scatters so far.
+        bytes_sent: payload of those, per rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.num_collectives = 0
+        self.bytes_sent = 0
+
+    def of_this_rank(self, pieces: Tensor) -> Tensor:
+        """The sum over all ranks of this rank's row.
+
+        Args:
+            pieces: float [ranks, n], contiguous; the same n on every rank.
+
+        Cost: one reduce-scatter of ``pieces``.
+        """
+        own = pieces.new_empty(pieces.shape[1])
+        _reduce_scatter(own, pieces.view(-1), group=self._group)
+        self.num_collectives += 1
+        self.bytes_sent += pieces.numel() * pieces.element_size()
+        return own
+
+
+def resolved(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of a DTensor under other placements: sums that are pending are made.
+
+    Cost: nothing if the placements are these already; else what ``redistribute`` sends.
+    """
+    if tuple(tensor.placements) != tuple(placements):
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def _takes(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's backend communicates tensors on a device."""
+    return f"{device.type}:" in str(dist.get_backend_config(group))
 
 
 def _text_of(error: BaseException) -> str:

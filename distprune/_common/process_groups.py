@@ -59,12 +59,21 @@ def over_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] = ()) 
 
     Args:
         groups: this rank's group along every axis.
-        ranks: all global ranks of the grid; by default those of the only group.
+        ranks: all global ranks of the grid; by default they are found here.
     """
-    ranks = ranks or dist.get_process_group_ranks(groups[0])
+    ranks = ranks or _grid(groups)
     groups = [group for group in groups if group.size() > 1]
     device = _reduction_device(groups[0]) if groups else "cpu"
     return Communicator(groups, ranks, dist.get_rank(), device)
+
+
+def _grid(groups: Sequence[dist.ProcessGroup]) -> list[int]:
+    """The global ranks that this rank's groups join, if they are the axes of a regular grid."""
+    me, offsets = dist.get_rank(), {0}
+    for group in groups:
+        members = dist.get_process_group_ranks(group)
+        offsets = {offset + member - me for offset in offsets for member in members}
+    return sorted(me + offset for offset in offsets)
 
 
 def is_distributed() -> bool:

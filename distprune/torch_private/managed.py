@@ -151,6 +151,11 @@ class ManagedRun(Managed):
 
     @property
     @abstractmethod
+    def span(self) -> tuple[int, int]:
+        """(offset, size) of this rank's run in what it has of all parameters of the wrapper."""
+
+    @property
+    @abstractmethod
     def values(self) -> Tensor:
         """This rank's run, 1-d, a view of the unmasked shard."""
 

@@ -23,6 +23,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "FSDPParam": (
             "_module_info", "sharded_param", "sharded_state", "mesh_info",
             "post_forward_mesh_info", "padded_sharded_param_size", "mp_policy",
+            "init_unsharded_param", "_get_grad_inner_tensor",
             "_init_extensions", "fsdp_placement", "reset_sharded_param", "offload_to_cpu",
             "device", "unsharded_accumulated_grad",
         ),
@@ -66,7 +67,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "FSDP2": {
         "torch.distributed._composable_state": ("_module_state_mapping",),
-        "torch.distributed.fsdp._fully_shard._fsdp_common": ("FSDPMeshInfo",),
+        "torch.distributed.fsdp._fully_shard._fsdp_common": ("DDPMeshInfo", "FSDPMeshInfo"),
         "torch.distributed.fsdp._fully_shard._fsdp_param": ("ShardedState.SHARDED",),
         "torch.distributed.fsdp._fully_shard._fsdp_state": ("FSDPState",),
         "torch.distributed.fsdp": ("FSDPModule",),

@@ -7,6 +7,7 @@ import sys
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.torch_private.gradient_source import GradientSource
 from distprune.torch_private.managed import Managed, ManagedRun, ShardMask
 
 
@@ -49,6 +50,19 @@ def masked_by(managed: Managed, mask: Tensor) -> ShardMask:
 
     assert isinstance(managed, fsdp2.ManagedParameter) and is_dtensor(mask)
     return fsdp2_mask.DTensorMask(managed)
+
+
+def gradients_of(managed: Managed) -> GradientSource:
+    """Where the un-averaged gradients of a managed parameter are seen."""
+    if isinstance(managed, ManagedRun):
+        from distprune.torch_private import fsdp1, fsdp1_gradients
+
+        assert isinstance(managed, fsdp1.FlatPiece)
+        return fsdp1_gradients.FlatSource(managed)
+    from distprune.torch_private import fsdp2, fsdp2_gradients
+
+    assert isinstance(managed, fsdp2.ManagedParameter)
+    return fsdp2_gradients.GatheredSource(managed)
 
 
 def is_managed(module: nn.Module, name: str) -> bool:
