@@ -14,5 +14,6 @@ from __future__ import annotations
 
 from distprune.criteria.base import Criterion
 from distprune.criteria.linear import SNIP
+from distprune.criteria.moments import Fisher, GradientMoment, Taylor
 
-__all__ = ["SNIP", "Criterion"]
+__all__ = ["SNIP", "Criterion", "Fisher", "GradientMoment", "Taylor"]

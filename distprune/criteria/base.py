@@ -200,12 +200,16 @@ class Criterion(ABC):
 
     def _gradients(self, reader: ShardReader, shards: list[LocalShard]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""
-        gradients = []
+        self._check_all_trainable(reader, shards)
+        return [
+            local_gradient(shard, reader.managed(parameter.module, parameter.name))
+            for parameter, shard in zip(self._tracked, shards, strict=True)
+        ]
+
+    def _check_all_trainable(self, reader: ShardReader, shards: list[LocalShard]) -> None:
         for parameter, shard in zip(self._tracked, shards, strict=True):
             managed = reader.managed(parameter.module, parameter.name)
             _check_trainable(shard, requires_grad(shard, managed))
-            gradients.append(local_gradient(shard, managed))
-        return gradients
 
     def _checked_scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         if not self.num_updates:

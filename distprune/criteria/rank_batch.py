@@ -1,0 +1,271 @@
+"""Moments of un-averaged gradients: E[g^2] or E[|g|] over the batches of all ranks.
+
+What is not linear in the gradient has to see the gradient of each rank before it is averaged:
+``E[g^2] = E[g]^2 + Var(g)``. Hooks on the leaves of autograd see it on every wrapper; see
+torch_private/gradient_source.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from distprune._common.collectives import Communicator, PieceSums
+from distprune._common.process_groups import over_groups
+from distprune.shards.unaveraged_gradients import LocalGradients
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Power = Literal[1, 2]
+
+
+def add_moment(total: Tensor, gradient: Tensor, power: Power, factor: float) -> None:
+    """``total += factor * |gradient| ** power``, computed in fp32."""
+    if power == 2:
+        total.addcmul_(gradient, gradient, value=factor)
+    else:
+        total.add_(gradient.abs(), alpha=factor)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of this rank: how much its gradients count.
+
+    Attributes:
+        weight: of the unit.
+        loss_scale: by which its loss, and so its gradients, were multiplied.
+    """
+
+    weight: float
+    loss_scale: float
+
+    def factor(self, power: Power) -> float:
+        """What ``|gradient| ** power`` is multiplied with."""
+        return self.weight / self.loss_scale**power
+
+
+class RankBatchSums:
+    """Sums of moments while hooks are on: between two collectives, on entry and on leaving.
+
+    What goes wrong inside (no backward in a batch, two of them) may go wrong on one rank alone, so
+    it is remembered, and raised on all ranks by :meth:`finish`.
+
+    [Note: sums over replicas] Ranks that have the same elements each keep sums of their own
+    batches. They are added up at the end, in :meth:`finish`. If this is not the first calibration,
+    all of them have the sum of the earlier ones: all but one forget it at the beginning.
+
+    Args:
+        leaves: where the gradients come from.
+        totals: by position, the sums so far, fp32, like this rank's part of the parameter.
+        labels: by position.
+        power: of the moment.
+
+    Attributes:
+        num_batches: of this rank.
+        weight: the sum of their weights.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LocalGradients],
+        totals: Sequence[Tensor],
+        labels: Sequence[str],
+        power: Power,
+    ) -> None:
+        self._power = power
+        self._labels = labels
+        self._batch: Batch | None = None
+        self._problem: Exception | None = None
+        self._order = hashlib.sha256()
+        self._leaves = [
+            _Leaf(leaf, {position: totals[position] for position in leaf.runs}) for leaf in leaves
+        ]
+        self.num_batches = 0
+        self.weight = 0.0
+
+    def attach(self) -> None:
+        """Put the hooks on."""
+        try:
+            for number, leaf in enumerate(self._leaves):
+                leaf.gradients.source.attach(self._receiver(number, leaf))
+        except BaseException:
+            self.detach()
+            raise
+
+    def begin(self) -> None:
+        """Forget what another rank keeps: see [Note: sums over replicas]."""
+        for leaf in self._leaves:
+            if any(group.rank() for group in leaf.gradients.source.replica_groups):
+                for total in leaf.totals.values():
+                    total.zero_()
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for leaf in self._leaves:
+            leaf.gradients.source.detach()
+
+    @contextmanager
+    def batch(self, batch: Batch) -> Iterator[None]:
+        """One backward inside, whose gradients count as ``batch`` says."""
+        if self._batch is not None:
+            raise RuntimeError("batch() inside of batch(); expected one after the other.")
+        for leaf in self._leaves:
+            leaf.num_gradients = 0
+        self._batch = batch
+        try:
+            yield
+        except BaseException:
+            self._note("a batch ended with an error, after some of its gradients were added up")
+            raise
+        finally:
+            self._batch = None
+        if batch.weight and not any(leaf.num_gradients for leaf in self._leaves):
+            self._note(
+                "a batch had no gradient of any parameter; expected a backward inside of batch(), "
+                "or weight=0 for a rank without data"
+            )
+        self.num_batches += 1
+        self.weight += batch.weight
+
+    @property
+    def problem(self) -> Exception | None:
+        """What went wrong on this rank, if anything did."""
+        return self._problem
+
+    def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> list[float]:
+        """Add up the sums over the ranks that have the same elements.
+
+        Collective over ``communicator``, and over the groups of the leaves.
+
+        Args:
+            communicator: the ranks of the call.
+            facts: what must be equal on all of them.
+
+        Returns:
+            By position, the weight of the batches of all ranks that have the parameter.
+
+        Raises:
+            RuntimeError: what went wrong in a batch, on any rank.
+            ValueError: a sum that is not finite, with the parameter's name.
+        """
+        is_same_order = self._is_same_order()
+        communicator.run(lambda: self._check(is_same_order), lambda _: facts)
+        weights: dict[tuple[ProcessGroup, ...], float] = {}
+        by_position: dict[int, float] = {}
+        for leaf in self._leaves:
+            groups = leaf.gradients.data_groups
+            if groups not in weights:
+                weights[groups] = self._summed_weight(groups)
+            replicas = leaf.gradients.source.replica_groups
+            if any(group.size() > 1 for group in replicas):
+                summing = over_groups(replicas)
+                for total in leaf.totals.values():
+                    summing.sum_floats(total)
+            by_position.update(dict.fromkeys(leaf.totals, weights[groups]))
+        return [by_position[position] for position in range(len(self._labels))]
+
+    def _receiver(self, number: int, leaf: _Leaf) -> Callable[[Tensor], None]:
+        def receive(gradient: Tensor) -> None:
+            leaf.num_gradients += 1
+            if leaf.pieces is not None:
+                self._order.update(number.to_bytes(4, "big"))
+            factor = 0.0
+            if self._batch is None:
+                self._note(
+                    f"{self._name(leaf)} got a gradient outside of batch(); expected every "
+                    "backward inside of one, or after calibrating()"
+                )
+            elif leaf.num_gradients > 1:
+                self._note(
+                    f"{self._name(leaf)} got {leaf.num_gradients} gradients in one batch, whose "
+                    "sum cannot be squared any more; expected one backward in each batch(). "
+                    "Checkpointing with use_reentrant=True gives a parameter that several blocks "
+                    "share a gradient from each: use use_reentrant=False"
+                )
+            else:
+                factor = self._batch.factor(self._power)
+            leaf.add(gradient, self._power, factor)
+
+        return receive
+
+    def _check(self, is_same_order: bool) -> None:
+        if self._problem is not None:
+            raise self._problem
+        if not is_same_order:
+            raise RuntimeError(
+                "the gradients of sharded parameters came in different orders on the ranks; "
+                "expected the same model, and the same path through it, on every rank."
+            )
+        for leaf in self._leaves:
+            for position, total in leaf.totals.items():
+                if not bool(total.isfinite().all()):
+                    raise ValueError(
+                        f"{self._labels[position]}: the sum of |gradient|^{self._power} is not "
+                        "finite; expected finite gradients. Under fp16 a smaller loss scale avoids "
+                        "an overflow; nothing is updated, so a fixed scale will do."
+                    )
+
+    def _is_same_order(self) -> bool:
+        """Whether all ranks of each shard group got gradients of the same leaves in turn."""
+        digest = int.from_bytes(self._order.digest()[:7], "big")
+        groups = {leaf.gradients.source.shard_group for leaf in self._leaves} - {None}
+        is_same = True
+        for leaf in self._leaves:
+            group = leaf.gradients.source.shard_group
+            if group is not None and group in groups:
+                groups.remove(group)
+                high = over_groups([group]).max(torch.tensor([digest, -digest])).tolist()
+                is_same = is_same and high[0] == -high[1]
+        return is_same
+
+    def _summed_weight(self, groups: tuple[ProcessGroup, ...]) -> float:
+        weight = torch.tensor([self.weight], dtype=torch.float64)
+        if groups:
+            over_groups(groups).sum_floats(weight)
+        return float(weight)
+
+    def _name(self, leaf: _Leaf) -> str:
+        return self._labels[next(iter(leaf.totals))]
+
+    def _note(self, problem: str) -> None:
+        if self._problem is None:
+            self._problem = RuntimeError(f"{problem}.")
+
+
+class _Leaf:
+    """The sums of the parameters that one leaf brings gradients of."""
+
+    def __init__(self, gradients: LocalGradients, totals: dict[int, Tensor]) -> None:
+        self.gradients = gradients
+        self.totals = totals
+        self.num_gradients = 0
+        group = gradients.source.shard_group
+        self.pieces = None if group is None else PieceSums(group)
+
+    def add(self, gradient: Tensor, power: Power, factor: float) -> None:
+        """Add a gradient of this rank, and under FSDP those of the ranks that share the leaf.
+
+        All of them have to call this, also a rank whose factor is 0.
+        """
+        if self.pieces is None:
+            (total,) = self.totals.values()
+            if factor:
+                add_moment(total, gradient, power, factor)
+            return
+        pieces = self.gradients.source.pieces(gradient)
+        if factor:
+            pieces = pieces.square_() if power == 2 else pieces.abs_()
+            pieces.mul_(factor)
+        else:
+            pieces.zero_()  # not by a product: inf * 0 is NaN
+        own = self.pieces.of_this_rank(pieces)
+        for position, total in self.totals.items():
+            run = own[self.gradients.runs[position]]
+            total.view(-1).add_(run.to(total.device))

@@ -1,0 +1,106 @@
+"""Micro-batches that differ between ranks, and the scores of one process that runs all of them."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from helpers.models import Net, fill
+from helpers.wrappings import kind_of, mesh_shape, runnable_sizes, world_size
+
+
+class ReluNet(Net):
+    """A Net whose outputs and gradients are integers if all that goes in is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l3(torch.relu(self.l2(torch.relu(self.l1(x)))))
+
+
+def make_model(wrapping: str, data: str) -> nn.Module:
+    """A model that a wrapping can run.
+
+    Args:
+        data: "float64", "float32" or "bfloat16", normal values of that type; or "integer float32"
+            or "integer bfloat16", where all sums are exact.
+    """
+    kind, _, dtype = data.rpartition(" ")
+    model = fill(ReluNet(runnable_sizes(wrapping)), "normal", dtype, seed=3)
+    if kind == "integer":
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+            # Each rank of RowwiseParallel adds its share of the bias.
+            model.l2.bias.mul_(num_tensor_ranks(wrapping))
+    return model
+
+
+def num_tensor_ranks(wrapping: str) -> int:
+    return world_size(wrapping) // num_data_ranks(wrapping)
+
+
+def micro_batch(model: nn.Module, data: str, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    """(inputs, targets) of one micro-batch of a data-parallel rank."""
+    kind, _, dtype = data.rpartition(" ")
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    inputs, outputs = model.l1.in_features, model.l3.out_features
+    if kind == "integer":
+        x = torch.randint(-1, 2, (2, inputs), generator=generator)
+        y = torch.randint(-1, 2, (2, outputs), generator=generator)
+    else:
+        x = torch.randn(4, inputs, generator=generator, dtype=torch.float64)
+        y = torch.randn(4, outputs, generator=generator, dtype=torch.float64)
+    return x.to(getattr(torch, dtype)), y.to(getattr(torch, dtype))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return (model(x) * y).sum()
+
+
+def num_tokens(rank: int, number: int) -> int:
+    """Token counts that differ between ranks and between micro-batches."""
+    return 1 + (2 * rank + 3 * number) % 4
+
+
+def data_rank(wrapping: str) -> int:
+    """This rank's place among the data-parallel ranks."""
+    kind, rank = kind_of(wrapping), dist.get_rank()
+    if kind == "tp":
+        return 0
+    return rank // mesh_shape(wrapping)[1] if kind == "fsdp2_tp" else rank
+
+
+def num_data_ranks(wrapping: str) -> int:
+    kind = kind_of(wrapping)
+    if kind == "tp":
+        return 1
+    return mesh_shape(wrapping)[0] if kind == "fsdp2_tp" else world_size(wrapping)
+
+
+def gradients_of_units(
+    model: nn.Module, data: str, num_ranks: int, num_batches: int
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """(weight, gradients by name) of each unit, in one process, one after the other."""
+    model = copy.deepcopy(model)
+    units = []
+    for rank in range(num_ranks):
+        for number in range(num_batches):
+            loss = loss_of(model, micro_batch(model, data, rank, number))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            names = [name for name, _ in model.named_parameters()]
+            units.append((num_tokens(rank, number), dict(zip(names, gradients, strict=True))))
+    return units
+
+
+def expected_scores(
+    model: nn.Module, units: list[tuple[float, dict[str, Tensor]]], power: int, factor: float
+) -> dict[str, Tensor]:
+    """factor * |w|^p * (sum of n * |g|^p) / (sum of n), in float64."""
+    count = sum(n for n, _ in units)
+    scores = {}
+    for name, parameter in model.named_parameters():
+        moment = sum(n * gradients[name].double().abs() ** power for n, gradients in units) / count
+        scores[name] = factor * parameter.detach().double().abs() ** power * moment
+    return scores
