@@ -2,7 +2,7 @@
 
 A :class:`Communicator` is the set of ranks that take part in one call. What decides a mask goes
 through all-reduces of int64 tensors, so it runs on any backend, over a process group or over every
-axis of a device mesh, and the order in which ranks are added can not change a result. Statistics are
+through all-reduces of int64 tensors, so it runs on any backend, over a process group or over each
 sums of floats: :meth:`Communicator.reduce_floats` for a few numbers, in float64, and
 :meth:`Communicator.sum_floats` and :class:`PieceSums` for tensors as large as parameters.
 

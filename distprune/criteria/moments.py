@@ -127,8 +127,8 @@ class GradientMoment(Criterion):
             with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
                 weights = sums.finish(communicator, self._facts())
                 self._weights = [a + b for a, b in zip(self._weights, weights, strict=True)]
-                counts = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
-                communicator.sum_floats(counts)
+                own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
+                counts = communicator.reduce_floats(2, lambda: own)
             self.num_updates += int(counts[0])
             self.total_weight += float(counts[1])
             self._is_incomplete = False

@@ -227,9 +227,9 @@ class RankBatchSums:
 
     def _summed_weight(self, groups: tuple[ProcessGroup, ...]) -> float:
         weight = torch.tensor([self.weight], dtype=torch.float64)
-        if groups:
-            over_groups(groups).sum_floats(weight)
-        return float(weight)
+        return (
+            float(over_groups(groups).reduce_floats(1, lambda: weight)) if groups else self.weight
+        )
 
     def _name(self, leaf: _Leaf) -> str:
         return self._labels[next(iter(leaf.totals))]
