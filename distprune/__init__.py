@@ -47,6 +47,7 @@ __all__ = [
     "checkpoint",
     "criteria",
     "custom_from_mask",
+    "dense_gradients",
     "global_unstructured",
     "identity",
     "is_pruned",

@@ -10,6 +10,7 @@ from distprune import schedule as schedule
 from distprune import statistics as statistics
 from distprune._common import amount
 from distprune._common.naming import NamedParameter as NamedParameter
+from distprune.api.dense_gradients import dense_gradients as dense_gradients
 from distprune.api.global_unstructured import global_unstructured as global_unstructured
 from distprune.api.local import custom_from_mask as custom_from_mask
 from distprune.api.local import identity as identity

@@ -16,7 +16,7 @@ from distprune._common.lost import lost_mask
 from distprune._common.naming import full_name
 from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
 from distprune.masks.record import CallRecord, MaskRecord, Member
-from distprune.torch_private import live_property
+from distprune.torch_private import dense_gradients, live_property
 from distprune.torch_private.managed import ShardMask
 from distprune.torch_private.wrapper import is_managed
 
@@ -80,7 +80,7 @@ class PruningHook:
         assert name is not None, f"Module {module} has to be pruned"
         mask = getattr(module, mask_key(name))
         original = getattr(module, orig_key(name))
-        return masked_product(original, mask)
+        return dense_gradients.product(module, name, original, mask)
 
     @property
     def multiplies(self) -> bool:

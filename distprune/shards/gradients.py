@@ -32,14 +32,26 @@ def local_gradient(shard: LocalShard, managed: Managed | None) -> Tensor:
             "set_requires_gradient_sync(False)) left gradients that the ranks have not reduced "
             "yet; expected a call after the last backward of a step, which reduces them."
         )
-    if not shard.values.numel():
-        return shard.values
-    gradient = shard.parameter.grad if managed is None else managed.gradient
+    gradient = available_gradient(shard, managed)
     if gradient is None:
         raise RuntimeError(
             f"{shard.name} has no gradient; expected a call after backward() and before "
             "zero_grad(). If the loss does not depend on this parameter, leave it out."
         )
+    return gradient
+
+
+def available_gradient(shard: LocalShard, managed: Managed | None) -> Tensor | None:
+    """This rank's part of what ``.grad`` has, laid out like ``shard.values``, or None.
+
+    Raises:
+        NotImplementedError: a gradient of another layout than the parameter's.
+    """
+    if not shard.values.numel():
+        return shard.values
+    gradient = shard.parameter.grad if managed is None else managed.gradient
+    if gradient is None:
+        return None
     if is_dtensor(gradient):
         if gradient.placements != shard.placements or gradient.device_mesh != shard.mesh:
             raise NotImplementedError(

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from distprune._common.lost import lost_mask
 from distprune._common.product import write_product
 from distprune._common.pruned_form import mask_key, masked_product, name_without_orig, orig_key
+from distprune.torch_private import dense_gradients
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
 from distprune.torch_private.fsdp1_state_dict import LoadHook, SaveHook
 from distprune.torch_private.managed import ShardMask
@@ -54,6 +55,11 @@ class FlatMask(ShardMask):
         if mask is None:
             raise lost_mask(module, name)
         return mask
+
+    def has_dense_gradient(self) -> bool:
+        """Whether the gradient is not to be masked for now."""
+        module, name = self._piece.owners[0]
+        return dense_gradients.is_dense(module, name_without_orig(name))
 
     def managed(self) -> FlatPiece:
         return self._piece
@@ -96,7 +102,7 @@ class FlatMask(ShardMask):
                 "or remove() the pruning first."
             )
         if isinstance(original, nn.Parameter):  # use_orig_params=True, outside of forward
-            return masked_product(original, self.run())
+            return dense_gradients.product(module, name, original, self.run())
         return original
 
 
@@ -177,13 +183,13 @@ class _MaskedPieces:
         for name in ("_saved_grad_shard", "_cpu_grad"):
             gradient = getattr(handle.flat_param, name, None)
             if gradient is not None:
-                for span, mask in self._spans():
+                for span, mask in self._spans(with_dense_gradients=False):
                     run = gradient[span]
                     write_product(run, mask.to(gradient.device), out=run)
         type(handle).prepare_gradient_for_optim(handle)  # type: ignore[no-untyped-call]
 
-    def _spans(self) -> Iterator[tuple[slice, Tensor]]:
+    def _spans(self, with_dense_gradients: bool = True) -> Iterator[tuple[slice, Tensor]]:
         for mask in self.masks.values():
             offset, size = mask._piece.span
-            if size:
+            if size and (with_dense_gradients or not mask.has_dense_gradient()):
                 yield slice(offset, offset + size), mask.run()

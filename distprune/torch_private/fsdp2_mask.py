@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from distprune._common.lost import lost_mask
 from distprune._common.product import write_product
-from distprune._common.pruned_form import mask_key, masked_product, name_without_orig, orig_key
+from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
+from distprune.torch_private import dense_gradients
 from distprune.torch_private.fsdp2 import ManagedParameter
 from distprune.torch_private.managed import ShardMask
 
@@ -135,7 +136,7 @@ class DTensorMask(ShardMask):
         assert original is not None and mask is not None
         if _is_gathered_copy(original, mask):
             return original
-        return masked_product(original, mask)
+        return dense_gradients.product(module, name, original, mask)
 
     def masked_shard(self, param_dtype: torch.dtype | None) -> Tensor:
         """What to gather: the masked shard, padded with zero rows to the size of every rank's.
@@ -153,10 +154,14 @@ class DTensorMask(ShardMask):
         return padded
 
     def _mask_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
+        if parameter.grad is not None and not self._is_dense():
             assert isinstance(parameter.grad, DTensor)
             gradient = parameter.grad._local_tensor
             write_product(gradient, self._mask, out=gradient)
+
+    def _is_dense(self) -> bool:
+        info = self._fsdp_param._module_info
+        return dense_gradients.is_dense(info.module, name_without_orig(info.param_name))
 
 
 class _PreAllGather:

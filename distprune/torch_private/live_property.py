@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
+from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
+from distprune.torch_private import dense_gradients
 from distprune.torch_private.managed import ShardMask
 
 _NAMES = "_distprune_live_names"
@@ -62,7 +63,7 @@ def masked_value(module: nn.Module, name: str) -> Tensor:
     original = module._parameters[orig_key(name)]
     mask = module._buffers[mask_key(name)]
     assert original is not None and mask is not None
-    return masked_product(original, mask)
+    return dense_gradients.product(module, name, original, mask)
 
 
 def _base_class(module: nn.Module) -> type:

@@ -18,9 +18,8 @@ TORCH = {
 OURS = {
     "FactoredScores", "LowestScore", "MaskLoadingReport", "NamedParameter", "ParameterReport",
     "PruningReport", "VerificationError", "VerificationReport", "VerifiedParameter", "budgets",
-    "checkpoint", "criteria", "load_masks", "masks_aside", "masks_from_zeros", "save_masks",
-    "schedule", "select",
-    "shard_masks", "statistics", "verify",
+    "checkpoint", "criteria", "dense_gradients", "load_masks", "masks_aside", "masks_from_zeros",
+    "save_masks", "schedule", "select", "shard_masks", "statistics", "verify",
 }  # fmt: skip
 
 
