@@ -147,3 +147,30 @@ def test_methods_that_do_not_rank_in_chunks_get_a_tensor():
     scores = {(layer, "weight"): prune.FactoredScores([[factor]])}
     prune.global_unstructured([(layer, "weight")], Threshold, importance_scores=scores)
     assert torch.equal(layer.weight_mask, (weight.abs() * factor > 1.0).float())
+
+
+@pytest.mark.parametrize("normalize", ["rms", "mean", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operations_of_other_devices_give_the_same_masks(monkeypatch, normalize, dtype):
+    """On a GPU, where these operations run, nothing is computed by numpy."""
+
+    def masks():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(30, 20).to(dtype), torch.nn.Conv2d(4, 6, 3).to(dtype)]
+        places = [(layer, name) for layer in layers for name in ("weight", "bias")]
+        scores = {
+            (layers[0], "weight"): prune.FactoredScores(
+                [[torch.rand(20, 1), torch.rand(1, 30)], [torch.rand(1, 30)]]
+            ),
+            (layers[1], "weight"): prune.FactoredScores([[torch.rand(1, 4, 3, 3)]]),
+        }
+        for amount in (0.3, 0.5):  # the second one has masks in force
+            prune.global_unstructured(
+                places, prune.L1Unstructured, scores, amount=amount, normalize=normalize
+            )
+        return [getattr(layer, f"{name}_mask").clone() for layer, name in places]
+
+    expected = masks()
+    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: False)
+    assert all(map(torch.equal, masks(), expected))
+    assert not all(mask.all() for mask in expected)
