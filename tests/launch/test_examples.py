@@ -57,3 +57,18 @@ def test_lottery_ticket():
     assert [count for count, _ in found] == ["131,072", "65,536", "32,768"], output
     # An eighth of the weights still learns: a byte at random costs 5.5.
     assert all(int(loss) < 4 for _, loss in found), output
+
+
+@pytest.mark.slow
+def test_snip_at_initialisation():
+    """Better than at random; one rank and two differ by what rounding does in the training."""
+    losses = {}
+    for num_ranks in (1, 2):
+        _, output = run(
+            "launch/torchrun.sh", ROOT / "examples" / "snip_at_initialisation.py", NPROC=num_ranks
+        )
+        found = re.findall(r"^(\w+): held-out loss ([\d.]+)", output, re.MULTILINE)
+        losses[num_ranks] = {name: float(loss) for name, loss in found}
+        assert [name for name, _ in found] == ["dense", "snip", "random"], output
+        assert losses[num_ranks]["snip"] < losses[num_ranks]["random"] - 0.05, output
+    assert losses[1]["snip"] == pytest.approx(losses[2]["snip"], abs=0.01)
