@@ -163,7 +163,8 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
         label = fqn or f"{type(module).__name__}.{name} (#{position})"
         shard = _read_one(reader, module, name, label)
         parameter = parameters.setdefault(shard.key, _Parameter(label, fqn is not None, shard))
-        parameter.add_places(getattr(pair, "places", ((module, name),)))
+        places = getattr(pair, "places", ((module, name),))
+        parameter.add_places([(unwrap(owner), owned_name) for owner, owned_name in places])
     if arguments.pipeline_parallel:
         _check_names(parameters.values())
     _check_ranks([parameter.shard for parameter in parameters.values()], set(communicator.ranks))

@@ -193,7 +193,8 @@ def _read(parameters: Iterable[Place], communicator: Communicator) -> Iterator[_
         if shard.key not in seen:
             seen.add(shard.key)
             places = getattr(pair, "places", ((module, name),))
-            yield _Part(number, label, shard, managed, tuple(places))
+            unwrapped = tuple((unwrap(owner), owned_name) for owner, owned_name in places)
+            yield _Part(number, label, shard, managed, unwrapped)
 
 
 def _facts(parts: Iterable[_Part]) -> list[tuple[str, str]]:

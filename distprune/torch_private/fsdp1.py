@@ -196,6 +196,10 @@ class FlatPiece(ManagedRun):
         flat_param._shared_param_infos = tuple(shared)
 
     @property
+    def gathers_in_other_dtype(self) -> bool:
+        return bool(self.handle._uses_param_mixed_precision)
+
+    @property
     def requires_grad(self) -> bool:
         flat_param = self.handle.flat_param
         params = flat_param._params  # None without use_orig_params

@@ -118,6 +118,10 @@ class ManagedParameter(ManagedDTensor):
             info.param_name = new
 
     @property
+    def gathers_in_other_dtype(self) -> bool:
+        return self.fsdp_param.mp_policy.param_dtype not in (None, self.sharded.dtype)
+
+    @property
     def requires_grad(self) -> bool:
         return self.sharded.requires_grad
 

@@ -91,6 +91,11 @@ class Managed(ABC):
 
     @property
     @abstractmethod
+    def gathers_in_other_dtype(self) -> bool:
+        """Whether forwards use a copy in another dtype than the shard's (mixed precision)."""
+
+    @property
+    @abstractmethod
     def requires_grad(self) -> bool:
         """Whether a backward gives the parameter a gradient."""
 

@@ -32,7 +32,7 @@ ROOMS = {
     "schedule": {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
-    "criteria": {"_common", "shards", "call", "methods"},
+    "criteria": {"_common", "shards", "masks", "call", "methods", "api"},
     "statistics": {"_common", "shards", "call"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
