@@ -19,6 +19,16 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
     """Write warnings about a selection that is probably a mistake to stderr."""
     for warning in plan.warnings:
         terminal.note(f"Warning: {warning}")
+    if any(
+        group.recipe.is_normalizable and group.recipe.normalize is None
+        for group in plan.groups
+        if group.last - group.first > 1
+    ):
+        terminal.note(
+            "Raw magnitudes of several tensors are ranked together (normalize: none). Where their "
+            "scales differ, this may empty some of them; --normalize rms, or normalize: rms in a "
+            "recipe, divides each tensor by its rms first."
+        )
 
 
 def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool = True) -> None:
@@ -65,7 +75,7 @@ def _show_groups(terminal: Terminal, plan: Plan) -> None:
             count(group.num_elements),
             count(group.num_to_prune),
             percent(group.num_to_prune, group.num_elements),
-            _ranking(group.recipe),
+            ranking_text(group.recipe),
             ", ".join(group.recipe.include or ("by default",)),
         )
         for number, group in enumerate(plan.groups)
@@ -85,7 +95,7 @@ def summary(plan: Plan, *, has_amount: bool = True) -> str:
     files = counted(len(plan.checkpoint.files), "weight file")
     others = counted(len(plan.copied), "other file")
     is_one = len(plan.groups) == 1
-    how = _ranking(plan.groups[0].recipe) if is_one else f"in {len(plan.groups)} groups"
+    how = ranking_text(plan.groups[0].recipe) if is_one else f"in {len(plan.groups)} groups"
     return (
         f"Prunes {count(plan.num_to_prune)} of {count(plan.num_elements)} elements "
         f"({percent(plan.num_to_prune, plan.num_elements)}) in {count(len(plan.tensors))} of "
@@ -145,7 +155,8 @@ def _count(tensor: PlannedTensor) -> int | None:
     return tensor.lowest if tensor.lowest == tensor.highest else None
 
 
-def _ranking(recipe: FileRecipe) -> str:
+def ranking_text(recipe: FileRecipe) -> str:
+    """How the tensors of a recipe without groups are ranked."""
     if recipe.pattern is not None:
         return f"keeping {recipe.pattern}"
     together = {"global": "together", "layer": "each on its own", "row": "row by row"}
@@ -153,4 +164,4 @@ def _ranking(recipe: FileRecipe) -> str:
     if recipe.has_limits:
         low, high = (f"{100 * share:g}" for share in (recipe.min_sparsity, recipe.max_sparsity))
         limits = f", each tensor within {low} to {high} %"
-    return f"ranked {together[recipe.scope]} by {recipe.score}{limits}"
+    return f"ranked {together[recipe.scope]} by {recipe.score_text}{limits}"

@@ -51,6 +51,15 @@ Scope = Annotated[
 Score = Annotated[
     str | None, _option("--score", help="What ranks weights.", metavar="magnitude|random")
 ]
+Normalize = Annotated[
+    str | None,
+    _option(
+        "--normalize",
+        help="What magnitudes are divided by before all tensors are ranked together: the rms of "
+        "their tensor (the default), its l2 norm, its mean magnitude, or nothing.",
+        metavar="rms|l2|mean|none",
+    ),
+]
 Seed = Annotated[int | None, _option("--seed", help="Of random scores.")]
 Include = Annotated[
     list[str] | None,
@@ -125,6 +134,8 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         fields.pop("pattern", None)
     if overrides.get("score") == "magnitude":
         fields.pop("seed", None)
+    if not groups:
+        fields = _with_normalize(fields, overrides)
     if "input_dims" in overrides:
         overrides["input_dims"] = dims_by_pattern(overrides["input_dims"])
     for key in ("include", "also", "exclude"):
@@ -138,6 +149,20 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         return FileRecipe(**fields | overrides)
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
+
+
+def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe with the default of ``normalize``, or without it if it has no effect.
+
+    Args:
+        fields: of the recipe.
+        overrides: the options.
+    """
+    merged = fields | overrides
+    is_together = merged.get("pattern") is None and merged.get("scope", "global") == "global"
+    if not is_together or merged.get("score", "magnitude") != "magnitude":
+        return {key: value for key, value in fields.items() if key != "normalize"}
+    return {"normalize": "rms"} | fields
 
 
 def _refuse_in_groups(name: str | None, count: int, overrides: dict[str, Any]) -> None:

@@ -119,6 +119,17 @@ class FileRecipe:
         return self.is_together and self.score == "magnitude"
 
     @property
+    def divisor_text(self) -> str:
+        """What the magnitudes of a tensor are divided by, in words."""
+        names = {"rms": "rms", "l2": "l2 norm", "mean": "mean magnitude"}
+        return "" if self.normalize is None else f"{names[self.normalize]} of its tensor"
+
+    @property
+    def score_text(self) -> str:
+        """What ranks the weights, in words."""
+        return self.score + (f" / {self.divisor_text}" if self.normalize is not None else "")
+
+    @property
     def has_limits(self) -> bool:
         return (self.min_sparsity, self.max_sparsity) != (0.0, 1.0)
 

@@ -26,15 +26,13 @@ def make_pruner(
 ) -> ScheduledPruner:
     """Make a pruner; see :meth:`distprune.recipe.Recipe.pruner`."""
     entries = [
-        {"normalize": part.normalize}
-        if part.normalize
-        else {}
-        | {
+        {
             "parameters": select(model, part.include, part.exclude, names=part.names),
             "schedule": part.schedule,
             "pruning_method": _random(seed) if part.method == "random" else L1Unstructured,
             "min_sparsity": part.min_sparsity,
             "max_sparsity": part.max_sparsity,
+            "normalize": part.normalize,
         }
         for part in groups
     ]

@@ -77,7 +77,7 @@ def test_limits_are_options_too(run, source, tmp_path):
         assert 0.45 <= low / tensor["num_elements"] <= high / tensor["num_elements"] <= 0.55
         assert low <= tensor["num_pruned"] <= high
     assert load_file_recipe(tmp_path / "out" / "distprune" / "recipe.yaml") == FileRecipe(
-        0.5, min_sparsity=0.45, max_sparsity=0.55
+        0.5, min_sparsity=0.45, max_sparsity=0.55, normalize="rms"
     )
     done = run("plan", source, "-s", "0.5", "--max-sparsity", "0.4")
     assert done.code == 2 and "max_sparsity 0.4 of every tensor leaves" in done.err

@@ -6,6 +6,7 @@ import torch
 from distprune.files import planning, pruning
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.stored import read_report
+from distprune.files.verifying import verify
 from distprune.testing import run_ranks
 from helpers.tiny_checkpoints import save, tree_digest
 
@@ -20,17 +21,34 @@ def tensors():
 
 def test_a_tensor_that_loses_nearly_all_is_named_with_its_share(run, tensors, tmp_path):
     source = save(tmp_path / "source", tensors)
-    done = run("prune", source, tmp_path / "out", "-s", "0.5", "--json")
+    raw = ("-s", "0.5", "--normalize", "none")
+    assert "may empty some of them; --normalize rms" in run("plan", source, *raw).err
+    done = run("prune", source, tmp_path / "out", *raw, "--json")
     assert done.code == 0
     (warning,) = done.json["warnings"]
     assert warning.startswith("pooler.weight (100.00 % of 800 elements) loses more than 99 %")
     assert "--max-sparsity" in warning and "layers" not in warning
     assert f"Warning: {warning}" in done.err
+    assert "Raw magnitudes were ranked; normalize: rms (--normalize rms)" in done.err
     assert read_report(tmp_path / "out").warnings == (warning,)
     # What it advises helps; and -q says nothing.
-    done = run("prune", source, tmp_path / "limited", "-s", "0.5", "--max-sparsity", "0.9")
-    assert done.code == 0 and "Warning" not in done.err
-    assert run("prune", source, tmp_path / "quiet", "-s", "0.5", "-q").err == ""
+    for number, better in enumerate(([*raw, "--max-sparsity", "0.9"], ["-s", "0.5"])):
+        done = run("prune", source, tmp_path / f"better{number}", *better)
+        assert done.code == 0 and "Warning" not in done.err
+    assert run("prune", source, tmp_path / "quiet", *raw, "-q").err == ""
+
+
+def test_a_tensor_that_collapses_in_spite_of_its_divisor(run, tmp_path):
+    """One weight is so large that all others of its tensor are small beside it."""
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.mlp.weight": torch.randn(40, 40) for i in range(3)}
+    tensors["layers.2.mlp.weight"][0, 0] = 1e6
+    source = save(tmp_path / "source", tensors)
+    done = run("prune", source, tmp_path / "out", "-s", "0.5", "--json")
+    (warning,) = done.json["warnings"]
+    assert "layers.2.mlp.weight (99.94 % of 1,600 elements) keeps less than a tenth" in warning
+    assert "Raw magnitudes" not in done.err
+    assert verify(tmp_path / "out", source).is_good
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_prunes_exactly_and_says_so(run, source, tmp_path):
     count = round(0.3 * 22 * 256)
     assert zeros(tmp_path / "out") == count and zeros(source) == 0
     assert f"Pruned {count:,} of 5,632 elements (30.01 %) in 22 tensors." in done.out
-    assert "Largest pruned magnitude: " in done.out
+    assert "Largest pruned score: " in done.out and " times the rms of its tensor; " in done.out
     assert f"Prunes {count:,} of 5,632" in done.err
     assert tree_digest(source) == before
 

@@ -19,6 +19,7 @@ from distprune.files.selecting.kinds import role_of
 if TYPE_CHECKING:
     from distprune.cli.picture import Picture
     from distprune.files.inspecting import TensorFacts
+    from distprune.files.recipe import FileRecipe
 
 Patterns = Annotated[
     list[str],
@@ -82,7 +83,8 @@ def inspect(
     if plot is not None:
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
-    input_dims = _input_dims(source, input_dim)
+    recipe = _recipe_of(source)
+    input_dims = _input_dims(recipe, input_dim)
     if csv is not None:
         if as_json and str(csv) == "-":
             raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
@@ -97,27 +99,43 @@ def inspect(
         csv_files.write(csv, facts, _pruned_counts(terminal, source))
     if as_json:
         terminal.json(
-            {"source": str(source), "tensors": [_tensor_values(tensor) for tensor in facts]}
+            {
+                "source": str(source),
+                "recipe": None if recipe is None else recipe.as_mapping(),
+                "tensors": [_tensor_values(tensor) for tensor in facts],
+            }
         )
     elif str(csv) != "-":
         _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
+        if recipe is not None:
+            from distprune.cli.plan_table import ranking_text
+
+            how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
+            terminal.text(f"Pruned by distprune, {how}.")
         if histogram:
             terminal.text()
             _show_histogram(terminal, facts)
 
 
-def _input_dims(source: Path, options: list[str] | None) -> Sequence[Any]:
+def _recipe_of(source: Path) -> FileRecipe | None:
+    """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
+    from distprune.files.checks.claims import recipe_of
+    from distprune.files.errors import FilesError
+    from distprune.files.reports.stored import read_report
+
+    try:
+        return recipe_of(read_report(source), str(source))
+    except FilesError:
+        return None
+
+
+def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequence[Any]:
     """What ``--input-dim`` says, or what the recipe said that a checkpoint was pruned by."""
     from distprune.cli.recipe_options import dims_by_pattern
-    from distprune.files.errors import FilesError
-    from distprune.files.recipe import FileRecipe
-    from distprune.files.reports.stored import read_report
 
     if options:
         return list(dims_by_pattern(options).items())
-    try:
-        recipe = FileRecipe(**read_report(source).recipe)
-    except FilesError:  # there is none, or it is not of a pruning
+    if recipe is None:
         return ()
     return [pair for part in recipe.parts for pair in part.input_dims]
 

@@ -32,6 +32,7 @@ def plan(
     pattern: recipe_options.Pattern = None,
     scope: recipe_options.Scope = None,
     score: recipe_options.Score = None,
+    normalize: recipe_options.Normalize = None,
     seed: recipe_options.Seed = None,
     include: recipe_options.Include = None,
     also: recipe_options.Also = None,
@@ -68,9 +69,9 @@ def plan(
         recipe,
         {
             "sparsity": sparsity if has_amount else 0.0, "pattern": pattern, "scope": scope,
-            "score": score, "seed": seed, "include": include, "also": also, "exclude": exclude,
-            "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan,
-            "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
+            "score": score, "normalize": normalize, "seed": seed, "include": include,
+            "also": also, "exclude": exclude, "min_ndim": min_ndim, "input_dims": input_dim,
+            "nan": nan, "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
         },
     )  # fmt: skip
     made = make_plan(source, chosen, follow_links=follow_links)

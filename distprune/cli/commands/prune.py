@@ -63,6 +63,7 @@ def prune(
     pattern: recipe_options.Pattern = None,
     scope: recipe_options.Scope = None,
     score: recipe_options.Score = None,
+    normalize: recipe_options.Normalize = None,
     seed: recipe_options.Seed = None,
     include: recipe_options.Include = None,
     also: recipe_options.Also = None,
@@ -102,8 +103,8 @@ def prune(
     """
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
-        "include": include, "also": also, "exclude": exclude, "min_ndim": min_ndim,
-        "input_dims": input_dim, "nan": nan, "masks": masks, "card": card,
+        "normalize": normalize, "include": include, "also": also, "exclude": exclude,
+        "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan, "masks": masks, "card": card,
         "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
@@ -122,6 +123,8 @@ def prune(
         plan(source, make_recipe(), follow_links=follow_links)
 
     starting.run_on_ranks(context, nproc, check)
+    from distprune.files.reports.warning import advice_about
+
     stop = stopping.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with stop.listening(), ranks.process_group(timeout):
@@ -131,6 +134,8 @@ def prune(
     if terminal.is_leader:
         for warning in report.warnings:
             terminal.note(f"Warning: {warning}")
+        if advice := advice_about(plan, report.tensors):
+            terminal.note(f"Warning: {advice}")
         _show(terminal, report, plan, destination)
         if plot is not None:
             _draw(terminal, plan, report, destination, plot)
@@ -175,20 +180,14 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
         terminal.json({**values, "run": json.loads(report.run_json())})
         return
     if terminal.verbosity > 0:
-        rows = [
-            (tensor.name, *map(count, pair), percent(*reversed(pair)))
-            for tensor in report.tensors
-            for pair in [(tensor.num_elements, tensor.num_pruned)]
-        ]
-        numbers = ("elements", "pruned", "sparsity")
-        terminal.table(("tensor", *numbers), rows, right=numbers)
+        _show_tensors(terminal, report)
     terminal.text(
         f"Pruned {count(report.num_pruned)} of {count(report.num_elements)} elements "
         f"({percent(report.num_pruned, report.num_elements)}) in "
         f"{counted(len(report.tensors), 'tensor')}."
     )
     for group in report.groups:
-        if text := _describe_group(report, group):
+        if text := _describe_group(report, group, plan.groups[group.index].recipe):
             terminal.text(text)
     num_limited = sum(tensor.held_at is not None for tensor in report.tensors)
     if num_limited:
@@ -202,7 +201,23 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     )
 
 
-def _describe_group(report: Report, group: GroupReport) -> str:
+def _show_tensors(terminal: Terminal, report: Report) -> None:
+    """A table of the tensors; where their scores were normalised, with divisors and magnitudes."""
+    is_normalized = any(tensor.divisor is not None for tensor in report.tensors)
+    rows = []
+    for tensor in report.tensors:
+        counts = tensor.num_elements, tensor.num_pruned
+        row = [tensor.name, *map(count, counts), percent(*reversed(counts))]
+        if is_normalized:
+            magnitude = report.magnitude_cut_at(tensor) if tensor.divisor is not None else None
+            row += ["" if n is None else f"{n:.4g}" for n in (tensor.divisor, magnitude)]
+        rows.append(row)
+    numbers = ["elements", "pruned", "sparsity"]
+    numbers += ["divisor", "cut at"] if is_normalized else []
+    terminal.table(("tensor", *numbers), rows, right=numbers)
+
+
+def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> str:
     """The sparsity of a group, if there are several; the threshold and its ties, if it has one."""
     texts = []
     if len(report.groups) > 1:
@@ -213,11 +228,14 @@ def _describe_group(report: Report, group: GroupReport) -> str:
     if group.threshold is not None:
         limits = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
         is_limited = bool(limits - {None})
-        threshold = "Threshold of the ranking" if is_limited else "Largest pruned magnitude"
-        ties = f"{count(group.num_ties or 0)} elements of this magnitude"
+        what, unit = "magnitude", ""
+        if recipe.normalize is not None:
+            what, unit = "score", f" times the {recipe.divisor_text}"
+        threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"
+        ties = f"{count(group.num_ties or 0)} elements of this {what}"
         texts.append(
-            f"{threshold}: {group.threshold:.6g}; {count(group.num_ties_pruned or 0)} of {ties}"
-            f"{' and within limits' if is_limited else ''} were pruned."
+            f"{threshold}: {group.threshold:.6g}{unit}; {count(group.num_ties_pruned or 0)} of "
+            f"{ties}{' and within limits' if is_limited else ''} were pruned."
         )
     return " ".join(texts)
 
@@ -247,7 +265,7 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
             exponents=exponents,
             sampled=share,
             thresholds=_thresholds(plan, report),
-            notes=[f"Ranked by {recipe.score}, {how}."],
+            notes=[f"Ranked by {'score' if recipe.groups else recipe.score_text}, {how}."],
         )
         plotting.draw(path, picture)
     except FilesError as error:
@@ -258,7 +276,11 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
 
 def _thresholds(plan: Plan, report: Report) -> list[float]:
     """The thresholds of magnitude; none for random scores, which are not magnitudes."""
+    if not all(group.recipe.score == "magnitude" for group in plan.groups):
+        return []
+    if any(tensor.divisor is not None for tensor in report.tensors):
+        cuts = [report.magnitude_cut_at(tensor) for tensor in report.tensors]
+        return [cut for cut in cuts if cut is not None]
     of_groups = [group.threshold for group in report.groups if group.threshold is not None]
     of_tensors = [tensor.threshold for tensor in report.tensors if tensor.threshold is not None]
-    is_by_magnitude = all(group.recipe.score == "magnitude" for group in plan.groups)
-    return (of_groups or of_tensors) if is_by_magnitude else []
+    return of_groups or of_tensors

@@ -222,7 +222,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
     elif recipe.sparsity is None:  # several budgets
         order = "as the recipe below says"
     else:
-        order = f"{recipe.score}, {scopes[recipe.scope]}"
+        order = f"{recipe.score_text}, {scopes[recipe.scope]}"
     facts = [
         ("pruned", f"exactly {report.num_pruned:,} of {report.num_elements:,} weights, "
          f"{format_percent(report.num_pruned, report.num_elements)}"),
@@ -231,7 +231,11 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if report.threshold is not None:
         ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} weights that have it"
-        facts.append(("largest magnitude that was pruned", f"{report.threshold:.6g} ({ties})"))
+        what, value = "largest magnitude that was pruned", f"{report.threshold:.6g}"
+        if recipe.normalize is not None:
+            what = "largest score that was pruned"
+            value += f" times the {recipe.divisor_text}"
+        facts.append((what, f"{value} ({ties})"))
     return facts
 
 

@@ -146,6 +146,19 @@ class Report:
     groups: tuple[GroupReport, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    def magnitude_cut_at(self, tensor: TensorReport) -> float | None:
+        """About where the magnitudes of a tensor were cut; None if nothing says it.
+
+        Args:
+            tensor: of this report.
+        """
+        threshold = tensor.threshold
+        if threshold is None and tensor.held_at is None:
+            threshold = next(g.threshold for g in self.groups if g.index == tensor.group)
+        if threshold is None:
+            return None
+        return threshold * (1.0 if tensor.divisor is None else tensor.divisor)
+
     def result_json(self) -> bytes:
         """The content of report.json."""
         values = asdict(self)

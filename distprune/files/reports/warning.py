@@ -1,12 +1,15 @@
 """Warnings about a finished pruning, for the user and for the report.
 
-``verify`` compares the warnings of a report: a new wording would fail existing results.
+``verify`` compares the warnings of a report: a new wording would fail existing results. So those
+about raw magnitudes stay as they were before there was a normalisation; ``advice_about`` is for the
+terminal alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distprune._common.collapse import collapsed
 from distprune.files.planning import Plan
 from distprune.files.reports.report import TensorReport
 from distprune.files.text import format_percent
@@ -25,7 +28,65 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
         plan: of the result.
         tensors: counts of each tensor of the plan.
     """
-    return (*_nearly_empty(plan, tensors), *_sparse_before(tensors))
+    is_raw = all(group.recipe.normalize is None for group in plan.groups)
+    emptied = _nearly_empty(plan, tensors) if is_raw else _collapsed(plan, tensors)
+    return (*emptied, *_sparse_before(tensors))
+
+
+def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
+    """What may help if raw magnitudes emptied a tensor; "" if they did not."""
+    raw = [
+        tensor
+        for tensor in _of_collapsed(plan, tensors)
+        if plan.groups[tensor.group].recipe.normalize is None
+        and plan.groups[tensor.group].recipe.is_normalizable
+    ]
+    if not raw:
+        return ""
+    shown = _shown(raw)
+    keep = "keeps" if len(raw) == 1 else "keep"
+    return (
+        f"{shown} {keep} less than a tenth of the share that is kept of all. Raw magnitudes were "
+        "ranked; normalize: rms (--normalize rms) divides those of each tensor by their rms, so "
+        "that tensors of different scales compare."
+    )
+
+
+def _of_collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorReport]:
+    """The tensors that have collapsed in groups that are ranked together."""
+    found: list[TensorReport] = []
+    for group in plan.groups:
+        members = tensors[group.first : group.last]
+        if group.recipe.is_together:
+            counts = [(tensor.num_elements, tensor.num_pruned) for tensor in members]
+            found += [members[position] for position in collapsed(counts)]
+    return found
+
+
+def _collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
+    """A warning about tensors that a ranking has emptied."""
+    emptied = _of_collapsed(plan, tensors)
+    if not emptied:
+        return []
+    keep = "keeps" if len(emptied) == 1 else "keep"
+    return [
+        f"{_shown(emptied)} {keep} less than a tenth of the share that is kept of all tensors of "
+        "the ranking. The model may be useless; limits.max_sparsity (--max-sparsity) bounds what a "
+        "single tensor loses, and exclude leaves it alone."
+    ]
+
+
+def _shown(tensors: Sequence[TensorReport]) -> str:
+    """The names of the first of some tensors, by sparsity, with what they lost."""
+    in_order = sorted(tensors, key=lambda tensor: (-tensor.sparsity, tensor.name))
+    shown = [
+        f"{tensor.name} ({format_percent(tensor.num_pruned, tensor.num_elements)} of "
+        f"{tensor.num_elements:,} elements)"
+        for tensor in in_order[:_NUM_SHOWN]
+    ]
+    if len(tensors) > _NUM_SHOWN:
+        shown.append(f"{len(tensors) - _NUM_SHOWN} more")
+    return ", ".join(shown)
 
 
 def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
@@ -39,17 +100,9 @@ def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     ]
     if not emptied:
         return []
-    emptied.sort(key=lambda tensor: (-tensor.sparsity, tensor.name))
-    shown = [
-        f"{tensor.name} ({format_percent(tensor.num_pruned, tensor.num_elements)} of "
-        f"{tensor.num_elements:,} elements)"
-        for tensor in emptied[:_NUM_SHOWN]
-    ]
-    if len(emptied) > _NUM_SHOWN:
-        shown.append(f"{len(emptied) - _NUM_SHOWN} more")
     lose = "loses" if len(emptied) == 1 else "lose"
     return [
-        f"{', '.join(shown)} {lose} more than 99 %, because the weights are smaller than those of "
+        f"{_shown(emptied)} {lose} more than 99 %, because the weights are smaller than those of "
         "the other tensors. The model may be useless; limits.max_sparsity (--max-sparsity) bounds "
         "what a single tensor loses, and exclude leaves it alone."
     ]
