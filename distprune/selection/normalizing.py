@@ -71,53 +71,93 @@ def normalized(
     Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter. See
     exact_sums.[Note: grid].
     """
+    what = f"normalize={normalize!r}"
     power = exact_sums.power_of(normalize)
+    largest = largest_scores(parts, what, communicator, ", or normalize=None")
+    # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
+    exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
+    totals = grid_sums(parts, exponents, power, communicator)
+    sources: list[ScoreSource] = []
+    for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
+        divisor = exact_sums.statistic(normalize, total, exponent or 0, number)
+        sources.append(ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype)))
+    return sources
+
+
+def largest_scores(
+    parts: Sequence[Scored], what: str, communicator: Communicator, way_out: str = ""
+) -> list[float]:
+    """The largest live |score| of each parameter over all ranks; NaN if there is one. Collective.
+
+    Args:
+        parts: this rank's part of every parameter; the same list on all ranks.
+        what: the argument that needs it, for messages.
+        communicator: the ranks that have the parts.
+        way_out: how to do without finite scores, for messages.
+
+    Raises:
+        ValueError: a live score is infinite; names its parameter.
+        NotImplementedError: scores that are no floating-point numbers. On every rank.
+
+    Cost: a read of the scores; an all-reduce of 8 bytes per parameter.
+    """
 
     def find_largest() -> Tensor:
         for part in parts:
             if not part.scores.dtype.is_floating_point:
                 raise NotImplementedError(
-                    f"{part.name}: normalize={normalize!r} of scores of dtype "
-                    f"{part.scores.dtype}; expected floating point."
+                    f"{part.name}: {what} of scores of dtype {part.scores.dtype}; expected "
+                    "floating point."
                 )
-        values = [max(chunks, default=0) for chunks in _per_chunk(parts, _largest_bits)]
+        values = [max(chunks, default=0) for chunks in per_chunk(parts, _largest_bits)]
         return torch.tensor(values, dtype=torch.int64)
 
     # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
     bits = communicator.reduce(len(parts), find_largest, "max")
-    largest = bits.view(torch.float64).tolist()
+    largest: list[float] = bits.view(torch.float64).tolist()
     for part, value in zip(parts, largest, strict=True):
         if math.isinf(value):
             raise ValueError(
-                f"{part.name} has infinite scores, so normalize={normalize!r} has no meaning; "
-                "expected finite scores, or normalize=None."
+                f"{part.name} has infinite scores, so {what} has no meaning; "
+                f"expected finite scores{way_out}."
             )
-    # The ranking itself refuses NaN, by the name of the parameter.
-    exponents = [0 if math.isnan(value) else exact_sums.exponent_of(value) for value in largest]
-    measured = [not math.isnan(value) and value > 0 for value in largest]
+    return largest
+
+
+def grid_sums(
+    parts: Sequence[Scored],
+    exponents: Sequence[int | None],
+    power: Literal[1, 2],
+    communicator: Communicator,
+) -> list[int]:
+    """Exact sums of |score|**power of each parameter over all ranks. Collective.
+
+    Args:
+        parts: this rank's part of every parameter; the same list on all ranks.
+        exponents: of the grid of each; None: the sum is 0. See exact_sums.[Note: grid].
+        power: 1 or 2.
+        communicator: the ranks that have the parts.
+
+    Cost: a read of the scores; an all-reduce of 16 bytes per parameter.
+    """
 
     def add_up() -> Tensor:
         functions = [
-            partial(_grid_sum, exponent, power) if is_measured else _nothing
-            for exponent, is_measured in zip(exponents, measured, strict=True)
+            _nothing if exponent is None else partial(_grid_sum, exponent, power)
+            for exponent in exponents
         ]
-        totals = [sum(chunks) for chunks in _per_chunk(parts, functions)]
+        totals = [sum(chunks) for chunks in per_chunk(parts, functions)]
         return torch.tensor([exact_sums.to_words(total) for total in totals]).view(-1)
 
     words = communicator.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
-    sources: list[ScoreSource] = []
-    for part, (high, low), exponent, number in zip(parts, words, exponents, num_live, strict=True):
-        total = exact_sums.from_words(high, low)
-        divisor = exact_sums.statistic(normalize, total, exponent, number)
-        sources.append(ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype)))
-    return sources
+    return [exact_sums.from_words(high, low) for high, low in words]
 
 
 # From a part, a chunk's scores and live flags to a number.
-_Measure = Callable[[Scored, range, Scratch], Count]
+Measure = Callable[[Scored, range, Scratch], Count]
 
 
-def _per_chunk(parts: Sequence[Scored], measure: _Measure | Sequence[_Measure]) -> list[list[int]]:
+def per_chunk(parts: Sequence[Scored], measure: Measure | Sequence[Measure]) -> list[list[int]]:
     """Per part, a number of each chunk of the elements that this rank counts."""
     chunks = [
         (position, span)
@@ -146,7 +186,7 @@ def _largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
     """The bits of the largest live |score| as float64."""
     scores = part.scores.load(span.start, span.stop, scratch)
     if not memory.takes_numpy(part.device):
-        live = _live_flags(part, span)
+        live = live_flags(part, span)
         magnitudes = scores.abs().double()
         if live is not None:
             magnitudes = magnitudes.where(live, 0.0)
@@ -154,7 +194,7 @@ def _largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
         return magnitudes.amax().view(torch.int64)
     wide = widened(scores, scratch, part.dtype)
     if part.live is not None:
-        wide = wide[_live_array(part.live, span, scratch)]
+        wide = wide[live_array(part.live, span, scratch)]
     value = exact_sums.largest_of(wide)
     return int(np.float64(abs(value)).view(np.int64))
 
@@ -164,16 +204,16 @@ def _grid_sum(
 ) -> Count:
     scores = part.scores.load(span.start, span.stop, scratch)
     if not memory.takes_numpy(part.device):
-        return exact_sums.grid_sum_on_device(scores, exponent, power, _live_flags(part, span))
-    live = None if part.live is None else _live_array(part.live, span, scratch)
+        return exact_sums.grid_sum_on_device(scores, exponent, power, live_flags(part, span))
+    live = None if part.live is None else live_array(part.live, span, scratch)
     wide = widened(scores, scratch, part.dtype)
     return exact_sums.grid_sum(wide, exponent, power, scratch, live)
 
 
-def _live_flags(part: Scored, span: range) -> Tensor | None:
+def live_flags(part: Scored, span: range) -> Tensor | None:
     return None if part.live is None else part.live[span.start : span.stop] == 1
 
 
-def _live_array(live: Tensor, span: range, scratch: Scratch) -> Array:
+def live_array(live: Tensor, span: range, scratch: Scratch) -> Array:
     chunk = live[span.start : span.stop]
     return is_one(chunk, out=scratch.array("live", chunk.numel(), bool))

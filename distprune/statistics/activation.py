@@ -1,30 +1,24 @@
-"""ActivationStatistics: sums of what layers are called with, over all ranks."""
+"""ActivationStatistics: sums of what layers are called with, and the scores that need them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, unwrap
-from distprune._common.process_groups import world
-from distprune.call.arguments import ParameterArguments
-from distprune.call.reading import read_parameters
-from distprune.statistics.collecting import Collector
-from distprune.statistics.totals import Totals, local_statistics, sum_over_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-Mode = Literal["one_pass", "sequential"]
-Pairs = Iterable[tuple[nn.Module, str]]
+from distprune._common.naming import NamedParameter
+from distprune.budgets.outliers import block_of
+from distprune.call.comparing import count_live_and_compare
+from distprune.shards.factored import FactoredScores
+from distprune.statistics import factors, outliers
+from distprune.statistics.collected import CollectedInputs, Pairs
+from distprune.statistics.layers import WeightLayout
+from distprune.statistics.matrix_sums import magnitudes_along
+from distprune.statistics.totals import Totals, warn_of_empty
 
 
-class ActivationStatistics:
+class ActivationStatistics(CollectedInputs):
     """Sums of the inputs of layers over calibration data, from which Wanda and others are made.
 
     statistics = ActivationStatistics(prune.select(model, exclude="lm_head"))
@@ -68,173 +62,124 @@ class ActivationStatistics:
     asked for. A forward reads each input once more, in fp64, chunk by chunk.
     """
 
-    def __init__(
-        self,
-        parameters: Pairs,
-        *,
-        group: ProcessGroup | None = None,
-        pipeline_parallel: bool = False,
-        allow_empty: str | Sequence[str] = (),
-    ) -> None:
-        self._communicator = world(group)
-        self._pairs = list(parameters)
-        self._pipeline_parallel = pipeline_parallel
-        self._allow_empty = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
-        with self._communicator.exclusively():
-            _, targets = read_parameters(self._arguments, self._communicator)
-            self._local = local_statistics(targets, self._communicator)
-        self._is_named = all(target.is_named for target in targets)
-        self._position = {
-            (id(module), name): position
-            for position, parameter in enumerate(self._local)
-            for module, name in parameter.places
-        }
-        self._collector = Collector()
-        # Of all ranks together: read from a file, and summed up when they were last asked for.
-        self._loaded: list[Totals | None] = [None] * len(self._local)
-        self._summed: list[Totals | None] = [None] * len(self._local)
-        self._mode: Mode = "one_pass"
+    def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
+        """Scores of Wanda: |w_ij| times the root mean square of the input x_j. Collective.
 
-    @property
-    def mode(self) -> Mode:
-        """How the statistics were collected.
-
-        "one_pass": the inputs of all layers in one run of the model. "sequential": block after
-        block, where the blocks before were pruned already, as Wanda was published.
-        """
-        return self._mode
-
-    @property
-    def num_collectives(self) -> int:
-        """All-reduces so far."""
-        return self._communicator.num_collectives
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload of those, per rank."""
-        return self._communicator.bytes_sent
-
-    @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Collect from every forward of the layers while the context is open.
-
-        Forwards run without gradients, and compiled modules run uncompiled. Enter it after the
-        model has been wrapped and parallelised. The hooks that it puts on layers are gone
-        afterwards, also after an error. It may be entered several times: sums go on.
-
-        Raises:
-            RuntimeError: it is open already; a layer runs with gradients enabled.
-            NotImplementedError: an input whose layout is not known.
-        """
-        with self._collector.collecting(self._local):
-            yield
-
-    def batch(self, attention_mask: Tensor) -> AbstractContextManager[None]:
-        """Leave out the padding of one batch: a context around its forward.
-
-        Args:
-            attention_mask: bool or integers [batch, tokens] of this rank's batch, 0 = padding.
-                Layers may see [batch, tokens, features] or [batch * tokens, features].
-
-        Raises:
-            TypeError: no plain tensor.
-            ValueError: another dtype or shape; in the forward, a layer whose input does not fit.
-            NotImplementedError: in the forward, a convolution.
-        """
-        return self._collector.batch(attention_mask)
-
-    def num_tokens(self, parameters: Pairs | None = None) -> dict[str, int]:
-        """How many tokens each parameter has seen, by its name. Collective.
-
-        Raises, Cost: as :meth:`totals`.
-        """
-        return {label: totals.num_tokens for label, totals in self._labelled(parameters).items()}
-
-    def totals(self, parameters: Pairs | None = None) -> dict[NamedParameter, Totals]:
-        """The sums over all ranks, bit-equal on all of them. Collective.
+        The paper has the norm of x_j over all tokens instead. Inside a layer that is a constant
+        factor; divided by the number of tokens, layers that saw different numbers of them
+        compare, such as experts.
 
         Args:
             parameters: some of the parameters; by default all.
 
-        Raises:
-            ValueError: a layer that was not called, and is not among ``allow_empty``; sums that
-                are not finite; ranks of a tensor-parallel group with different inputs.
+        Returns:
+            By (module, name): what ``importance_scores`` takes. Scores are computed while they
+            are ranked and never stored; in memory are 4 bytes per input feature (per element for
+            a convolution with groups).
 
-        Cost: an all-reduce of 16 bytes per parameter; and, for parameters of which something is
-        new, one of 16 bytes per input feature and about 32 per parameter.
+        Raises, Cost: as :meth:`totals`. A warning names parameters that saw no token.
+
+        Source: Sun et al., "A simple and effective pruning approach for large language models",
+        arXiv 2306.11695.
         """
-        labelled = self._labelled(parameters)
-        return {
-            NamedParameter(*parameter.places[0], parameter.label): labelled[parameter.label]
-            for parameter in self._local
-            if parameter.label in labelled and parameter.places
-        }
+        return self._scores(parameters, factors.wanda)
 
-    def _arguments(self) -> ParameterArguments:
-        return ParameterArguments(
-            parameters=self._pairs,
-            pipeline_parallel=self._pipeline_parallel,
-            facts=[("allow_empty", str(self._allow_empty))],
+    def stade(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
+        """Scores of STADE: |w_ij| times the standard deviation of the input x_j. Collective.
+
+        What an input adds on average, a bias can make up for; see the paper for when that holds.
+        The variance is that of all tokens, divided by their number.
+
+        Args, Returns, Raises, Cost: as :meth:`wanda`.
+
+        Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
+        """
+        return self._scores(parameters, factors.stade)
+
+    def ria(self, power: float = 0.5) -> dict[NamedParameter, FactoredScores]:
+        """Scores of RIA: relative importance of a weight, and activations. Collective.
+
+        (|w_ij| / sum_i |w_ij| + |w_ij| / sum_j |w_ij|) * (root mean square of x_j) ** power, with
+        sums over the unpruned elements of the column and of the row. A convolution with groups is
+        as many matrices. As for :meth:`wanda`, the norm is divided by the number of tokens.
+
+        Args:
+            power: of the norm; the paper's a.
+
+        Returns, Raises: as :meth:`wanda`.
+
+        Cost: as :meth:`wanda`; and a read of the weights, and an all-reduce of 8 bytes per input
+        feature and output.
+
+        Source: Zhang et al., "Plug-and-play: an efficient post-training pruning method for large
+        language models", ICLR 2024.
+        """
+        totals = self._labelled(None)
+        with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
+            layouts = [parameter.layout for parameter in self._local]
+            sums = magnitudes_along(self._read_weights(), layouts, self._communicator)
+        warn_of_empty(totals, self._communicator)
+        return self._by_pair(
+            {
+                parameter.label: factors.ria(
+                    totals[parameter.label], parameter.layout, magnitudes, power
+                )
+                for parameter, magnitudes in zip(self._local, sums, strict=True)
+            }
         )
 
-    def _labelled(self, parameters: Pairs | None) -> dict[str, Totals]:
-        """Statistics by label, of the parameters that any rank asks for."""
-        with self._communicator.exclusively():
-            positions = self._sum_up(parameters)
-        labelled = {}
-        for position in positions:
-            totals = self._summed[position]
-            assert totals is not None
-            labelled[self._local[position].label] = totals
-        return labelled
+    def outlier_ratios(
+        self, *, threshold_multiple: float = 5.0, per: Literal["block", "parameter"] = "block"
+    ) -> dict[NamedParameter, float]:
+        """The share of Wanda's scores that are outliers, for OWL. Collective.
 
-    def _sum_up(self, parameters: Pairs | None) -> list[int]:
-        """Sum up what is asked for and new; the positions of all that is asked for."""
-        size = len(self._local)
+        A score is an outlier if it is above ``threshold_multiple`` times the mean of the scores.
+        The mean and the share are over the unpruned elements of all parameters of a block, as in
+        the authors' code, or of each parameter alone. The counts are exact and, for given
+        statistics, the same on every sharding.
 
-        def flags() -> Tensor:
-            asked = torch.zeros(size, dtype=torch.int64)
-            asked[self._positions_of(parameters)] = 1
-            stale = [
-                int(local.is_changed or totals is None)
-                for local, totals in zip(self._local, self._summed, strict=True)
-            ]
-            return torch.cat([asked, torch.tensor(stale, dtype=torch.int64)])
+        Args:
+            threshold_multiple: the paper's M: 5, 7 or 10.
+            per: what shares a mean. A block is the name of a parameter up to its first number:
+                "model.layers.3" of "model.layers.3.mlp.up_proj.weight".
 
-        asked, stale = self._communicator.reduce(2 * size, flags, "max").view(2, -1)
-        positions: list[int] = asked.nonzero().view(-1).tolist()
-        new = (asked * stale).nonzero().view(-1).tolist()
-        loaded = [self._loaded[position] is not None for position in new]
-        if new:
-            totals = sum_over_ranks(
-                [self._local[position] for position in new],
-                [self._local[p].label for p, known in zip(new, loaded, strict=True) if known],
-                self._collector.groups,
-                self._allow_empty,
+        Returns:
+            By (module, name), between 0 and 1: what ``budgets.OWL`` takes.
+
+        Raises: as :meth:`wanda`; ValueError for ``per``, and for weights that are not finite.
+
+        Cost: as :meth:`wanda`; three reads of the weights; all-reduces of 56 bytes per parameter.
+
+        Source: Yin et al., "Outlier weighed layerwise sparsity (OWL)", arXiv 2310.05175.
+        """
+        if per not in ("block", "parameter"):
+            raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
+        totals = self._labelled(None)
+        scores = {
+            parameter.label: factors.wanda(totals[parameter.label], parameter.layout)
+            for parameter in self._local
+        }
+        with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
+            targets = self._read_weights()
+            ratios = outliers.outlier_ratios(
+                targets,
+                count_live_and_compare(targets, True, self._communicator),
+                scores,
+                block_of if per == "block" else str,
+                threshold_multiple,
                 self._communicator,
             )
-            for position, total in zip(new, totals, strict=True):
-                self._summed[position] = total.plus(self._loaded[position])
-                self._local[position].is_changed = False
-        return positions
+        return self._by_pair(ratios)
 
-    def _positions_of(self, parameters: Pairs | None) -> list[int]:
-        if parameters is None:
-            return list(range(len(self._local)))
-        positions = []
-        for module, name in parameters:
-            position = self._position.get((id(unwrap(module)), name))
-            if position is None:
-                raise ValueError(
-                    f"({type(module).__name__}, {name!r}) is none of the parameters of these "
-                    "statistics; expected pairs that they were made with."
-                )
-            positions.append(position)
-        return positions
-
-    def _restore(self, totals: Mapping[str, Totals], mode: Mode) -> None:
-        """Start from statistics that were collected before."""
-        for position, parameter in enumerate(self._local):
-            self._loaded[position] = totals[parameter.label]
-            self._summed[position] = None
-        self._mode = mode
+    def _scores(
+        self, parameters: Pairs | None, make: Callable[[Totals, WeightLayout], FactoredScores]
+    ) -> dict[NamedParameter, FactoredScores]:
+        totals = self._labelled(parameters)
+        warn_of_empty(totals, self._communicator)
+        return self._by_pair(
+            {
+                parameter.label: make(totals[parameter.label], parameter.layout)
+                for parameter in self._local
+                if parameter.label in totals
+            }
+        )

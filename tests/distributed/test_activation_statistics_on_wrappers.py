@@ -21,29 +21,13 @@ from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
+from helpers.integer_nets import integer_net
 from helpers.models import Net
 from helpers.sampling import every
 
 LAYERS = ["l1.weight", "l2.weight", "l3.weight"]
 ALL = wrappings.sampled([*wrappings.ALL, *wrappings.FSDP2_DIM1])
 SOME = ["ddp-3", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
-
-
-class IntegerNet(Net):
-    """A Net whose activations are small integers, if its weights and inputs are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l3(torch.relu(self.l2(torch.relu(self.l1(x)))))
-
-
-def integer_net(sizes: tuple[int, ...], dtype: torch.dtype) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    net = IntegerNet(sizes).to(dtype)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
-        net.l2.bias.zero_()  # under rowwise parallelism each rank adds a share of it
-    return net
 
 
 def batches_of(

@@ -33,7 +33,7 @@ ROOMS = {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
     "criteria": {"_common", "shards", "masks", "call", "methods", "api"},
-    "statistics": {"_common", "shards", "call"},
+    "statistics": {"_common", "shards", "selection", "call", "budgets"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},
