@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
 from distprune.call.signed_scores import SignedScores
+from distprune.criteria import saving
+from distprune.criteria.tracking import tracked_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.shards.gradients import local_gradient, requires_grad
+from distprune.shards.gradients import local_gradient
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 
@@ -30,22 +30,6 @@ if TYPE_CHECKING:
 
 Unit = Literal["global_batch", "rank_batch"]
 _UNITS = ("global_batch", "rank_batch")
-
-
-@dataclass(frozen=True)
-class TrackedParameter:
-    """A parameter that a criterion scores; a tied one is one.
-
-    Attributes:
-        pair: (module, name) as the caller gave it.
-        module, name: where the parameter is, without wrappers.
-        label: its full name, or what stands for it in messages.
-    """
-
-    pair: tuple[nn.Module, str]
-    module: nn.Module
-    name: str
-    label: str
 
 
 class Criterion(ABC):
@@ -85,7 +69,7 @@ class Criterion(ABC):
         group: ProcessGroup | None = None,
     ) -> None:
         self._group = group
-        self._tracked = _tracked(parameters)
+        self._tracked = tracked_parameters(parameters)
         self._accumulators: dict[str, list[Tensor]] = {}
         self.reset()
 
@@ -159,6 +143,83 @@ class Criterion(ABC):
         self.num_updates = 0
         self.total_weight = 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was accumulated, for torch.distributed.checkpoint (DCP) or ``torch.save``.
+
+        Collective over ``group``. Tensors are references, sharded as the parameters are: DTensors,
+        ShardedTensors under FSDP1, else plain ones. DCP saves them and, in place, loads them on
+        any other sharding; :meth:`load_state_dict` takes what it loaded.
+
+        Raises:
+            NotImplementedError: a shard that DCP of this torch would misplace (``check_writable``),
+                or under FSDP1 a parameter that is not row-major in memory; by name, on every rank.
+
+        Cost: memory for accumulators if there was no unit yet; one all-reduce of 40 bytes.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = world(self._group).run(self._tensors_to_save)
+        return {
+            "criterion": type(self).__name__,
+            **self._plain_state(),
+            "accumulators": tensors,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` returned. Collective over ``group``.
+
+        Raises:
+            ValueError: a state of another criterion, of other parameters, or of another layout; on
+                every rank, and nothing has changed then.
+
+        Cost: no memory but that of the accumulators; one all-reduce of 40 bytes.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            world(self._group).run(lambda: self._check_state(state))
+            reader = ShardReader()
+            for name in self.ACCUMULATORS:
+                for position, (parameter, shard) in enumerate(
+                    zip(self._tracked, self._read(reader), strict=True)
+                ):
+                    saving.load(
+                        parameter,
+                        reader,
+                        shard,
+                        state["accumulators"][name][parameter.key],
+                        self._accumulator(name, position, shard),
+                    )
+        self._load_plain_state(state)
+
+    def _plain_state(self) -> dict[str, Any]:
+        """What is saved besides the accumulators: plain values; subclasses add theirs."""
+        return {"num_updates": self.num_updates, "total_weight": self.total_weight}
+
+    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`_plain_state` saved."""
+        self.num_updates = int(state["num_updates"])
+        self.total_weight = float(state["total_weight"])
+
+    def _tensors_to_save(self) -> dict[str, dict[str, Any]]:
+        reader = ShardReader()
+        shards = self._read(reader)
+        return {
+            name: {
+                parameter.key: saving.to_save(
+                    parameter, reader, shard, self._accumulator(name, position, shard)
+                )
+                for position, (parameter, shard) in enumerate(
+                    zip(self._tracked, shards, strict=True)
+                )
+            }
+            for name in self.ACCUMULATORS
+        }
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        saving.check_names(state, type(self).__name__, self.ACCUMULATORS, self._tracked)
+        reader = ShardReader()
+        for name in self.ACCUMULATORS:
+            for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
+                saving.check(parameter, reader, shard, state["accumulators"][name][parameter.key])
+
     @abstractmethod
     def _accumulate(
         self, position: int, shard: LocalShard, gradient: Tensor, weight: float
@@ -180,7 +241,8 @@ class Criterion(ABC):
         """An accumulator of a parameter: fp32, like ``shard.values``, zeros at first."""
         tensors = self._accumulators.setdefault(name, [])
         for other in range(len(tensors), len(self._tracked)):
-            values = shard.values if other == position else self._read_one(other).values
+            parameter = self._tracked[other]
+            values = (shard if other == position else parameter.read(ShardReader())).values
             tensors.append(torch.zeros_like(values, dtype=torch.float32))
         tensor = tensors[position]
         if tensor.shape != shard.values.shape:
@@ -193,10 +255,7 @@ class Criterion(ABC):
 
     def _read(self, reader: ShardReader) -> list[LocalShard]:
         """This rank's part of every parameter, as it is now."""
-        return [_read(reader, parameter) for parameter in self._tracked]
-
-    def _read_one(self, position: int) -> LocalShard:
-        return _read(ShardReader(), self._tracked[position])
+        return [parameter.read(reader) for parameter in self._tracked]
 
     def _gradients(self, reader: ShardReader, shards: list[LocalShard]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""
@@ -208,8 +267,7 @@ class Criterion(ABC):
 
     def _check_all_trainable(self, reader: ShardReader, shards: list[LocalShard]) -> None:
         for parameter, shard in zip(self._tracked, shards, strict=True):
-            managed = reader.managed(parameter.module, parameter.name)
-            _check_trainable(shard, requires_grad(shard, managed))
+            parameter.check_trainable(reader, shard)
 
     def _checked_scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         if not self.num_updates:
@@ -253,51 +311,3 @@ def checked_weight(weight: float) -> float:
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"weight={weight!r}; expected a finite number >= 0.")
     return value
-
-
-def _tracked(parameters: Iterable[tuple[nn.Module, str]]) -> tuple[TrackedParameter, ...]:
-    if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
-        raise TypeError(
-            f"parameters is a {type(parameters).__name__}; expected (module, name) pairs, as "
-            "select(model) lists them."
-        )
-    reader = ShardReader()
-    tracked: dict[Hashable, TrackedParameter] = {}
-    for position, pair in enumerate(parameters):
-        try:
-            module, name = pair
-        except (TypeError, ValueError):
-            module, name = None, None
-        if not isinstance(module, nn.Module) or not isinstance(name, str):
-            raise TypeError(
-                f"parameters[{position}] is a {type(pair).__name__}; expected a (module, name) "
-                "pair, as select(model) lists them."
-            )
-        label = (
-            getattr(pair, "fqn", None) or f"{type(unwrap(module)).__name__}.{name} (#{position})"
-        )
-        parameter = TrackedParameter(pair, unwrap(module), name, label)
-        shard = _read(reader, parameter)
-        managed = reader.managed(parameter.module, name)
-        if shard.values.is_complex():
-            raise NotImplementedError(
-                f"{label}: dtype {shard.values.dtype} is complex; expected a real parameter."
-            )
-        _check_trainable(shard, requires_grad(shard, managed))
-        tracked.setdefault(shard.key, parameter)
-    if not tracked:
-        raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    return tuple(tracked.values())
-
-
-def _read(reader: ShardReader, parameter: TrackedParameter) -> LocalShard:
-    return reader.read(parameter.module, parameter.name, parameter.label)
-
-
-def _check_trainable(shard: LocalShard, is_trainable: bool) -> None:
-    if not is_trainable:
-        raise ValueError(
-            f"{shard.name} is frozen (requires_grad=False), so it has no gradient; expected "
-            "parameters that are trained. Leave it out, or call requires_grad_() on it for as long "
-            "as gradients are collected (the base weights under LoRA, say)."
-        )

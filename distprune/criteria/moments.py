@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -186,6 +187,16 @@ class GradientMoment(Criterion):
         """
         self._check_complete()
         return super().scores()
+
+    def _plain_state(self) -> dict[str, Any]:
+        weights = {p.key: w for p, w in zip(self._tracked, self._weights, strict=True)}
+        # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
+        return {**super()._plain_state(), "weights": json.dumps(weights)}
+
+    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_plain_state(state)
+        weights = json.loads(state["weights"])
+        self._weights = [float(weights[p.key]) for p in self._tracked]
 
     def _attached(self) -> RankBatchSums:
         made: list[RankBatchSums] = []

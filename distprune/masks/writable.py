@@ -40,7 +40,7 @@ def _check_boxes(model: nn.Module) -> None:
             # What is registered may be the gathered copy; FSDP1's records have no DTensor.
             record = managed.get((id(module), name))
             parameter = getattr(record, "sharded", parameter)
-            if is_dtensor(parameter) and _is_misplaced(name, parameter):
+            if is_dtensor(parameter) and is_misplaced(name, parameter):
                 fqn = full_name(path, name)
                 wrong.append(
                     f"{fqn} (shape {tuple(parameter.shape)}, {parameter.placements} "
@@ -54,7 +54,8 @@ def _check_boxes(model: nn.Module) -> None:
         )
 
 
-def _is_misplaced(name: str, parameter: DTensor) -> bool:
+def is_misplaced(name: str, parameter: DTensor) -> bool:
+    """Whether DCP of this torch would write or read this rank's shard at a wrong offset."""
     from distprune.shards import dtensor
     from distprune.torch_private import dcp
 

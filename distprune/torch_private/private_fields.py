@@ -47,6 +47,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "FlatParameter": (
             "_param_infos", "_shared_param_infos", "_fqns", "_shapes", "_strides",
             "_contiguities", "_shard_param_infos", "_param_extensions", "_params",
+            "_is_padding_mask", "_numels_with_padding",
         ),
     },
     "DDP": {
@@ -78,6 +79,14 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "torch.distributed.fsdp._shard_utils": (
             "_create_chunk_dtensor", "_create_chunk_sharded_tensor",
         ),
+        "torch.distributed._shard.metadata": ("ShardMetadata",),
+        "torch.distributed._shard.sharded_tensor.api": (
+            "ShardedTensor._init_from_local_shards_and_global_metadata",
+        ),
+        "torch.distributed._shard.sharded_tensor.metadata": (
+            "ShardedTensorMetadata", "TensorProperties",
+        ),
+        "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
     },
     "Module": {
         "torch._C": ("_current_graph_task_id", "DisableTorchFunctionSubclass"),

@@ -32,7 +32,9 @@ ROOMS = {
     "schedule": {
         "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
     },
-    "criteria": {"_common", "shards", "masks", "call", "methods", "api"},
+    "criteria": {
+        "_common", "torch_private", "shards", "masks", "call", "methods", "api",
+    },
     "statistics": {"_common", "shards", "selection", "call", "budgets"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},

@@ -1,0 +1,147 @@
+"""States of criteria: saved on some ranks and loaded on others, the scores are the same bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import distprune as prune
+from distprune.testing import run_ranks
+from helpers import criteria_runs as runs
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import fill
+
+CRITERIA = {
+    "SNIP": prune.criteria.SNIP,
+    "Fisher": lambda pairs: prune.criteria.Fisher(pairs, unit="global_batch"),
+}
+
+
+def case(wrapping: str, kind: str):
+    """Random data, so that all bits of an accumulator matter; the same on every sharding."""
+    dense = fill(runs.IntegerNet(wrappings.runnable_sizes("fsdp2_tp-1x2")), "normal", "float32")
+    indices = wrappings.local_indices(dense, wrapping)
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    return dense, indices, model, CRITERIA[kind](runs.named_targets(model, runs.WEIGHTS))
+
+
+Parts = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def save(wrapping: str, kind: str, path: str) -> Parts:
+    """Two units; (indices, scores) of what this rank has of each parameter."""
+    dense, indices, model, criterion = case(wrapping, kind)
+    part = wrappings.data_rank(wrapping)
+    for batch in runs.batches(dense, 2):
+        runs.backward(model, batch, *part)
+        criterion.update(weight=0.37)
+        model.zero_grad()
+    dcp.save({"criterion": criterion.state_dict()}, checkpoint_id=path)
+    return {
+        name: (indices[name], wrappings.local(score))
+        for name, score in zip(runs.WEIGHTS, criterion.scores().values(), strict=True)
+    }
+
+
+def load(wrapping: str, kind: str, path: str, expected: dict[str, torch.Tensor]) -> list[str]:
+    _, indices, _, criterion = case(wrapping, kind)
+    state = {"criterion": criterion.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    criterion.load_state_dict(state["criterion"])
+    wrong = runs.differing(criterion.scores(), expected, indices)
+    if (criterion.num_updates, criterion.total_weight) != (2, 0.74):
+        wrong.append(f"{criterion.num_updates} updates of weight {criterion.total_weight}")
+    return wrong
+
+
+def joined(parts: list[Parts], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """Whole scores from the parts of all ranks; each element is on some rank."""
+    whole = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for of_rank in parts:
+        for name, (indices, scores) in of_rank.items():
+            whole[name].view(-1)[indices.reshape(-1)] = scores.reshape(-1)
+    assert not any(scores.isnan().any() for scores in whole.values())
+    return whole
+
+
+def shapes() -> dict[str, torch.Size]:
+    model = runs.IntegerNet(wrappings.runnable_sizes("fsdp2_tp-1x2"))
+    return {name: model.get_parameter(name).shape for name in runs.WEIGHTS}
+
+
+@pytest.mark.parametrize("kind", CRITERIA)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("fsdp2-2", ["fsdp2-3", "plain-1", "fsdp1-3", "fsdp2_tp-2x2"]),
+        ("fsdp1-2", ["fsdp1-3", "plain-1", "fsdp2-3"]),
+        ("fsdp1_root-3", ["fsdp1_root-2", "fsdp1_flat-2", "hsdp-2x2"]),
+        ("fsdp1_hybrid-2x2", ["fsdp1_flat-4", "plain-1"]),
+        ("plain-1", ["fsdp2-2", "fsdp1_root-3", "tp-2"]),
+        ("hsdp-2x2", ["ddp-2", "fsdp1-2"]),
+        ("fsdp2_tp-2x2", ["fsdp2-3", "plain-1"]),
+    ],
+)
+def test_saved_here_and_loaded_there(saved, loaded, kind, tmp_path):
+    parts = run_ranks(save, wrappings.world_size(saved), saved, kind, str(tmp_path))
+    expected = joined(parts, shapes())
+    for wrapping in loaded:
+        size = wrappings.world_size(wrapping)
+        wrong = run_ranks(load, size, wrapping, kind, str(tmp_path), expected)
+        assert_nothing_wrong(wrong)
+
+
+def goes_on(wrapping: str) -> list[bool]:
+    """A criterion that took over the state of another one continues as that does."""
+    dense, _, model, first = case(wrapping, "SNIP")
+    batches = runs.batches(dense, 2)
+    part = wrappings.data_rank(wrapping)
+    runs.backward(model, batches[0], *part)
+    first.update()
+    second = CRITERIA["SNIP"](runs.named_targets(model, runs.WEIGHTS))
+    second.load_state_dict(first.state_dict())
+    model.zero_grad()
+    runs.backward(model, batches[1], *part)
+    for criterion in (first, second):
+        criterion.update()
+    scores = zip(first.scores().values(), second.scores().values(), strict=True)
+    return [torch.equal(wrappings.local(a), wrappings.local(b)) for a, b in scores]
+
+
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
+def test_a_loaded_criterion_goes_on(wrapping):
+    for equal in run_ranks(goes_on, wrappings.world_size(wrapping), wrapping):
+        assert equal == [True] * len(runs.WEIGHTS)
+
+
+def misplaced() -> str:
+    """9 rows on 4x2: DCP of torch 2.13 would lose rows."""
+    model = runs.IntegerNet((6, 9, 5, 3))
+    model = wrappings.wrap(model, "fsdp2_tp-4x2")
+    criterion = prune.criteria.SNIP(runs.named_targets(model, ["l1.weight"]))
+    with pytest.raises(NotImplementedError) as error:
+        criterion.state_dict()
+    return str(error.value)
+
+
+def test_shards_that_dcp_would_misplace_are_refused():
+    for text in run_ranks(misplaced, 8):
+        assert "l1.weight" in text
+        assert "FSDP2 cut out of tensor-parallel ones" in text
+
+
+def not_row_major() -> str:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last)
+    model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    criterion = prune.criteria.SNIP(prune.select(model))
+    with pytest.raises(NotImplementedError) as error:
+        criterion.state_dict()
+    return str(error.value)
+
+
+def test_runs_that_are_no_boxes_are_refused():
+    for text in run_ranks(not_row_major, 2):
+        assert "0.weight: its memory is not row-major" in text

@@ -1,0 +1,134 @@
+"""Criteria on plain modules: states, and calls that are refused by name."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.criteria import SNIP
+from distprune.torch_private.fsdp1_tensors import boxes_of_run
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def step(net: nn.Module) -> None:
+    net(torch.randn(5, 3)).square().sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (3, 1, 2), (2, 3, 2, 2), (1, 5), ()])
+def test_boxes_of_a_run_are_its_elements_in_order(shape):
+    indices = torch.arange(math.prod(shape)).reshape(shape)
+    for start, stop in itertools.combinations_with_replacement(range(math.prod(shape) + 1), 2):
+        found = []
+        boxes = boxes_of_run(shape, start, stop)
+        for offsets, sizes in boxes:
+            box = indices
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                box = box.narrow(dim, offset, size)
+            found += box.reshape(-1).tolist()
+        assert found == list(range(start, stop))
+        assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_state_of_a_plain_module_through_torch_save(tmp_path):
+    net = model()
+    criterion = SNIP(prune.select(net))
+    step(net)
+    criterion.update(0.5)
+    torch.save(criterion.state_dict(), tmp_path / "state.pt")
+    other = SNIP(list(reversed(prune.select(net))))  # names, not the order, tell parameters apart
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    expected, found = criterion.scores(), other.scores()
+    assert all(torch.equal(found[pair], score) for pair, score in expected.items())
+    assert (other.num_updates, other.total_weight) == (1, 0.5)
+    step(net)
+    other.update()
+    assert not torch.equal(other.scores()[net[0], "weight"], expected[net[0], "weight"])
+    assert all(torch.equal(criterion.scores()[pair], score) for pair, score in expected.items())
+
+
+def test_states_that_do_not_fit():
+    net = model()
+    criterion = SNIP(prune.select(net))
+    step(net)
+    criterion.update()
+    before = criterion.scores()
+    state = criterion.state_dict()
+    few = {"gradient": {"0.weight": state["accumulators"]["gradient"]["0.weight"]}}
+    odd = {"gradient": {**state["accumulators"]["gradient"], "2.weight": torch.ones(3, 3)}}
+    for change, message in (
+        ({"criterion": "Fisher"}, r"the criterion 'Fisher'; expected 'SNIP'"),
+        ({"accumulators": few}, r"no 'gradient' of \['2.weight'\]"),
+        ({"accumulators": odd}, r"2\.weight: the state has shape \(3, 3\)"),
+        ({"accumulators": {"gradient": dict.fromkeys(odd["gradient"], 3)}}, "has a int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            criterion.load_state_dict({**state, **change})
+    assert all(torch.equal(criterion.scores()[pair], score) for pair, score in before.items())
+
+
+def test_what_is_refused_when_a_criterion_is_made():
+    net = model()
+    with pytest.raises(TypeError, match=r"parameters is a Sequential.*select\(model\)"):
+        SNIP(net)
+    with pytest.raises(TypeError, match=r"parameters\[0\] is a Parameter"):
+        SNIP(net.parameters())
+    with pytest.raises(ValueError, match="parameters is empty"):
+        SNIP([])
+    net[2].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"2\.weight is frozen"):
+        SNIP(prune.select(net))
+    with pytest.raises(NotImplementedError, match=r"0\.weight: dtype torch.complex64 is complex"):
+        SNIP(prune.select(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)), "0.weight"))
+
+
+def test_what_is_refused_in_an_update():
+    net = model()
+    criterion = SNIP(prune.select(net))
+    with pytest.raises(RuntimeError, match=r"0\.weight has no gradient; expected a call after"):
+        criterion.update()
+    with pytest.raises(ValueError, match="has seen no unit"):
+        criterion.scores()
+    step(net)
+    for weight in (math.nan, math.inf, -1.0):
+        with pytest.raises(ValueError, match=f"weight={weight}; expected"):
+            criterion.update(weight)
+    net[2].weight.grad = None
+    with pytest.raises(RuntimeError, match=r"2\.weight has no gradient"):
+        criterion.update()
+    net[2].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"2\.weight is frozen"):
+        criterion.update()
+    assert criterion.num_updates == 0
+    assert not criterion.state_dict()["accumulators"]["gradient"]["0.weight"].any()
+
+
+def test_a_sparse_gradient_is_refused():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    criterion = SNIP([(embedding, "weight")])
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"Embedding.weight \(#0\): its gradient has"):
+        criterion.update()
+
+
+def test_tied_parameters_count_once_with_their_summed_gradient():
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    criterion = SNIP([(net[0], "weight"), (net[1], "weight")])
+    x = torch.randn(2, 3)
+    net(x).sum().backward()
+    criterion.update()
+    weight = net[0].weight.detach().clone().requires_grad_()
+    gradient = torch.autograd.grad((x @ weight.T @ weight.T).sum(), weight)[0]
+    (score,) = criterion.scores().values()
+    torch.testing.assert_close(score, (weight * gradient).abs().detach())
+    report = prune.global_unstructured(
+        prune.select(net), criterion.pruning_method, criterion.scores(), amount=4
+    )
+    assert report.num_pruned == 4
