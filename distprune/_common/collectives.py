@@ -2,9 +2,9 @@
 
 A :class:`Communicator` is the set of ranks that take part in one call. What decides a mask goes
 through all-reduces of int64 tensors, so it runs on any backend, over a process group or over every
-through all-reduces of int64 tensors, so it runs on any backend, over a process group or over each
-sums of floats: :meth:`Communicator.reduce_floats` for a few numbers, in float64, and
-:meth:`Communicator.sum_floats` and :class:`PieceSums` for tensors as large as parameters.
+axis of a device mesh, and the order in which ranks are added can not change a result. Sums of
+floats are for statistics: :meth:`Communicator.reduce_floats` of a few numbers, in float64;
+:meth:`Communicator.sum_floats` and :class:`PieceSums` of tensors as large as parameters.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local

@@ -14,6 +14,8 @@ Under FSDP no rank may keep sums of whole parameters. What is computed from a gr
 the pieces that the ranks have of the parameter, and each rank gets the sum of its piece (by one
 reduce-scatter, which the caller does).
 
+From torch 2.15 on, FSDP2 tells autograd to round gradients to a ``reduce_dtype`` before any hook.
+
 A communication hook would see less. DDP's, and FSDP2's ``set_custom_reduce_scatter``, get the sum
 over the backward passes since the last synchronisation. FSDP2's is rounded to ``reduce_dtype``, may
 be scaled, and is not called on one rank. FSDP1 refuses a hook after the first forward, and under

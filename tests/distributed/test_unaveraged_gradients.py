@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 
 from distprune.criteria import Fisher, Taylor
 from distprune.testing import run_ranks
@@ -19,10 +18,11 @@ from helpers.micro_batches import (
     num_data_ranks,
     num_tensor_ranks,
     num_tokens,
+    wrong_scores,
 )
 from helpers.models import fqns, target
 from helpers.sampling import every
-from helpers.wrappings import local, my_part, sampled
+from helpers.wrappings import sampled
 
 CRITERIA = {"fisher": (2, 0.5), "taylor 2": (2, 1.0), "taylor 1": (1, 1.0)}
 DATA = ["float64", "float32", "bfloat16", "integer float32", "integer bfloat16"]
@@ -42,23 +42,6 @@ def calibrate(criterion, model, dense, wrapping: str, data: str, num_batches: in
         for number in range(num_batches):
             with criterion.batch(weight=num_tokens(rank, number)):
                 loss_of(model, micro_batch(dense, data, rank, number)).backward()
-
-
-def wrong_scores(model, scores: dict, expected: dict, indices: dict, data: str, when="") -> list:
-    """Compare this rank's parts: equal to rounding, or all bits where sums are exact."""
-    wrong = []
-    for name, whole in expected.items():
-        held = local(scores[target(wrappings.unwrapped(model), name)])
-        mine = my_part(whole, indices[name])
-        if held.dtype != torch.float32 or held.shape != mine.shape:
-            wrong.append(f"{when} {name}: {held.dtype} {list(held.shape)}, not {list(mine.shape)}")
-        elif data.startswith("integer"):
-            if not torch.equal(held, mine.float()):
-                wrong.append(f"{when} {name}: {held} not {mine.float()}")
-        elif not torch.allclose(held.double(), mine, rtol=1e-6, atol=1e-30):
-            error = ((held - mine).abs() / mine.abs()).max()
-            wrong.append(f"{when} {name}: relative error {error:.1e}")
-    return wrong
 
 
 def differences(wrapping: str, cases: list[tuple[str, str, int]]) -> list[str]:

@@ -6,8 +6,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.models import Net, fill
-from helpers.wrappings import kind_of, mesh_shape, runnable_sizes, world_size
+from helpers.models import Net, fill, target
+from helpers.wrappings import (
+    kind_of,
+    local,
+    mesh_shape,
+    my_part,
+    runnable_sizes,
+    unwrapped,
+    world_size,
+)
 
 
 class ReluNet(Net):
@@ -80,14 +88,23 @@ def num_data_ranks(wrapping: str) -> int:
 
 
 def gradients_of_units(
-    model: nn.Module, data: str, num_ranks: int, num_batches: int
+    model: nn.Module,
+    data: str,
+    num_ranks: int,
+    num_batches: int,
+    run_in: torch.dtype | None = None,
 ) -> list[tuple[float, dict[str, Tensor]]]:
-    """(weight, gradients by name) of each unit, in one process, one after the other."""
-    model = copy.deepcopy(model)
+    """(weight, gradients by name) of each unit, in one process, one after the other.
+
+    Args:
+        run_in: the dtype of forward and backward, where it is not the model's.
+    """
+    model = copy.deepcopy(model).to(run_in)
     units = []
     for rank in range(num_ranks):
         for number in range(num_batches):
-            loss = loss_of(model, micro_batch(model, data, rank, number))
+            x, y = micro_batch(model, data, rank, number)
+            loss = loss_of(model, (x.to(run_in), y))
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             names = [name for name, _ in model.named_parameters()]
             units.append((num_tokens(rank, number), dict(zip(names, gradients, strict=True))))
@@ -104,3 +121,27 @@ def expected_scores(
         moment = sum(n * gradients[name].double().abs() ** power for n, gradients in units) / count
         scores[name] = factor * parameter.detach().double().abs() ** power * moment
     return scores
+
+
+def wrong_scores(
+    model: nn.Module,
+    scores: dict[tuple[nn.Module, str], Tensor],
+    expected: dict[str, Tensor],
+    indices: dict[str, Tensor],
+    data: str = "float32",
+    when: str = "",
+) -> list[str]:
+    """Compare this rank's parts: equal to rounding, or all bits where sums are exact."""
+    wrong = []
+    for name, whole in expected.items():
+        held = local(scores[target(unwrapped(model), name)])
+        mine = my_part(whole, indices[name])
+        if held.dtype != torch.float32 or held.shape != mine.shape:
+            wrong.append(f"{when} {name}: {held.dtype} {list(held.shape)}, not {list(mine.shape)}")
+        elif data.startswith("integer"):
+            if not torch.equal(held, mine.float()):
+                wrong.append(f"{when} {name}: {held} not {mine.float()}")
+        elif not torch.allclose(held.double(), mine, rtol=1e-6, atol=1e-30):
+            error = ((held - mine).abs() / mine.abs()).max()
+            wrong.append(f"{when} {name}: relative error {error:.1e}")
+    return wrong

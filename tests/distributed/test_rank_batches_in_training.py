@@ -1,0 +1,173 @@
+"""What a training loop does to gradients does not reach the gradients of rank batches."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from distprune.criteria import Taylor
+from distprune.testing import run_ranks
+from helpers import wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.micro_batches import (
+    data_rank,
+    expected_scores,
+    gradients_of_units,
+    loss_of,
+    make_model,
+    micro_batch,
+    num_data_ranks,
+    num_tokens,
+    wrong_scores,
+)
+from helpers.models import fqns, target
+
+NUM_BATCHES = 3
+FSDP2 = ["fsdp2-1", "fsdp2-3", "hsdp-2x2", "fsdp2_root-2"]
+
+
+def backward(model: nn.Module, loss: Tensor, number: int) -> None:
+    loss.backward()
+
+
+def clip_and_zero(model: nn.Module, loss: Tensor, number: int) -> None:
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    model.zero_grad(set_to_none=number == 0)
+
+
+def change_weights(model: nn.Module, loss: Tensor, number: int) -> None:
+    """A step that leaves the weights as they are, so that one process is easy to compare with."""
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    model.zero_grad()
+
+
+def accumulate(model: nn.Module, loss: Tensor, number: int) -> None:
+    """Only the last backward synchronises."""
+    is_last = number == NUM_BATCHES - 1
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    without = model.no_sync() if hasattr(model, "no_sync") and not is_last else None
+    with without or contextlib.nullcontext():
+        loss.backward()
+
+
+def divide_by_other_factors(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(8.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def forward_and_backward(model: nn.Module) -> None:
+    """Let the wrapper make what it makes in a first step."""
+    dtype = next(model.parameters()).dtype
+    model(torch.ones(2, 6, dtype=dtype)).sum().backward()
+    model.zero_grad()
+
+
+def differences(
+    wrapping: str,
+    *,
+    step: Callable[[nn.Module, Tensor, int], None] = backward,
+    prepare: Callable[[nn.Module], None] | None = None,
+    data: str = "float32",
+    run_in: torch.dtype | None = None,
+    rounded_to: torch.dtype | None = None,
+    loss_scale: float = 1.0,
+    power: int = 2,
+    **options,
+) -> list[str]:
+    """Scores after NUM_BATCHES micro-batches, beside those of one process.
+
+    Args:
+        step: what is done with the loss of a micro-batch.
+        prepare: what is done to the wrapped model first.
+        run_in: the dtype in which the wrapper runs forward and backward.
+        rounded_to: the dtype of gradients, where it is another one.
+        loss_scale: of the loss.
+        options: for the wrapper.
+    """
+    dense = make_model(wrapping, data)
+    cuts = options if wrapping.startswith("fsdp1-") else {}  # which depend on the dtypes there
+    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping, **cuts)
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping, **options)
+    if prepare:
+        prepare(model)
+    parameters = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
+    criterion = Taylor(parameters, unit="rank_batch", power=power)
+    rank = data_rank(wrapping)
+    with criterion.calibrating():
+        for number in range(NUM_BATCHES):
+            batch = micro_batch(dense, data, rank, number)
+            with criterion.batch(weight=num_tokens(rank, number), loss_scale=loss_scale):
+                step(model, loss_of(model, batch) * loss_scale, number)
+    units = gradients_of_units(dense, data, num_data_ranks(wrapping), NUM_BATCHES, run_in)
+    units = [(n, {name: g.to(rounded_to) for name, g in all_g.items()}) for n, all_g in units]
+    expected = expected_scores(dense, units, power, 1.0)
+    return wrong_scores(model, criterion.scores(), expected, indices, data)
+
+
+def check(wrapping: str, **options) -> None:
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, **options))
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp1_flat-2", *FSDP2])
+def test_backward_passes_that_do_not_synchronise(wrapping):
+    check(wrapping, step=accumulate)
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1_root-3", "fsdp2-3", "hsdp-2x2"])
+@pytest.mark.parametrize("step", [clip_and_zero, change_weights])
+def test_steps_between_batches(wrapping, step):
+    check(wrapping, step=step)
+
+
+@pytest.mark.parametrize("wrapping", FSDP2)
+def test_a_divisor_and_a_reduction_of_the_users(wrapping):
+    check(wrapping, prepare=divide_by_other_factors)
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "hsdp-2x2", "fsdp1-2"])
+def test_half_precision_that_the_wrapper_divides_before_it_reduces(wrapping):
+    """FSDP divides gradients in fp16 by about the square root of the ranks before the sum."""
+    check(wrapping, data="float16")
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1-3", "fsdp1_hybrid-2x2", "fsdp2-2"])
+def test_a_criterion_that_begins_after_a_first_step(wrapping):
+    check(wrapping, prepare=forward_and_backward)
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-3", "hsdp-2x2"])
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16, None])
+def test_mixed_precision_of_fsdp2(wrapping, reduce):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    check(wrapping, run_in=torch.bfloat16, mp_policy=policy)
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-3"])
+def test_gradients_that_fsdp2_reduces_in_low_precision(wrapping):
+    """They are not rounded here; but torch 2.15 lets autograd round them before any hook."""
+    is_rounded = hasattr(FSDPParam, "unsharded_grad_dtype")
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    check(wrapping, mp_policy=policy, rounded_to=torch.bfloat16 if is_rounded else None)
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp1-3", "fsdp1_flat-2"])
+def test_mixed_precision_of_fsdp1(wrapping):
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    check(wrapping, run_in=torch.bfloat16, mixed_precision=policy)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-2"])
+def test_a_loss_scale_is_divided_out(wrapping, power):
+    check(wrapping, loss_scale=1024.0, power=power)

@@ -1,0 +1,300 @@
+"""Gradients of rank batches of models that are tied, checkpointed, pruned, compiled, or sparse."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import distprune as prune
+from distprune.criteria import Fisher
+from distprune.testing import run_ranks
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong
+from helpers.models import Net, fill, fqns, target
+from helpers.wrappings import local
+
+WRAPPERS = ["plain", "ddp", "fsdp1", "fsdp2"]
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and one of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+class Twice(nn.Module):
+    """One layer that is called two times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.layer(torch.relu(self.layer(x)))))
+
+
+class Checkpointed(Net):
+    """Two layers run again in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.l1, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        x = checkpoint(self.l2, torch.relu(x), use_reentrant=self.use_reentrant)
+        return self.l3(torch.relu(x))
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True
+
+
+class CheckpointedTwice(Twice):
+    """Reentrant checkpoints give the layer two gradients in one backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return self.last(checkpoint(self.layer, torch.relu(x), use_reentrant=True))
+
+
+class Experts(nn.Module):
+    """The last expert gets no token, and the second one none on rank 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) + (self.experts[1](x) if x[0, 0] > 0 else 0)
+
+
+MODELS = {
+    model.__name__: model
+    for model in (Net, Tied, Twice, Checkpointed, Reentrant, CheckpointedTwice, Experts)
+}
+
+
+def inputs(rank: int) -> Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    x[0, 0] = rank - 0.5
+    return x
+
+
+def make_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return fill(MODELS[kind](), "normal", "float32") if kind == "Net" else MODELS[kind]()
+
+
+def wrap(model: nn.Module, wrapper: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if wrapper == "fsdp2":
+        return fully_shard(model, mesh=mesh)
+    if wrapper == "fsdp1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=isinstance(model, Experts))
+    return model
+
+
+def expected_scores(dense: nn.Module, num_ranks: int) -> dict[str, Tensor]:
+    """One half w^2 times the mean square of the gradients of all ranks' batches."""
+    total = {name: torch.zeros_like(p) for name, p in dense.named_parameters()}
+    for rank in range(num_ranks):
+        dense.zero_grad()
+        dense(inputs(rank)).square().sum().backward()
+        for name, parameter in dense.named_parameters():
+            if parameter.grad is not None:
+                total[name] += parameter.grad.square()
+    return {
+        name: 0.5 * parameter.detach().square() * total[name] / num_ranks
+        for name, parameter in dense.named_parameters()
+    }
+
+
+def whole(scores: Tensor, shape: torch.Size, is_run: bool = False) -> Tensor:
+    """All elements of scores on every rank; runs of FSDP1 lie one after the other."""
+    if isinstance(scores, DTensor):
+        return scores.full_tensor()
+    if not is_run:
+        return scores
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, scores)
+    return torch.cat(parts).view(shape)
+
+
+def differences(kind: str, wrapper: str, backend: str | None = None) -> list[str]:
+    """Scores after one micro-batch on each rank, beside those of one process."""
+    dense = make_model(kind)
+    expected = expected_scores(copy.deepcopy(dense), dist.get_world_size())
+    model = wrap(copy.deepcopy(dense), wrapper)
+    run = model if backend is None else torch.compile(model, backend=backend)
+    parameters = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
+    criterion = Fisher(parameters, unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        run(inputs(dist.get_rank())).square().sum().backward()
+    scores, wrong = criterion.scores(), []
+    for name, parameter in dense.named_parameters():
+        held = scores[target(wrappings.unwrapped(model), name)]
+        score = whole(held, parameter.shape, is_run=wrapper == "fsdp1")
+        if not torch.allclose(score, expected[name], rtol=1e-6, atol=1e-30):
+            wrong.append(f"{name}: {score}, not {expected[name]}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ["Tied", "Twice", "Checkpointed"])
+def test_models_that_use_a_parameter_more_than_once(kind, wrapper):
+    assert_nothing_wrong(run_ranks(differences, 2, kind, wrapper))
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp2"])
+def test_reentrant_checkpoints(wrapper):
+    """FSDP1 itself fails if a checkpointed layer shares a flat parameter with others."""
+    assert_nothing_wrong(run_ranks(differences, 2, "Reentrant", wrapper))
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp1"])
+def test_experts_without_tokens_have_gradients_of_zero(wrapper):
+    """FSDP2 itself hangs where a parameter has a gradient on some ranks only."""
+    assert_nothing_wrong(run_ranks(differences, 2, "Experts", wrapper))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_compiled_models(wrapper):
+    assert_nothing_wrong(run_ranks(differences, 2, "Net", wrapper, "aot_eager"))
+
+
+def error_of(kind: str, wrapper: str) -> str:
+    model = wrap(make_model(kind), wrapper)
+    parameters = [target(wrappings.unwrapped(model), name) for name in fqns(make_model(kind))]
+    criterion = Fisher(parameters, unit="rank_batch")
+    try:
+        with criterion.calibrating(), criterion.batch():
+            model(inputs(dist.get_rank())).square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2"])
+def test_gradients_in_two_parts_are_refused(wrapper):
+    """Their squares are not the square of their sum."""
+    for text in run_ranks(error_of, 2, "CheckpointedTwice", wrapper):
+        assert "Linear" in text and "2 gradients in one batch" in text
+        assert "use_reentrant=False" in text
+
+
+def pruned_differences(wrapping: str) -> list[str]:
+    """A masked model: zero at pruned places, elsewhere the gradients of the masked weights."""
+    dense = fill(Net(wrappings.runnable_sizes(wrapping)), "normal", "float64")
+    names = fqns(dense)
+    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
+    keeps = dict(zip(names, reference.prune(list(dense.parameters()), 0.4), strict=True))
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    parameters = [target(wrappings.unwrapped(model), name) for name in names]
+    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.4)
+    with torch.no_grad():
+        for name, parameter in dense.named_parameters():
+            parameter.mul_(keeps[name])
+    rank, num_ranks = wrappings.data_rank(wrapping)
+    criterion = Fisher(parameters, unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        model(inputs(rank).double()).square().sum().backward()
+    total = dict.fromkeys(names, 0.0)
+    for number in range(num_ranks):
+        loss = dense(inputs(number).double()).square().sum()
+        for name, gradient in zip(
+            names, torch.autograd.grad(loss, list(dense.parameters())), strict=True
+        ):
+            total[name] = total[name] + gradient.square()
+    wrong, scores = [], criterion.scores()
+    for name, parameter in dense.named_parameters():
+        expected = 0.5 * parameter.detach().square() * total[name] / num_ranks
+        mine = wrappings.my_part(expected, indices[name])
+        held = local(scores[target(wrappings.unwrapped(model), name)]).double()
+        if not torch.allclose(held, mine, rtol=1e-6, atol=1e-30):
+            wrong.append(f"{name}: {held}, not {mine}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"])
+def test_pruned_models(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(pruned_differences, size, wrapping))
+
+
+class Normed(nn.Module):
+    """A norm between two layers, as sequence parallelism shards it."""
+
+    def __init__(self):
+        super().__init__()
+        self.l1, self.norm, self.l2 = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l2(self.norm(self.l1(x)))
+
+
+def sequence_parallel_differences(shape: tuple[int, ...]) -> list[str]:
+    """Gradients of the norm are pending sums over the TP ranks; squares come after the sum."""
+    torch.manual_seed(1)
+    dense = Normed().double()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    tp = mesh["tp"]
+    model = parallelize_module(
+        copy.deepcopy(dense),
+        tp,
+        {
+            "l1": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "l2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    if len(shape) == 2:
+        model = fully_shard(model, mesh=mesh["dp"])
+    num_ranks = shape[0] if len(shape) == 2 else 1
+    rank = dist.get_rank() // shape[1] if len(shape) == 2 else 0
+
+    def batch(number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+
+    pairs = [target(model, name) for name in fqns(dense)]
+    criterion = Fisher(pairs, unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        model(batch(rank)).square().sum().backward()
+    total = dict.fromkeys(fqns(dense), 0.0)
+    for number in range(num_ranks):
+        loss = dense(batch(number)).square().sum()
+        gradients = torch.autograd.grad(loss, list(dense.parameters()))
+        for name, gradient in zip(fqns(dense), gradients, strict=True):
+            total[name] = total[name] + gradient.square()
+    wrong, scores = [], criterion.scores()
+    for name, parameter in dense.named_parameters():
+        expected = 0.5 * parameter.detach().square() * total[name] / num_ranks
+        held = whole(scores[target(model, name)], parameter.shape).double()
+        if not torch.allclose(held, expected, rtol=1e-5, atol=1e-30):
+            wrong.append(f"{name}: {held}, not {expected}")
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_sequence_parallelism(shape):
+    assert_nothing_wrong(run_ranks(sequence_parallel_differences, 2 ** len(shape), shape))
