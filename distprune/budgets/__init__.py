@@ -13,8 +13,9 @@ rest by the same rule.
 """
 
 from distprune.budgets.base import Budget
+from distprune.budgets.lamp import LAMP
 from distprune.budgets.mapping import Sparsities
 from distprune.budgets.outliers import OWL
 from distprune.budgets.shapes import ERK, Uniform, UniformPlus
 
-__all__ = ["ERK", "OWL", "Budget", "Sparsities", "Uniform", "UniformPlus"]
+__all__ = ["ERK", "LAMP", "OWL", "Budget", "Sparsities", "Uniform", "UniformPlus"]

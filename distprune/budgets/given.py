@@ -7,15 +7,17 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from distprune.budgets.base import Budget
+from distprune.budgets.lamp import LAMP
 from distprune.budgets.mapping import Sparsities
 from distprune.budgets.shapes import ERK, Uniform, UniformPlus
 
-BudgetLike = Literal["uniform", "uniform+", "erk"] | Budget | Mapping[Any, float | Fraction]
+BudgetLike = Literal["uniform", "uniform+", "erk", "lamp"] | Budget | Mapping[Any, float | Fraction]
 
 _BY_NAME: dict[str, Callable[[], Budget]] = {
     "uniform": Uniform,
     "uniform+": UniformPlus,
     "erk": ERK,
+    "lamp": LAMP,
 }
 
 
