@@ -122,8 +122,8 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             out with a ``budget`` of given sparsities, from which it follows.
         group: the ranks that take part; every rank by default.
         budget: gives each parameter an exact number of pruned elements, instead of one ranking over
-            all of them: "uniform", "uniform+", "erk"; a mapping from (module, name), or from
-            full names, to the sparsity of every parameter; or an object of
+            all of them: "uniform", "uniform+", "erk", "lamp"; a mapping from (module, name), or
+            from full names, to the sparsity of every parameter; or an object of
             :mod:`distprune.budgets`, such as ``budgets.OWL(ratios)``. The total is what ``amount``
             says, as always. Counts are of what is pruned after the call: a parameter that is pruned
             further already, or that a floor or a ceiling holds, keeps its own count, and the others

@@ -141,7 +141,7 @@ class _State:
         assert self.bins is not None
         low, high, self.num_before, self.num_inside = self.bins.between(least, most)
         before, shift = self.window, _shift(low, high)
-        if shift >= before.shift:
+        if (low, high, before.has_rest) == (before.low, before.high, False):
             # Elements at both ends of the window are possible still: it gets more bins.
             shift = max(0, before.shift - _MORE_BITS)
         if high - low >> shift > _MOST_BINS:
@@ -180,9 +180,10 @@ def num_to_prune(
         for i, live in enumerate(ranked.num_live)
         if lowest[i] < highest[i]
     }
-    while True:
+    while states:
         windows = {i: state.window for i, state in states.items() if not state.is_exact}
-        _count(windows, states, counter, ranked)
+        if windows:
+            _count(windows, states, counter, ranked)
         undecided = list(states)
         table = Table(
             [bins for state in states.values() if (bins := state.bins) is not None],
@@ -202,8 +203,7 @@ def num_to_prune(
                 del states[i]
             elif not states[i].is_exact:
                 states[i].narrow(low, high)
-        if not states:
-            return counts
+    return counts
 
 
 def _count(

@@ -115,11 +115,12 @@ class Table:
 
     def bracket(self, k: int) -> tuple[Array, Array]:
         """Per parameter, at least and at most how many of the ``k`` lowest scores it has."""
-        low = smallest_float(lambda threshold: int(self.most(threshold).sum()) >= k)
-        high = smallest_float(lambda threshold: int(self.least(threshold).sum()) >= k)
-        before = float(np.nextafter(low, -1.0))
-        least = self.least(before) if before >= 0 else self._held(np.zeros_like(self._counts))
-        return least, self.most(high)
+        # Where bins are wide, so are the bounds: neighbouring floats make no difference.
+        apart = 1 if self._is_exact.all() else 1 << 30
+        below, _ = around(lambda threshold: int(self.most(threshold).sum()) >= k, apart)
+        _, above = around(lambda threshold: int(self.least(threshold).sum()) >= k, apart)
+        nothing = np.zeros_like(self._counts)
+        return self._held(nothing) if below is None else self.least(below), self.most(above)
 
     def divide(self, k: int) -> Array:
         """Per parameter, how many of the ``k`` lowest scores it has, if all bins are exact.
@@ -173,16 +174,28 @@ class Table:
         return number
 
 
-def smallest_float(is_enough: Callable[[float], bool]) -> float:
-    """The smallest float64 >= 0 for which a condition holds, that holds from there to infinity."""
-    low, high = -1, _INFINITY
-    while high - low > 1:
+def around(is_enough: Callable[[float], bool], apart: int) -> tuple[float | None, float]:
+    """Two floats >= 0: a condition does not hold for the first one, and holds for the second.
+
+    Args:
+        is_enough: holds for infinity and, from some number on, for all numbers.
+        apart: they are at most so many floats apart.
+
+    Returns:
+        The first is None if the condition may hold for all numbers.
+    """
+    low, high = -1, _INFINITY  # as bits, which are in the order of the numbers
+    while high - low > apart:
         middle = (low + high) // 2
-        if is_enough(float(np.array(middle, dtype=np.int64).view(np.float64))):
+        if is_enough(_float_of(middle)):
             high = middle
         else:
             low = middle
-    return float(np.array(high, dtype=np.int64).view(np.float64))
+    return None if low < 0 else _float_of(low), _float_of(high)
+
+
+def _float_of(bits: int) -> float:
+    return float(np.array(bits, dtype=np.int64).view(np.float64))
 
 
 def _num_below(threshold: float, square: Array, above: Array, counts: Array) -> Array:
@@ -194,7 +207,7 @@ def _num_below(threshold: float, square: Array, above: Array, counts: Array) -> 
     low, high = np.zeros_like(counts), counts + 1
     while (high - low > 1).any():
         middle = (low + high) // 2
-        with np.errstate(invalid="ignore"):  # 0 / 0: the score of zeros is 0
+        with np.errstate(divide="ignore", invalid="ignore"):  # 0 / 0: the score of zeros is 0
             holds = square / (above + middle * square) <= threshold
         holds = (holds | (square == 0) | (middle > counts)) & (middle > 0)
         low, high = np.where(holds, low, middle), np.where(holds, middle, high)

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common import memory
 from distprune._common.mask_values import is_one
-from distprune._common.memory import Array, Scratch, takes_numpy
+from distprune._common.memory import Array, Scratch
 from distprune.selection.candidates import Candidates
 from distprune.selection.chunks import call_all, chunks_of, num_threads_for
 from distprune.selection.keys import KeyRange
@@ -103,7 +104,8 @@ class Counter:
 
         Args:
             windows: by position of the parameter. Inside the window of the pass before.
-            store: store the keys in the windows, so that the next passes visit no others.
+            store: store the keys in the windows, and in their rests, so that the next passes visit
+                no others.
         """
         rows = {i: np.zeros(window.size, dtype=np.int64) for i, window in windows.items()}
         fresh = [i for i in windows if i not in self._stored]
@@ -172,7 +174,7 @@ def _live_keys(part: Candidates, span: range, scratch: Scratch) -> Tensor:
     if part.live is None:
         return keys
     live = part.live[span.start : span.stop]
-    if not takes_numpy(keys.device):
+    if not memory.takes_numpy(keys.device):
         return keys[live == 1]
     return torch.from_numpy(keys.numpy()[is_one(live)])
 
@@ -181,8 +183,10 @@ def _count_chunk(
     part: Candidates, span: range, window: Window, common: KeyRange, store: bool, scratch: Scratch
 ) -> tuple[Array, Array | None]:
     keys = _live_keys(part, span, scratch)
-    if takes_numpy(keys.device):
+    if memory.takes_numpy(keys.device):
         row, inside = _count_keys(keys.numpy(), window, common)
+        if store and window.has_rest:
+            inside = keys.numpy().copy()
         return row, inside if store else None
     is_inside = (keys >= window.low) & (keys <= window.high)
     kept = keys[is_inside]
@@ -200,7 +204,8 @@ def _count_chunk(
         digit = rest.floor()
         counts.append(digit.long().sum().view(1))
         rest = rest - digit
-    return torch.cat(counts).cpu().numpy(), kept.cpu().numpy() if store else None
+    stored = (keys if window.has_rest else kept).cpu().numpy() if store else None
+    return torch.cat(counts).cpu().numpy(), stored
 
 
 def _count_keys(keys: Array, window: Window, common: KeyRange) -> tuple[Array, Array]:

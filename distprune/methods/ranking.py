@@ -65,7 +65,8 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     the decision is finished.
     """
     sources: Sequence[ScoreSource] | None = None
-    if call.normalize is not None:
+    # With a budget, parameters are not compared, or by scores that a factor does not change.
+    if call.normalize is not None and call.division is None:
         scored = call.communicator.run(lambda: _scored(call, ranking.make_scores(call)))
         sources = normalized(scored, call.normalize, call.num_live, call.communicator)
 
