@@ -6,6 +6,7 @@ visit chunks. torch's own threads would meet at a barrier after each of these sh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.mask_values import bits_of_one, is_one
-from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
+from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
 
 # Keys and flags of a chunk stay in the cache. With smaller chunks, threads would wait more for the
@@ -101,11 +102,13 @@ def write(
     target = out[span.start : span.stop]
     earlier = None if previous is None else previous[span.start : span.stop]
     stay = scratch.array("keep", keys.size, bool)
-    if position < cut.parameter:
-        np.greater(keys, threshold, out=stay)
-    else:
-        np.greater_equal(keys, threshold, out=stay)
-    if position == cut.parameter and cut.index > 0:
+    # Up to here all ties are pruned.
+    end = keys.size if position < cut.parameter else 0
+    if position == cut.parameter and cut.index > 0 and part.index.is_ascending:
+        end = min(max(part.index.position_of(cut.index) - span.start, 0), keys.size)
+    np.greater(keys[:end], threshold, out=stay[:end])
+    np.greater_equal(keys[end:], threshold, out=stay[end:])
+    if position == cut.parameter and cut.index > 0 and not part.index.is_ascending:
         ties = np.flatnonzero(keys == threshold)
         indices = part.index(torch.from_numpy(ties + span.start)).numpy()
         stay[ties[indices < cut.index]] = False
@@ -142,6 +145,17 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
     if part.live is not None:
         equal &= _live(part.live[span.start : span.stop], scratch)
     return torch.from_numpy(np.flatnonzero(equal)) + span.start
+
+
+def count_key(
+    part: Candidates, span: range, key: int, cuts: Sequence[int], scratch: Scratch
+) -> list[Count]:
+    loaded = part.keys.load(span.start, span.stop, scratch)
+    keys = loaded.values.numpy()
+    equal = np.equal(keys, keys.dtype.type(key), out=scratch.array("keep", keys.size, bool))
+    if part.live is not None:
+        equal &= _live(part.live[span.start : span.stop], scratch)
+    return [int(np.count_nonzero(equal[a:b])) for a, b in itertools.pairwise(cuts)]
 
 
 def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:

@@ -6,6 +6,7 @@ host together, at the end of a pass (see memory.on_host).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -77,8 +78,12 @@ def write(
     keys = part.keys.load(span.start, span.stop).values
     pruned = keys <= cut.threshold if position < cut.parameter else keys < cut.threshold
     if position == cut.parameter and cut.index > 0:
-        ties = (keys == cut.threshold).nonzero().squeeze(1)
-        pruned[ties] = part.index(ties + span.start) < cut.index
+        if part.index.is_ascending:
+            end = min(max(part.index.position_of(cut.index) - span.start, 0), len(span))
+            torch.le(keys[:end], cut.threshold, out=pruned[:end])
+        else:
+            ties = (keys == cut.threshold).nonzero().squeeze(1)
+            pruned[ties] = part.index(ties + span.start) < cut.index
     if part.live is not None:
         pruned &= part.live[span.start : span.stop] == 1
     num_pruned = torch.count_nonzero(pruned)
@@ -104,6 +109,15 @@ def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> T
     if part.live is not None:
         flags &= part.live[span.start : span.stop] == 1
     return flags.nonzero().squeeze(1) + span.start
+
+
+def count_key(
+    part: Candidates, span: range, key: int, cuts: Sequence[int], scratch: Scratch
+) -> list[Count]:
+    equal = part.keys.load(span.start, span.stop, scratch).values == key
+    if part.live is not None:
+        equal &= part.live[span.start : span.stop] == 1
+    return [torch.count_nonzero(equal[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
 def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:

@@ -96,6 +96,15 @@ class Kernels(Protocol):
     def positions_of(self, part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:
         """Flat positions, int64 [m], of the live elements of a chunk that have a key."""
 
+    def count_key(
+        self, part: Candidates, span: range, key: int, cuts: Sequence[int], scratch: Scratch
+    ) -> list[Count]:
+        """Count the live elements of pieces of a chunk that have a key.
+
+        Args:
+            cuts: where the pieces begin and end, from the beginning of the chunk, ascending.
+        """
+
     def gather(self, part: Candidates, runs: Runs, dead: int) -> Tensor:
         """Keys of some runs of elements, 1-d; ``dead`` where an element does not compete."""
 

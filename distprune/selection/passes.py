@@ -16,13 +16,17 @@ Drafts are new tensors until all ranks have theirs, so they can be thrown away.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from distprune._common.memory import Count, Scratch, concatenate, on_host
+from distprune._common.radix import Descent
 from distprune.selection.candidates import (
     Candidates,
     ChunkScan,
@@ -235,6 +239,43 @@ def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tens
         if positions.numel():
             indices = part.index(positions)
             yield indices[(indices >= low) & (indices < high)].cpu()
+
+
+def count_in_bins(part: Candidates, key: int, bins: Descent) -> Tensor:
+    """Counted live elements with a key, by bins of their global indices: int64 [bins.num_bins].
+
+    Args:
+        part: whose index is ascending, so that the elements of a bin lie side by side.
+        key: the key.
+        bins: of global indices.
+    """
+    first = bins.low >> bins.shift
+    edges = [max(bins.low, (first + i) << bins.shift) for i in range(bins.num_bins)]
+    counted = part.counted
+    bounds = np.array(
+        [
+            min(max(part.index.position_of(edge), counted.start), counted.stop)
+            for edge in (*edges, bins.high + 1)
+        ]
+    )
+    spans = list(
+        spans_of(range(int(bounds[0]), int(bounds[-1])), part.device, part.keys.dtype.itemsize)
+    )
+    kernel = kernels_on(part.device).count_key
+    firsts, calls = [], []
+    for span in spans:
+        low = int(np.searchsorted(bounds, span.start, "right")) - 1
+        high = int(np.searchsorted(bounds, span.stop, "left"))
+        cuts = bounds[low : high + 1].clip(span.start, span.stop) - span.start
+        firsts.append(low)
+        calls.append(partial(kernel, part, span, key, cuts.tolist()))
+    threads = num_threads_for([part], [(0, span) for span in spans])
+    totals = np.zeros(bins.num_bins, dtype=np.int64)
+    counts = call_all(calls, threads)
+    numbers = iter(on_host([count for of_span in counts for count in of_span]))
+    for low, of_span in zip(firsts, counts, strict=True):
+        totals[low : low + len(of_span)] += list(itertools.islice(numbers, len(of_span)))
+    return torch.from_numpy(totals)
 
 
 def write_keep(

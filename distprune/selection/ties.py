@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distprune._common.memory import concatenate
 from distprune.selection.candidates import Candidates
-from distprune.selection.passes import indices_at
+from distprune.selection.passes import count_in_bins, indices_at
 from distprune.selection.radix import Search, descent_over, histogram_of, narrowed, within
 
 # At most so many indices of ties are kept; for more, the next round scans the parameter again.
@@ -21,8 +21,11 @@ def cut_ties(
 ) -> Search[int]:
     """The global index below which exactly ``num_pruned`` elements of a parameter have a key.
 
-    Radix selection over the indices of the ties: of those that a scan has collected, if one has;
-    otherwise one scan of this parameter, or two when there are more ties than are kept.
+    Radix selection over the indices of the ties: of those that a scan has collected, if one has.
+    Otherwise, where later positions of a shard have larger indices, each bin is a run of the shard,
+    and its ties are counted: one scan of this parameter, and then of one bin. Elsewhere, in memory
+    that is not row-major, one scan of this parameter finds the indices, or two when there are more
+    ties than are kept.
 
     Args:
         collected: global indices of this rank's ties, or None.
@@ -35,6 +38,8 @@ def cut_ties(
         nonlocal ties, is_first
         if is_first:
             ties, is_first = collected(), False
+        if ties is None and part.index.is_ascending:
+            return count_in_bins(part, key, descent)
         if ties is not None:
             ties = within(ties, descent.low, descent.high)
             return histogram_of(ties, descent)

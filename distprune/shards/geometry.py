@@ -6,6 +6,7 @@ terms into the splits used here.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,34 @@ class IndexMap:
             indices += (rest % len(coordinate) + coordinate.start) * stride
             rest = rest // len(coordinate)
         return indices
+
+    @property
+    def is_ascending(self) -> bool:
+        """Whether a later position always has a larger global index."""
+        return self.start is not None or all(
+            outer >= inner for outer, inner in itertools.pairwise(self.strides)
+        )
+
+    def position_of(self, index: int) -> int:
+        """How many elements of the flat view have a smaller global index, if it is ascending.
+
+        Returns:
+            The position of the first element whose global index is not smaller. Below 0, or
+            beyond the last local element, if all local elements have a larger, or smaller one.
+        """
+        if self.start is not None:
+            return index - self.start
+        position, num_inside = 0, math.prod(len(rows) for rows in self.coordinates)
+        # Dimensions of equal stride may be in any order in memory: all but one have one element.
+        for _, rows, stride in sorted(
+            zip(self.dims, self.coordinates, self.strides, strict=True), key=lambda item: item[0]
+        ):
+            num_inside //= max(1, len(rows))
+            coordinate, index = divmod(index, stride)
+            position += min(max(coordinate - rows.start, 0), len(rows)) * num_inside
+            if coordinate not in rows:
+                break
+        return position - self.offset
 
 
 def index_map(

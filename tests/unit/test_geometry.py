@@ -6,7 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.shards.geometry import Split, dim_coordinates, index_map, memory_order
+from distprune.shards.geometry import (
+    Split,
+    dim_coordinates,
+    index_map,
+    memory_order,
+    run_index_map,
+)
 from helpers.sampling import num_examples
 
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -59,6 +65,38 @@ def test_every_rank_knows_where_its_elements_are(case, random):
 
 
 @settings(max_examples=num_examples(100), deadline=None, derandomize=True)
+@given(cuts(), st.randoms(use_true_random=False))
+def test_in_ascending_order_an_index_has_a_position(case, random):
+    """Row-major parts, and runs of row-major memory, are ascending; ``position_of`` counts."""
+    shape, cut = case
+    numel = math.prod(shape)
+    for splits in all_ranks(cut):
+        coordinates = dim_coordinates(shape, splits)
+        size = math.prod(len(rows) for rows in coordinates)
+        in_order = index_map(shape, coordinates, range(len(shape)))
+        assert in_order.is_ascending
+        shuffled = index_map(shape, coordinates, random.sample(range(len(shape)), len(shape)))
+        first = random.randrange(numel)
+        stride = torch.empty(shape).stride()
+        run = run_index_map(shape, stride, first)
+        for index, length in ((in_order, size), (shuffled, size), (run, numel - first)):
+            indices = index(torch.arange(length)).tolist()
+            if not index.is_ascending:
+                continue
+            assert indices == sorted(indices)
+            for bound in random.choices(range(numel + 1), k=5):
+                expected = sum(i < bound for i in indices)
+                assert min(max(index.position_of(bound), 0), length) == expected
+
+
+def test_memory_that_is_not_row_major_is_not_ascending():
+    assert not index_map((2, 3), dim_coordinates((2, 3), []), (1, 0)).is_ascending
+    last = run_index_map(
+        (2, 3, 2, 2), torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last).stride(), 3
+    )
+    assert not last.is_ascending
+
+
 @given(shapes, st.randoms(use_true_random=False))
 def test_dense_tensors_are_read_without_a_copy(shape, random):
     dims = list(range(len(shape)))

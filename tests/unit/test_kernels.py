@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
+from distprune._common.radix import Descent
 from distprune.selection import cpu, device, passes
 from distprune.selection.candidates import Cut
 from distprune.selection.cut import select_lowest
@@ -93,6 +94,31 @@ def test_both_forms_read_and_write_the_same(old_dtype, new_dtype):
         early[150:] = False
         before = live & ((scores.abs() < 1.0) | early)
         assert torch.equal(results[0][4], torch.where(before, 0, kept).to(new_dtype))
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+@pytest.mark.parametrize("is_pruned", [True, False])
+@pytest.mark.parametrize("kind", ["rows", "columns", "replicated", "strided"])
+def test_ties_are_counted_in_bins_of_their_indices(kind, is_pruned, numpy, monkeypatch):
+    """Every bin of a histogram of indices, over the parts of four ranks, chunk by chunk."""
+    monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
+    monkeypatch.setattr("distprune.selection.cpu.CHUNK_BYTES", 400)
+    monkeypatch.setattr("distprune.selection.device.CHUNK_BYTES", 400)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 3, (60, 20), generator=generator).float()
+    live = torch.rand(60, 20, generator=generator) > 0.3 if is_pruned else None
+    common = key_range(torch.float32, Order.MAGNITUDE)
+    key = int(torch.tensor(2.0).view(torch.int32))
+    ties = (scores == 2) if live is None else (scores == 2) & live
+    indices = ties.flatten().nonzero().flatten()
+    for low, high, bits in ((0, 1199, 4), (0, 1199, 11), (130, 777, 3), (500, 500, 5)):
+        bins = Descent.over(low, high, 0, bits)
+        parts = [candidates(scores, live, kind, common, 4, rank)[0] for rank in range(4)]
+        found = sum(passes.count_in_bins(part, key, bins) for part in parts)
+        inside = indices[(indices >= low) & (indices <= high)]
+        expected = torch.bincount((inside >> bins.shift) - (low >> bins.shift), minlength=0)
+        expected = torch.nn.functional.pad(expected, (0, bins.num_bins - expected.numel()))
+        assert torch.equal(found, expected)
 
 
 class Waits(TorchDispatchMode):
