@@ -13,9 +13,10 @@ prune.global_unstructured(
 from __future__ import annotations
 
 from distprune.criteria.base import Criterion
+from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.grasp import GraSP
 from distprune.criteria.linear import SNIP
-from distprune.criteria.moments import Fisher, GradientMoment, Taylor
+from distprune.criteria.moments import Fisher, Taylor
 from distprune.criteria.synflow import SynFlow
 
 __all__ = ["SNIP", "Criterion", "Fisher", "GraSP", "GradientMoment", "SynFlow", "Taylor"]

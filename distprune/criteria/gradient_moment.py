@@ -1,0 +1,300 @@
+"""GradientMoment: what the criteria that are not linear in the gradient have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distprune._common.collectives import Communicator
+from distprune._common.process_groups import over_groups, world
+from distprune.criteria.base import Criterion, Unit, checked_unit, checked_weight
+from distprune.criteria.rank_batch import Batch, Power, RankBatchSums, add_moment
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
+from distprune.shards.unaveraged_gradients import unaveraged_gradients
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class GradientMoment(Criterion):
+    """factor * |w|^p * E[|g|^p], where the mean goes over units and is weighted.
+
+    Which units are meant makes a difference that no constant mends: ``E[g^2] = E[g]^2 + Var(g)``.
+
+    ``unit="rank_batch"``: g is the gradient of one backward of one rank, before it is averaged. The
+    scores are those of one process that runs the batches of all ranks one after the other. Units
+    are collected by hooks:
+
+        with criterion.calibrating():          # on all ranks, also on those without data
+            for batch in loader:
+                with criterion.batch(weight=num_tokens):
+                    loss(model, batch).backward()   # exactly one
+
+    ``unit="global_batch"``: g is what ``.grad`` holds when :meth:`update` is called, after the
+    wrapper has averaged it over the ranks.
+
+    The weight w is read when ``scores()`` is called, whatever it was when gradients were collected.
+    Pruned elements have score 0.
+
+    [Note: a mean] What ``update`` and ``batch`` add up is ``weight * |g|^p``, and the scores divide
+    by the sum of the weights. Weights are the token counts of the batches, where these differ.
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
+        unit: "rank_batch" or "global_batch".
+        group: the ranks that take part; every rank by default. With ``unit="rank_batch"`` also
+            the data-parallel ranks of parameters that FSDP does not shard: those of plain and DDP
+            modules, by default every rank; those under tensor parallelism, by default none if
+            their mesh has all ranks (and it must be given if not).
+    """
+
+    ACCUMULATORS = ("moment",)
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Module, str]],
+        *,
+        unit: Unit,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.unit: Unit = checked_unit(unit)
+        self._power: Power = 2
+        self._factor = 1.0
+        super().__init__(parameters, group=group)
+
+    def reset(self) -> None:
+        super().reset()
+        self._sums: RankBatchSums | None = None
+        self._loss_scale = 1.0
+        # By position: the ranks of parameters may differ, and so the batches that they saw.
+        self._weights = [0.0] * len(self._tracked)
+        self._is_incomplete = False
+
+    def update(self, weight: float = 1.0) -> None:
+        """Add the averaged gradient, with ``unit="global_batch"``; see :meth:`Criterion.update`.
+
+        Raises:
+            RuntimeError: ``unit="rank_batch"``, which ``.grad`` cannot show.
+        """
+        if self.unit == "rank_batch":
+            raise RuntimeError(
+                f"{type(self).__name__} has unit='rank_batch': .grad has been averaged over the "
+                "ranks already; expected a backward inside of batch(), inside of calibrating()."
+            )
+        super().update(weight)
+        self._weights = [total + float(weight) for total in self._weights]
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Collect units inside, by hooks with ``unit="rank_batch"``; they are gone afterwards.
+
+        Collective over ``group`` and over the ranks that have the parameters, when it begins and
+        when it ends: every rank enters it, also one that has no batch. (FSDP needs all ranks in
+        every backward; a rank without data joins with any batch and ``weight=0``.)
+
+        After an error inside, ``scores()`` raises until :meth:`reset`.
+
+        Raises:
+            RuntimeError: calibrating already; at the end, on every rank, a batch of any rank that
+                had no backward, or several, or a backward outside of ``batch``.
+            ValueError: at the end, on every rank, a sum that is not finite. At the beginning, a
+                parameter that was frozen, or whose data-parallel ranks are not known.
+
+        Cost: 4 bytes of memory per element of this rank's shards, for as long as the criterion
+        lives. On the wire, on plain and DDP modules: one all-reduce of these at the end; under TP:
+        none without ``group``. Under FSDP: in each backward one reduce-scatter of 4 bytes per
+        element of each whole parameter, and so much memory for one parameter at a time (FSDP1: one
+        flat parameter); HSDP has one all-reduce of the shards in addition, at the end.
+        """
+        if self.unit == "global_batch":
+            yield
+            return
+        if self._sums is not None:
+            raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
+        self._check_complete()
+        communicator = self._ranks()
+        with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
+            sums = self._attached(communicator)
+        self._is_incomplete = True
+        try:
+            sums.begin()
+            self._sums = sums
+            yield
+            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
+                weights = sums.finish(communicator, self._facts())
+                self._weights = [a + b for a, b in zip(self._weights, weights, strict=True)]
+                own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
+                counts = communicator.reduce_floats(2, lambda: own)
+            self.num_updates += int(counts[0])
+            self.total_weight += float(counts[1])
+            self._is_incomplete = False
+        finally:
+            self._sums = None
+            sums.detach()
+
+    @contextmanager
+    def batch(self, weight: float = 1.0, *, loss_scale: float = 1.0) -> Iterator[None]:
+        """One unit: a micro-batch of this rank, whose backward is inside.
+
+        With ``unit="rank_batch"`` exactly one backward; ``.grad`` is neither read nor changed, so
+        it does not matter when it is zeroed, and whether the wrapper synchronises (``no_sync``).
+        With ``unit="global_batch"``, however many; then ``update(weight)``.
+
+        Args:
+            weight: how much the unit counts, such as its number of tokens; ranks may differ.
+            loss_scale: the factor that the loss was multiplied with (``scaler.get_scale()``, or
+                1/A where the loss of A micro-batches is divided by A); gradients are divided by it.
+
+        Raises:
+            ValueError: a weight or a loss scale out of range.
+            RuntimeError: with ``unit="rank_batch"``, outside of ``calibrating``. What may go wrong
+                on one rank alone is raised on all of them, when ``calibrating`` ends.
+        """
+        weight = checked_weight(weight)
+        scale = checked_weight(loss_scale)
+        if not scale:
+            raise ValueError(f"loss_scale={loss_scale!r}; expected a finite number > 0.")
+        if self.unit == "global_batch":
+            yield
+            self._loss_scale = scale
+            try:
+                self.update(weight)
+            finally:
+                self._loss_scale = 1.0
+            return
+        if self._sums is None:
+            raise RuntimeError(
+                "batch() outside of calibrating(); expected `with criterion.calibrating():` "
+                "around the loop."
+            )
+        with self._sums.batch(Batch(weight, scale)):
+            yield
+        if self._sums.problem is not None and world(self._group).size == 1:
+            raise self._sums.problem
+
+    def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """The scores as ``importance_scores`` takes them: see :meth:`Criterion.scores`.
+
+        Raises:
+            RuntimeError: inside of ``calibrating``, before the ranks have added up what they saw;
+                after an error there.
+            ValueError: all weights are 0.
+        """
+        self._check_complete()
+        return super().scores()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was accumulated: see :meth:`Criterion.state_dict`.
+
+        Raises:
+            RuntimeError: as :meth:`scores`.
+        """
+        self._check_complete()
+        return super().state_dict()
+
+    def _plain_state(self) -> dict[str, Any]:
+        weights = {p.key: w for p, w in zip(self._tracked, self._weights, strict=True)}
+        # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
+        own = {"moment": self._moment, "weights": json.dumps(weights)}
+        return {**super()._plain_state(), **own}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        if state["moment"] != self._moment:
+            raise ValueError(
+                f"the state has the moment {state['moment']!r}; expected {self._moment!r}."
+            )
+
+    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_plain_state(state)
+        weights = json.loads(state["weights"])
+        self._weights = [float(weights[p.key]) for p in self._tracked]
+
+    @property
+    def _moment(self) -> str:
+        """What is accumulated; sums of another moment, or of other units, are no use."""
+        return f"E[|g|^{self._power}], unit={self.unit}"
+
+    def _ranks(self) -> Communicator:
+        """All ranks of ``group``, and those that shard parameters with them."""
+        if self._group is None:
+            return world()
+        groups, known = [self._group], set(dist.get_process_group_ranks(self._group))
+        for shard in self._read(ShardReader()):
+            if shard.mesh is None or known.issuperset(shard.ranks or ()):
+                continue
+            for axis in range(shard.mesh.ndim):
+                group = shard.mesh.get_group(axis)
+                if not known.issuperset(dist.get_process_group_ranks(group)):
+                    groups.append(group)
+                    known = set(over_groups(groups).ranks)
+        return over_groups(groups)
+
+    def _attached(self, communicator: Communicator) -> RankBatchSums:
+        made: list[RankBatchSums] = []
+        try:
+            return communicator.run(lambda: self._attach(made), lambda _: self._facts())
+        except BaseException:
+            for sums in made:
+                sums.detach()
+            raise
+
+    def _attach(self, made: list[RankBatchSums]) -> RankBatchSums:
+        reader = ShardReader()
+        shards = self._read(reader)
+        self._check_all_trainable(reader, shards)
+        managed = [reader.managed(parameter.module, parameter.name) for parameter in self._tracked]
+        sums = RankBatchSums(
+            unaveraged_gradients(shards, managed, self._group),
+            [self._accumulator("moment", i, shard) for i, shard in enumerate(shards)],
+            [shard.name for shard in shards],
+            self._power,
+        )
+        made.append(sums)
+        sums.attach()
+        return sums
+
+    def _facts(self) -> list[tuple[str, str]]:
+        names = " ".join(parameter.label for parameter in self._tracked)
+        return [
+            ("criterion", f"{type(self).__name__}, {self._moment}"),
+            ("parameters", names),
+        ]
+
+    def _check_complete(self) -> None:
+        if self._sums is not None:
+            raise RuntimeError(
+                "the ranks have not added up what they saw yet; expected a call after "
+                "calibrating()."
+            )
+        if self._is_incomplete:
+            raise RuntimeError(
+                f"calibrating() of this {type(self).__name__} ended with an error, so that a part "
+                "of what it saw is missing; expected reset(), and calibrating() again."
+            )
+
+    def _accumulate(
+        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
+    ) -> None:
+        factor = Batch(weight, self._loss_scale).factor(self._power)
+        total = self._accumulator("moment", position, shard)
+        add_moment(total, gradient, self._power, factor)
+
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        weight = self._weights[position]
+        if not weight:
+            raise ValueError(
+                f"{shard.name}: the weights of all its batches are 0; expected a positive one."
+            )
+        score = self._accumulator("moment", position, shard) / weight
+        values = shard.live_values().abs()
+        for _ in range(self._power):
+            score.mul_(values)
+        return score.mul_(self._factor)
