@@ -15,7 +15,7 @@ from distprune._common.process_groups import world
 from distprune.call.arguments import ParameterArguments
 from distprune.call.reading import read_parameters
 from distprune.shards.target import Target
-from distprune.statistics.collecting import Collector
+from distprune.statistics.collecting import Collector, LocalStatistics
 from distprune.statistics.totals import Totals, local_statistics, sum_over_ranks
 
 if TYPE_CHECKING:
@@ -85,11 +85,56 @@ class CollectedInputs:
         afterwards, also after an error. It may be entered several times: sums go on.
 
         Raises:
-            RuntimeError: it is open already; a layer runs with gradients enabled.
+            RuntimeError: it is open already; a layer runs with gradients enabled; the statistics
+                are sequential.
             NotImplementedError: an input whose layout is not known.
         """
+        if self._mode == "sequential":
+            raise RuntimeError(
+                "these statistics are sequential: the inputs of one pass would mix with those of "
+                "pruned blocks. Expected new ActivationStatistics for each."
+            )
         with self._collector.collecting(self._local):
             yield
+
+    def _begin_sequential(self, blocks: Sequence[nn.Module]) -> list[list[LocalStatistics]]:
+        """Check that nothing was collected yet, and list the parameters of each block.
+
+        Raises:
+            NotImplementedError: parameters of pipeline stages.
+            RuntimeError: something was collected before.
+            ValueError: a parameter in no block, or in two.
+        """
+        if self._pipeline_parallel:
+            raise NotImplementedError(
+                "pipeline_parallel=True: the ranks have different blocks; expected every block on "
+                "every rank. Collect in one pass instead."
+            )
+        if self._mode == "sequential" or any(
+            local.calls != [0] * len(local.calls) or loaded is not None
+            for local, loaded in zip(self._local, self._loaded, strict=True)
+        ):
+            raise RuntimeError(
+                "something was collected already; expected new ActivationStatistics, or the inputs "
+                "of one pass would mix with those of pruned blocks."
+            )
+        inside = [{id(module) for module in block.modules()} for block in blocks]
+        of_block: list[list[LocalStatistics]] = [[] for _ in blocks]
+        for parameter in self._local:
+            numbers = {
+                number
+                for number, modules in enumerate(inside)
+                for module, _ in parameter.places
+                if id(module) in modules
+            }
+            if len(numbers) != 1:
+                where = f"blocks {sorted(numbers)}" if numbers else "no block"
+                raise ValueError(
+                    f"{parameter.label} is in {where}; expected every parameter in one block. Make "
+                    "the statistics with parameters of the blocks only: select(model, include=...)."
+                )
+            of_block[numbers.pop()].append(parameter)
+        return of_block
 
     def batch(self, attention_mask: Tensor) -> AbstractContextManager[None]:
         """Leave out the padding of one batch: a context around its forward.
@@ -203,9 +248,17 @@ class CollectedInputs:
             positions.append(position)
         return positions
 
+    def _check_names(self) -> None:
+        if not self._is_named:
+            raise ValueError(
+                "parameters have no full names, by which statistics are stored; expected pairs as "
+                "select(model) lists them, or NamedParameter(module, name, fqn)."
+            )
+
     def _restore(self, totals: Mapping[str, Totals], mode: Mode) -> None:
         """Start from statistics that were collected before."""
         for position, parameter in enumerate(self._local):
+            parameter.forget()
             self._loaded[position] = totals[parameter.label]
-            self._summed[position] = None
+            self._summed[position] = totals[parameter.label]
         self._mode = mode

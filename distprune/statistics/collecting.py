@@ -38,6 +38,10 @@ class LocalStatistics:
     seen: dict[Part, Sums] = field(default_factory=dict)
     is_changed: bool = False
 
+    def forget(self) -> None:
+        """Start anew."""
+        self.calls, self.seen, self.is_changed = [0] * len(self.calls), {}, False
+
     def add(self, part: Part, sums: Sums) -> None:
         """Add what one forward saw."""
         earlier = self.seen.get(part)

@@ -35,7 +35,7 @@ ROOMS = {
     "criteria": {
         "_common", "torch_private", "shards", "masks", "call", "methods", "api",
     },
-    "statistics": {"_common", "shards", "selection", "call", "budgets"},
+    "statistics": {"_common", "shards", "selection", "call", "files", "budgets"},
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},

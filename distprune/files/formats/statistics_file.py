@@ -1,0 +1,188 @@
+"""Files of activation statistics: safetensors, a few kilobytes per layer, read without torch.
+
+[Note: statistics file] Of each parameter of a model, by its full name, the file has two tensors,
+F64, of the *input shape*: one number for each input feature that the weight multiplies::
+
+    layers.0.fc.weight.input_sum            sum of x over all tokens
+    layers.0.fc.weight.input_square_sum     sum of x**2 over all tokens
+
+Its metadata are::
+
+    format      "distprune-activation-statistics-1"
+    mode        "one_pass" or "sequential": see ActivationStatistics.mode
+    parameters  JSON, by name: {"layout": ..., "shape": [...], "groups": n, "num_tokens": n}
+
+``shape`` is that of the whole weight. ``layout`` says which of its dimensions are the inputs:
+
+    layout                   weight                  input shape
+    linear                   [out, in]               [in]
+    conv1d_of_transformers   [in, out]               [in]
+    convolution              [out, in / groups, *k]  [in, *k]
+
+Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
+Sums divide by ``num_tokens``, which may be 0 (an expert).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distprune.files.disk.access import write_atomically
+from distprune.files.errors import CheckpointError
+from distprune.files.formats.header import WeightFile, read_header
+from distprune.files.formats.strict_json import load_json
+
+FORMAT = "distprune-activation-statistics-1"
+MODES = ("one_pass", "sequential")
+_LAYOUTS = ("linear", "conv1d_of_transformers", "convolution")
+_SUFFIXES = (".input_sum", ".input_square_sum")
+
+
+@dataclass(frozen=True)
+class StoredStatistics:
+    """The statistics of one parameter.
+
+    Attributes:
+        layout: "linear", "conv1d_of_transformers" or "convolution".
+        shape: of the whole weight.
+        groups: of a convolution; 1 otherwise.
+        num_tokens: how many inputs were seen.
+        sums, squares: float64, of the input shape.
+    """
+
+    layout: str
+    shape: tuple[int, ...]
+    groups: int
+    num_tokens: int
+    sums: np.ndarray
+    squares: np.ndarray
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of the sums, as the layout says."""
+        return input_shape(self.layout, self.shape, self.groups)
+
+
+def input_shape(layout: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """The shape of a statistic of a weight: one number for each input feature."""
+    if layout == "linear":
+        return shape[1:]
+    if layout == "conv1d_of_transformers":
+        return shape[:1]
+    return (groups * shape[1], *shape[2:])
+
+
+def write_statistics(
+    path: str | os.PathLike[str], mode: str, parameters: Mapping[str, StoredStatistics]
+) -> None:
+    """Write a file; an existing one is replaced at the end, or stays as it was.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    facts = {
+        name: {
+            "layout": stored.layout,
+            "shape": list(stored.shape),
+            "groups": stored.groups,
+            "num_tokens": stored.num_tokens,
+        }
+        for name, stored in parameters.items()
+    }
+    header: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "mode": mode, "parameters": json.dumps(facts)}
+    }
+    data, end = [], 0
+    for name, stored in parameters.items():
+        for suffix, values in zip(_SUFFIXES, (stored.sums, stored.squares), strict=True):
+            raw = np.ascontiguousarray(values, "<f8").tobytes()
+            header[name + suffix] = {
+                "dtype": "F64",
+                "shape": list(stored.input_shape),
+                "data_offsets": [end, end + len(raw)],
+            }
+            data.append(raw)
+            end += len(raw)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write_atomically(
+        os.path.abspath(path), b"".join([len(text).to_bytes(8, "little"), text, *data])
+    )
+
+
+def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, StoredStatistics]]:
+    """The mode, and the statistics by name of the parameter, in the order of the file.
+
+    Raises:
+        CheckpointError: there is no such file, or it is malformed.
+
+    Cost: a read of the file, and as much memory.
+    """
+    name = os.fspath(path)
+    file = read_header(name, name)
+    mode = file.metadata.get("mode")
+    if file.metadata.get("format") != FORMAT or mode not in MODES:
+        raise CheckpointError(
+            f"{name} holds no activation statistics of format {FORMAT}; expected a file that "
+            "ActivationStatistics.save has written."
+        )
+    facts = load_json(
+        file.metadata.get("parameters", "").encode("utf-8", "surrogatepass"), f"{name}: parameters"
+    )
+    if not isinstance(facts, dict) or not all(map(_are_facts, facts.values())):
+        raise CheckpointError(f"{name}: the parameters in its metadata are malformed.")
+    arrays = _read_arrays(file, name)
+    expected = {parameter + suffix for parameter in facts for suffix in _SUFFIXES}
+    if expected != set(arrays):
+        wrong = sorted(expected ^ set(arrays))
+        raise CheckpointError(
+            f"{name}: its metadata and its tensors name different parameters, such as {wrong[0]}."
+        )
+    stored = {}
+    for parameter, fact in facts.items():
+        sums, squares = (arrays[parameter + suffix] for suffix in _SUFFIXES)
+        of_one = StoredStatistics(
+            fact["layout"], tuple(fact["shape"]), fact["groups"], fact["num_tokens"], sums, squares
+        )
+        if not sums.shape == squares.shape == of_one.input_shape:
+            raise CheckpointError(
+                f"{name}: {parameter} has sums of shape {list(sums.shape)} and "
+                f"{list(squares.shape)}; expected {list(of_one.input_shape)}."
+            )
+        if not (np.isfinite(sums).all() and np.isfinite(squares).all() and (squares >= 0).all()):
+            raise CheckpointError(f"{name}: {parameter} has sums that are not finite or negative.")
+        stored[parameter] = of_one
+    assert isinstance(mode, str)
+    return mode, stored
+
+
+def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
+    raw = Path(file.path).read_bytes()
+    arrays = {}
+    for entry in file.tensors:
+        if entry.dtype != "F64":
+            raise CheckpointError(f"{name}: {entry.name} is {entry.dtype}; expected F64.")
+        if entry.stop > len(raw):
+            raise CheckpointError(f"{name} has changed while it was read.")
+        values = np.frombuffer(raw, "<f8", math.prod(entry.shape), entry.start)
+        arrays[entry.name] = values.astype(np.float64).reshape(entry.shape)
+    return arrays
+
+
+def _are_facts(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"layout", "shape", "groups", "num_tokens"}:
+        return False
+    shape, numbers = value["shape"], (value["groups"], value["num_tokens"])
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        return False
+    if value["layout"] not in _LAYOUTS or len(shape) < 2:
+        return False
+    return all(type(number) is int for number in numbers) and numbers[0] >= 1 and numbers[1] >= 0

@@ -1,0 +1,164 @@
+"""Statistics in files and dictionaries: any sharding reads them, and mistakes are named."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.files.errors import CheckpointError
+from distprune.files.formats.statistics_file import (
+    StoredStatistics,
+    read_statistics,
+    write_statistics,
+)
+from distprune.statistics import ActivationStatistics
+
+
+class Small(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 6, 3, groups=2)
+        self.fc = nn.Linear(6, width)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).mT)
+
+
+@pytest.fixture
+def collected() -> ActivationStatistics:
+    torch.manual_seed(0)
+    statistics = ActivationStatistics(prune.select(Small()))
+    with statistics.collecting():
+        for layer, x in zip(("conv", "fc"), (torch.randn(2, 4, 7), torch.randn(5, 6)), strict=True):
+            pair = next(pair for pair in statistics._pairs if pair.fqn.startswith(layer))
+            pair[0](x)
+    return statistics
+
+
+def assert_same(a: ActivationStatistics, b: ActivationStatistics) -> None:
+    assert a.mode == b.mode
+    for mine, its in zip(a.totals().values(), b.totals().values(), strict=True):
+        assert mine.num_tokens == its.num_tokens
+        assert torch.equal(mine.sums, its.sums) and torch.equal(mine.squares, its.squares)
+
+
+def test_a_file_gives_back_what_was_saved(collected, tmp_path):
+    collected.save(tmp_path / "statistics.safetensors")
+    loaded = ActivationStatistics.load(tmp_path / "statistics.safetensors", prune.select(Small()))
+    assert_same(collected, loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["statistics.safetensors"]
+    some = prune.select(Small(), include="fc")
+    only_fc = ActivationStatistics.load(tmp_path / "statistics.safetensors", some)
+    assert list(only_fc.num_tokens()) == ["fc.weight"]
+
+
+def test_the_safetensors_library_reads_it(collected, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    collected.save(tmp_path / "a.safetensors")
+    with safetensors.safe_open(tmp_path / "a.safetensors", "np") as file:
+        metadata = file.metadata()
+        totals = collected.totals()[collected._pairs[0]]
+        assert np.array_equal(file.get_tensor("conv.weight.input_sum"), totals.sums.numpy())
+        squares = file.get_tensor("conv.weight.input_square_sum")
+        assert np.array_equal(squares, totals.squares.numpy())
+    assert metadata["format"] == "distprune-activation-statistics-1"
+    assert metadata["mode"] == "one_pass"
+    assert json.loads(metadata["parameters"])["conv.weight"] == {
+        "layout": "convolution", "shape": [6, 2, 3], "groups": 2, "num_tokens": 10,
+    }  # fmt: skip
+
+
+def test_a_dictionary_gives_back_what_was_collected_and_goes_on(collected):
+    state = collected.state_dict()
+    model = Small()
+    other = ActivationStatistics(prune.select(model))
+    with other.collecting():
+        model.fc(torch.ones(100, 6))  # forgotten
+    other.load_state_dict(state)
+    assert_same(collected, other)
+    with other.collecting():
+        model.fc(torch.ones(2, 6))
+    before, after = collected.totals(), other.totals()
+    for mine, its in zip(before.values(), after.values(), strict=True):
+        is_fc = mine.sums.shape == (6,)
+        assert its.num_tokens == mine.num_tokens + 2 * is_fc
+        assert torch.equal(its.squares, mine.squares + 2 * is_fc)
+    assert_same(collected, collected)
+
+
+def test_a_parameter_of_another_shape_is_named(collected, tmp_path):
+    collected.save(tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight: .*a\.safetensors.*\(4, 6\).*\(5, 6\)"):
+        ActivationStatistics.load(tmp_path / "a.safetensors", prune.select(Small(5)))
+    with pytest.raises(ValueError, match=r"no statistics of 0\.weight.*conv\.weight, fc\.weight"):
+        ActivationStatistics.load(
+            tmp_path / "a.safetensors", prune.select(nn.Sequential(nn.Linear(6, 4)))
+        )
+    statistics = ActivationStatistics(prune.select(Small(5)))
+    with pytest.raises(ValueError, match=r"fc\.weight: state"):
+        statistics.load_state_dict(collected.state_dict())
+
+
+@pytest.mark.parametrize("state", [None, {}, {"version": 2}])
+def test_another_dictionary_is_refused(state):
+    statistics = ActivationStatistics(prune.select(Small()))
+    with pytest.raises(ValueError, match="state_dict"):
+        statistics.load_state_dict(state)
+
+
+def test_parameters_without_names_cannot_be_stored(tmp_path):
+    layer = nn.Linear(3, 2)
+    statistics = ActivationStatistics([(layer, "weight")])
+    with statistics.collecting():
+        layer(torch.ones(1, 3))
+    for call in (statistics.state_dict, lambda: statistics.save(tmp_path / "a.safetensors")):
+        with pytest.raises(ValueError, match="no full names"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def stored(**changes) -> StoredStatistics:
+    fields = {
+        "layout": "linear", "shape": (2, 3), "groups": 1, "num_tokens": 4,
+        "sums": np.zeros(3), "squares": np.ones(3),
+    }  # fmt: skip
+    return StoredStatistics(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"squares": np.array([1, np.nan, 1])}, "not finite"),
+        ({"squares": np.array([1, -1.0, 1])}, "negative"),
+        ({"layout": "other"}, "malformed"),
+        ({"num_tokens": -1}, "malformed"),
+        ({"shape": (2, -3)}, "shape|malformed"),
+    ],
+)
+def test_a_malformed_file_is_refused(changes, text, tmp_path):
+    write_statistics(tmp_path / "a", "one_pass", {"fc.weight": stored(**changes)})
+    with pytest.raises(CheckpointError, match=text):
+        read_statistics(tmp_path / "a")
+
+
+def test_other_files_are_refused(tmp_path):
+    write_statistics(tmp_path / "mode", "other", {"fc.weight": stored()})
+    (tmp_path / "text").write_text("x" * 100)
+    for name, text in (("mode", "no activation statistics"), ("text", "header"), ("none", "none")):
+        with pytest.raises(CheckpointError, match=text):
+            read_statistics(tmp_path / name)
+
+
+def test_a_folder_that_does_not_exist_is_an_error(collected, tmp_path):
+    with pytest.raises(Exception, match="none"):
+        collected.save(tmp_path / "none" / "a.safetensors")
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    write_statistics(tmp_path / "a", "sequential", {"fc.weight": stored(), "b.weight": stored()})
+    mode, found = read_statistics(tmp_path / "a")
+    assert mode == "sequential" and list(found) == ["fc.weight", "b.weight"]
+    assert found["b.weight"].squares.tolist() == [1.0] * 3 and found["b.weight"].num_tokens == 4
