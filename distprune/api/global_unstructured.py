@@ -16,6 +16,7 @@ from distprune._common.process_groups import world
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
 from distprune.call.arguments import PruningArguments
+from distprune.call.collapse import warn_of_collapse
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
 from distprune.call.signed_scores import check_order
@@ -167,6 +168,9 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
 
     On an error no module has changed, on any rank.
 
+    Warns, on every rank, if the ranking leaves at most 1 % of a parameter of two or more dimensions
+    where at least 10 % of all elements are left: see ``PruningReport.collapsed``.
+
     Cost: one read of the scores (two for replicated parameters, which are compared) and one
     write of the masks; a dozen all-reduces, about 100 KB in all whatever the size of the
     model; memory for the masks and a few megabytes. With ``normalize`` two more reads, and 24
@@ -175,7 +179,7 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     more per parameter whose bound decides. With a budget there is no common ranking: that of
     each parameter, side by side, so about 100 KB per parameter.
     """
-    return prune_parameters(
+    report = prune_parameters(
         lambda: global_arguments(
             parameters,
             pruning_method,
@@ -190,6 +194,8 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
         ),
         world(group),
     )
+    warn_of_collapse(report)
+    return report
 
 
 def global_arguments(

@@ -21,7 +21,9 @@ _BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")
 class HasOutlierRatios(Protocol):
     """Activation statistics that give outlier ratios."""
 
-    def outlier_ratios(self, *, threshold_multiple: float) -> Mapping[Any, float]:
+    def outlier_ratios(
+        self, *, threshold_multiple: float, per: Literal["block", "parameter"]
+    ) -> Mapping[Any, float]:
         """By (module, name): the share of scores above ``threshold_multiple`` times their mean."""
         ...
 
@@ -69,15 +71,15 @@ class OWL(Budget):
         threshold_multiple: float = 5.0,
         per: Literal["block", "parameter"] = "block",
     ) -> None:
+        if per not in ("block", "parameter"):
+            raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
         if not isinstance(ratios, Mapping):
             if not isinstance(ratios, HasOutlierRatios):
                 raise TypeError(
                     f"ratios is a {type(ratios).__name__}; expected a mapping from (module, name) "
                     "or full name to an outlier ratio, or statistics that have outlier_ratios()."
                 )
-            ratios = ratios.outlier_ratios(threshold_multiple=threshold_multiple)
-        if per not in ("block", "parameter"):
-            raise ValueError(f"per={per!r}; expected 'block' or 'parameter'.")
+            ratios = ratios.outlier_ratios(threshold_multiple=threshold_multiple, per=per)
         self.ratios = {key: _ratio(key, value) for key, value in ratios.items()}
         self.lam = _number("lam", lam)
         if not 0 <= self.lam <= Fraction(1, 2):

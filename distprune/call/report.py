@@ -19,7 +19,10 @@ class ParameterReport:
         num_pruned_before: pruned by earlier calls.
         num_pruned_now: pruned by this call.
         held_at: "min_sparsity" or "max_sparsity" if this bound decided how much was pruned,
-            and not the ranking over all parameters.
+            and not the ranking over all parameters, nor the budget.
+        wanted: with a budget, the sparsity that it gives this parameter, before floors, ceilings
+            and earlier prunings change it; LAMP's is what it gives within them.
+        min_sparsity, max_sparsity: its floor and ceiling, rounded to whole elements; None without.
     """
 
     name: str
@@ -27,6 +30,9 @@ class ParameterReport:
     num_pruned_before: int
     num_pruned_now: int
     held_at: str | None = None
+    wanted: float | None = None
+    min_sparsity: float | None = None
+    max_sparsity: float | None = None
 
     @property
     def num_pruned(self) -> int:
@@ -37,6 +43,18 @@ class ParameterReport:
     def sparsity(self) -> float:
         """Share of pruned elements, in [0, 1]."""
         return share(self.num_pruned, self.num_elements)
+
+    @property
+    def wanted_text(self) -> str:
+        """The sparsity that was asked for, or its bounds; empty if the ranking was free."""
+        if self.wanted is not None:
+            return f"{self.wanted:.2%}"
+        low, high = self.min_sparsity, self.max_sparsity
+        if low is not None and high is not None:
+            return f"{low:.2%} to {high:.2%}" if low < high else f"{low:.2%}"
+        if low is not None:
+            return f"at least {low:.2%}"
+        return "" if high is None else f"at most {high:.2%}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,8 @@ class PruningReport(Totals):
         num_collectives: all-reduces that this rank took part in.
         bytes_sent: their payload, per rank.
         seconds: wall time on this rank.
+        collapsed: names of parameters of which the ranking has left hardly anything; see
+            collapse.[Note: collapse].
     """
 
     method: str
@@ -68,6 +88,7 @@ class PruningReport(Totals):
     num_collectives: int
     bytes_sent: int
     seconds: float
+    collapsed: tuple[str, ...] = ()
 
     @property
     def num_pruned_before(self) -> int:
@@ -82,6 +103,7 @@ class PruningReport(Totals):
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
         data = asdict(self)
+        data["collapsed"] = list(self.collapsed)
         data["parameters"] = [
             {**asdict(entry), "num_pruned": entry.num_pruned, "sparsity": entry.sparsity}
             for entry in self.parameters
@@ -104,7 +126,10 @@ class PruningReport(Totals):
 
     def __str__(self) -> str:
         is_bounded = any(entry.held_at for entry in self.parameters)
-        heading = ["parameter", "elements", "before", "now", "sparsity"]
+        is_wanted = any(entry.wanted_text for entry in self.parameters)
+        heading = ["parameter", "elements", "before", "now"]
+        heading += ["wanted"] if is_wanted else []
+        heading += ["sparsity"]
         heading += ["held at"] if is_bounded else []
         rows = [
             [
@@ -112,6 +137,7 @@ class PruningReport(Totals):
                 f"{entry.num_elements:,}",
                 f"{entry.num_pruned_before:,}",
                 f"{entry.num_pruned_now:,}",
+                *([entry.wanted_text] if is_wanted else []),
                 f"{entry.sparsity:.2%}",
                 *([entry.held_at or ""] if is_bounded else []),
             ]
@@ -122,6 +148,7 @@ class PruningReport(Totals):
             f"{self.num_elements:,}",
             f"{self.num_pruned_before:,}",
             f"{self.num_pruned_now:,}",
+            *([""] if is_wanted else []),
             f"{self.sparsity:.2%}",
             *([""] if is_bounded else []),
         ]
@@ -132,7 +159,10 @@ class PruningReport(Totals):
         if self.num_ties > 1:
             facts[-1] += f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
         facts += cost_facts(self)
-        return "\n".join([*table(heading, rows, total), "; ".join(facts)])
+        lines = [*table(heading, rows, total), "; ".join(facts)]
+        if self.collapsed:
+            lines.append(f"nearly empty: {', '.join(self.collapsed)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

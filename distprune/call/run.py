@@ -8,15 +8,18 @@ every rank; see collectives.[Note: all or none].
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
+from distprune._common.report_text import share
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.attaching import attach_masks
+from distprune.call.collapse import find_collapsed
 from distprune.call.comparing import count_live_and_compare
-from distprune.call.context import PruningCall
+from distprune.call.context import Decision, PruningCall
 from distprune.call.reading import agree_on_bounds, agree_on_division, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.shards.target import Target
@@ -71,14 +74,13 @@ def prune_parameters(
                 "does, such as L1Unstructured, or your own with DISTRIBUTED = 'scores'."
             )
         num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
-    bound_of = decision.bound_of or [None] * len(targets)
+    entries = _report_each(targets, num_live, num_pruned, decision, bounds)
+    shapes = [target.shard.shape for target in targets]
+    is_ranked = decision.bound_of is not None
     return PruningReport(
         method=type(method).__name__,
         amount=arguments.amount,
-        parameters=tuple(
-            ParameterReport(t.label, t.shard.numel, t.shard.numel - live, pruned, bound)
-            for t, live, pruned, bound in zip(targets, num_live, num_pruned, bound_of, strict=True)
-        ),
+        parameters=entries,
         threshold=decision.threshold,
         num_ties=decision.num_ties,
         num_ties_pruned=decision.num_ties_pruned,
@@ -86,6 +88,7 @@ def prune_parameters(
         num_collectives=communicator.num_collectives,
         bytes_sent=communicator.bytes_sent,
         seconds=time.perf_counter() - started,
+        collapsed=find_collapsed(entries, shapes) if is_ranked else (),
     )
 
 
@@ -112,6 +115,33 @@ def count_pruned(
         ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
         for target, live in zip(targets, num_live, strict=True)
     )
+
+
+def _report_each(
+    targets: Sequence[Target],
+    num_live: Sequence[int],
+    num_pruned: Sequence[int],
+    decision: Decision,
+    bounds: Bounds | None,
+) -> tuple[ParameterReport, ...]:
+    """What was asked of every parameter, and what was done."""
+    entries = []
+    for i, target in enumerate(targets):
+        size = target.shard.numel
+        low, high = (0, size) if bounds is None else (bounds.lowest[i], bounds.highest[i])
+        entries.append(
+            ParameterReport(
+                target.label,
+                size,
+                size - num_live[i],
+                num_pruned[i],
+                None if decision.bound_of is None else decision.bound_of[i],
+                None if decision.wanted is None else decision.wanted[i],
+                share(low, size) if low > 0 else None,
+                share(high, size) if high < size else None,
+            )
+        )
+    return tuple(entries)
 
 
 def _mask_dtype(target: Target) -> torch.dtype:

@@ -15,6 +15,7 @@ from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.call.arguments import ParameterArguments
+from distprune.call.collapse import warn_of_collapse
 from distprune.call.importance_scores import without_others
 from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned, prune_parameters
@@ -162,6 +163,8 @@ class ScheduledPruner:
         if self._verify_every is not None and self.num_steps % self._verify_every == 0:
             self.verify()
         done = [report for report in reports if report is not None]
+        for report in done:
+            warn_of_collapse(report)
         return merged(done) if done else None
 
     def verify(self) -> VerificationReport:

@@ -11,7 +11,15 @@ from distprune.call.report import PruningReport
 
 def with_floors(report: PruningReport) -> PruningReport:
     """The report of a pruning to which floors were passed as ceilings."""
-    entries = (replace(entry, held_at=entry.held_at and FLOOR) for entry in report.parameters)
+    entries = (
+        replace(
+            entry,
+            held_at=entry.held_at and FLOOR,
+            min_sparsity=entry.max_sparsity,
+            max_sparsity=None,
+        )
+        for entry in report.parameters
+    )
     return replace(report, parameters=tuple(entries))
 
 
@@ -30,4 +38,5 @@ def merged(reports: Sequence[PruningReport]) -> PruningReport:
         num_collectives=sum(report.num_collectives for report in reports),
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds=sum(report.seconds for report in reports),
+        collapsed=tuple(name for report in reports for name in report.collapsed),
     )

@@ -249,13 +249,13 @@ def test_owl_takes_statistics():
     asked = []
 
     class Statistics:
-        def outlier_ratios(self, *, threshold_multiple):
-            asked.append(threshold_multiple)
+        def outlier_ratios(self, *, threshold_multiple, per):
+            asked.append((threshold_multiple, per))
             return {"layers.0.weight": 0.1, "layers.1.weight": 0.3}
 
     parameters = bounded([(10, 10)] * 2)
     rule = budgets.OWL(Statistics(), threshold_multiple=7)
-    assert asked == [7]
+    assert asked == [(7, "block")]
     assert exact_counts(rule, parameters, 140) == [78, 62]
 
 

@@ -1,23 +1,105 @@
-"""Which parameters a ranking has emptied."""
+"""The warning of layers that a ranking has emptied, and where there is none."""
+
+import warnings
 
 import pytest
+import torch
+from torch import nn
 
-from distprune._common.collapse import collapsed
+import distprune as prune
+from distprune.schedule import Linear, ScheduledPruner
+
+
+def net(scale=0.001):
+    """A first layer whose weights are far smaller than those of the other two."""
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 40), nn.Linear(40, 50))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for position, layer in enumerate(model):
+            layer.weight.normal_(generator=generator)
+            layer.bias.zero_()
+            if position == 0:
+                layer.weight.mul_(scale)
+    return model
+
+
+def warned(amount, model=None, names=("weight",), **options):
+    """The report of a call, and the warnings that it gave."""
+    targets = prune.select(net() if model is None else model, names=names)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = prune.global_unstructured(
+            targets, options.pop("method", prune.L1Unstructured), amount=amount, **options
+        )
+    return report, [str(each.message) for each in caught], [each.filename for each in caught]
+
+
+def test_an_emptied_layer_is_named_with_the_remedies():
+    report, texts, files = warned(0.3)
+    assert report.collapsed == ("0.weight",) and len(texts) == 1
+    for part in (
+        "0.weight (now 100.00% pruned, of 600 elements)", "30.00% of all elements are pruned",
+        "normalize='rms'", "budget=", "max_sparsity=",
+    ):  # fmt: skip
+        assert part in texts[0]
+    assert files == [__file__]
+    assert str(report).endswith("nearly empty: 0.weight")
 
 
 @pytest.mark.parametrize(
-    ("counts", "expected"),
+    "options",
     [
-        ([(1000, 500), (1000, 500)], []),
-        ([(10_000, 5_000), (100, 95)], []),  # 5 % of it is kept, and nearly 50 % of all
-        ([(10_000, 5_000), (100, 96)], [1]),
-        ([(10_000, 9_000), (1000, 990)], []),
-        ([(10_000, 9_000), (1000, 992)], [1]),
-        ([(8, 8), (1_000_000, 300_000), (4, 4)], [0, 2]),
-        ([(100, 100), (100, 100)], []),
-        ([(0, 0), (10, 5)], []),
-        ([], []),
+        {"normalize": "rms"},
+        {"budget": "lamp"},
+        {"budget": "uniform"},
+        {"max_sparsity": 0.9},
+        {"min_sparsity": {"0.weight": 0.99}},
+        {"max_sparsity": {"0.weight": 0.995}},
+        {"budget": {"0.weight": 1.0, "1.weight": 0.1, "2.weight": 0.1}},
+        {"method": prune.RandomUnstructured},
     ],
 )
-def test_a_parameter_collapses_that_keeps_less_than_a_tenth_of_the_share_of_all(counts, expected):
-    assert collapsed(counts) == expected
+def test_nothing_is_said_where_a_remedy_is_taken_or_it_was_asked_for(options):
+    is_mapping = isinstance(options.get("budget"), dict)
+    report, texts, _ = warned(None if is_mapping else 0.3, **options)
+    assert texts == [] and report.collapsed == ()
+
+
+@pytest.mark.parametrize("amount", [0.95, 0.99, 1.0])
+def test_a_sparse_model_is_no_collapse(amount):
+    assert warned(amount)[1] == []
+    assert warned(amount, net(1.0))[1] == []
+
+
+def test_comparable_layers_are_no_collapse():
+    for amount in (0.1, 0.5, 0.9):
+        assert warned(amount, net(1.0))[1] == []
+
+
+def test_biases_may_go():
+    report, texts, _ = warned(0.3, net(1.0), names=("weight", "bias"))
+    assert report.parameters[1].sparsity == 1.0 and texts == []
+
+
+def test_one_parameter_is_compared_with_nothing():
+    assert warned(0.999, net()[:1])[1] == []
+
+
+def test_it_is_said_once():
+    """A layer that was empty before the call has not collapsed in it."""
+    model = net()
+    assert len(warned(0.3, model)[1]) == 1
+    assert warned(0.3, model)[1] == []
+
+
+def test_a_schedule_warns_at_the_step_that_empties_a_layer():
+    pruner = ScheduledPruner(
+        prune.select(net()), Linear(begin=0, end=4, frequency=1, final_sparsity=0.4)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reports = [pruner.step() for _ in range(5)]
+    assert [report.collapsed for report in reports if report is not None and report.collapsed] == [
+        ("0.weight",)
+    ]
+    assert len(caught) == 1 and caught[0].filename == __file__

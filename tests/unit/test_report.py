@@ -52,11 +52,34 @@ def test_table_with_bounds():
     assert lines[3] == "head.weight      3,000,000,000       0    1     0.00%"
 
 
+def test_what_was_wanted_stands_beside_what_was_achieved():
+    first = ParameterReport("layers.0.weight", 1000, 100, 400, "max_sparsity", 0.625, None, 0.5)
+    lines = str(replace(REPORT, parameters=(first, REPORT.parameters[1]))).split("\n")
+    assert lines[:4] == [
+        "parameter             elements  before  now  wanted  sparsity       held at",
+        "---------------------------------------------------------------------------",
+        "layers.0.weight          1,000     100  400  62.50%    50.00%  max_sparsity",
+        "head.weight      3,000,000,000       0    1             0.00%",
+    ]
+    texts = [
+        replace(first, wanted=None, min_sparsity=low, max_sparsity=high).wanted_text
+        for low, high in ((None, 0.5), (0.25, None), (0.25, 0.5), (0.5, 0.5), (None, None))
+    ]
+    assert texts == ["at most 50.00%", "at least 25.00%", "25.00% to 50.00%", "50.00%", ""]
+
+
+def test_collapsed_parameters_have_a_line():
+    report = replace(REPORT, collapsed=("layers.0.weight",))
+    assert str(report).split("\n")[-1] == "nearly empty: layers.0.weight"
+    assert json.loads(report.to_json())["collapsed"] == ["layers.0.weight"]
+
+
 def test_json():
     data = json.loads(REPORT.to_json())
     assert data["parameters"][0] == {
         "name": "layers.0.weight", "num_elements": 1000, "num_pruned_before": 100,
         "num_pruned_now": 400, "held_at": None, "num_pruned": 500, "sparsity": 0.5,
+        "wanted": None, "min_sparsity": None, "max_sparsity": None,
     }  # fmt: skip
     assert data["num_pruned_now"] == 401 and data["threshold"] == 0.25
     infinite = PruningReport(**{**vars(REPORT), "threshold": math.inf})
