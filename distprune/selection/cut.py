@@ -9,6 +9,8 @@ never scores:
    masks (passes.py);
 3. the k-th key is radix-selected among the collected ones (kth_key.py, radix.py);
 4. the ties at that key are cut by parameter, then by index, the same way (ties.py).
+
+A search that is repeated begins with step 2, around the key that it found before (start.py).
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
+from distprune.selection.bracket import COLLECT_ALL
 from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import KeyRange
 from distprune.selection.kth_key import KthKeySearch
 from distprune.selection.passes import Scan
-from distprune.selection.radix import Search, Step
+from distprune.selection.radix import Search, Step, changed
+from distprune.selection.start import Start, next_start
 from distprune.selection.ties import cut_ties
 
 T = TypeVar("T")
@@ -42,6 +46,7 @@ class Selection:
         num_before: per whole parameter, its elements before the cut.
         drafted: the scan that drafted masks; None without drafts. It may have drafted them for
             another cut.
+        start: where a search of the same kind may look first; None if little was searched.
     """
 
     cut: Cut
@@ -49,6 +54,7 @@ class Selection:
     num_ties_pruned: int
     num_before: list[int]
     drafted: Scan | None = None
+    start: Start | None = None
 
 
 def select_lowest(
@@ -145,15 +151,30 @@ def search_lowest(
     refuse_nan: bool,
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
+    start: Start | None = None,
 ) -> Search[Selection]:
-    """:func:`select_lowest` as a search that can run beside others."""
+    """:func:`select_lowest` as a search that can run beside others.
+
+    Args:
+        start: of an earlier search, where this one looks first; the same on all ranks. It does
+            not change the result.
+    """
     nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
     if k == 0 and not (refuse_nan and keys.is_float):
         return nothing
-    search = KthKeySearch(parts, names, num_live, keys, refuse_nan, drafts)
+    search = KthKeySearch(parts, names, num_live, keys, refuse_nan, drafts, start)
     kth = yield from search.find(min(max(k, 1), sum(num_live)))
     if k == 0:
         return nothing
+
+    num_ties, num_ties_pruned = kth.num_ties, k - kth.num_below
+    total = sum(num_live)
+    following = None
+    if total > COLLECT_ALL:
+        following = next_start(keys, kth.threshold, num_ties, total, search.density, start)
+    if num_ties_pruned == num_ties and not count_each:
+        cut = Cut(kth.threshold, len(parts), 0)
+        return Selection(cut, num_ties, num_ties, [], search.drafted, following)
 
     def count() -> Tensor:
         below, ties = kth.count()
@@ -161,7 +182,8 @@ def search_lowest(
 
     size = len(parts) * (2 if count_each else 1)
     ties, *below = torch.split((yield size, count), len(parts))
-    num_ties, num_ties_pruned = int(ties.sum()), k - kth.num_below
+    if int(ties.sum()) != num_ties:
+        raise changed()
     ties_before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
     if num_ties_pruned == num_ties:
         cut = Cut(kth.threshold, len(parts), 0)
@@ -177,4 +199,4 @@ def search_lowest(
     # Ties go parameter by parameter, until enough of them are pruned.
     pruned_of_ties = torch.minimum((num_ties_pruned - ties_before[:-1]).clamp(min=0), ties)
     num_before = (below[0] + pruned_of_ties).tolist() if below else []
-    return Selection(cut, num_ties, num_ties_pruned, num_before, search.drafted)
+    return Selection(cut, num_ties, num_ties_pruned, num_before, search.drafted, following)

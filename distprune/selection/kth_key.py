@@ -2,7 +2,8 @@
 
 A sample suggests a bracket around the key (bracket.py); one scan counts the keys around it and
 collects those inside it. The sample affects the speed only, not the result: when a bracket misses,
-the next round brackets inside the interval that two exact counts leave.
+the next round brackets inside the interval that two exact counts leave. A search of a kind that was
+done before can begin at the key that was found then, without a sample (start.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from distprune.selection.radix import (
     narrowed,
     within,
 )
+from distprune.selection.start import Start
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class KthKey:
 
     Attributes:
         threshold: the key.
-        num_below: elements of all ranks with a smaller key.
+        num_below: elements of all ranks with a smaller key ...
+        num_ties: ... and with this key.
         count: a local step: per parameter, this rank's elements with a smaller key, and those with
             this key.
         scanned: the scan that collected the key; None if counts alone determined it.
@@ -44,6 +47,7 @@ class KthKey:
 
     threshold: int
     num_below: int
+    num_ties: int
     count: Callable[[], tuple[list[int], list[int]]]
     scanned: Scan | None
 
@@ -72,6 +76,9 @@ class KthKeySearch:
     keys: KeyRange
     refuse_nan: bool
     drafts: Sequence[Tensor] | None
+    start: Start | None = None  # where to look first
+    # Elements per key around the k-th one, once it is found among collected keys.
+    density: float | None = None
     # The last scan that wrote drafts, and the last scan that collected keys.
     drafted: Scan | None = None
     collected: Scan | None = None
@@ -87,13 +94,17 @@ class KthKeySearch:
         below, upto = 0, total  # keys < low, keys <= high
         if total == 0:
             nothing = [0] * len(self.parts)
-            return KthKey(low, 0, lambda: (nothing, nothing), None)
+            return KthKey(low, 0, 0, lambda: (nothing, nothing), None)
         self.local_counts[low - 1] = [0] * len(self.parts)
-        num_rounds = 0
+        num_rounds, num_missed = 0, 0  # scans so far, and those whose bracket came from a sample
         while high > low:
             inside = upto - below
+            begins_at = None
             if inside <= COLLECT_ALL:
                 around = Around(set(), (low, high))
+            elif num_rounds == 0 and self.start is not None and self.start.keys == keys:
+                begins_at = self.start
+                around = _around(begins_at, low, high)
             else:
                 around = yield from bracket(
                     self.parts,
@@ -102,12 +113,12 @@ class KthKeySearch:
                     low,
                     high,
                     highest=keys.high,
-                    num_rounds=num_rounds,
+                    num_rounds=num_missed,
                     generator=self.generator,
                 )
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
                 around.pivots.add(high)
-            counts, histogram = yield from self._scan_and_count(around)
+            counts, histogram = yield from self._scan_and_count(around, begins_at)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
             # Cumulative counts at the pivots: the k-th key lies between two neighbours.
@@ -120,17 +131,21 @@ class KthKeySearch:
             if len(around_k) != 1:
                 raise changed()
             start, less, end, count = around_k[0]
-            interval = around.interval
+            interval = None if histogram is None else around.interval
             if interval is not None and interval[0] - 1 <= start and end <= interval[1]:
+                assert histogram is not None
+                inside = counts.get(interval[1], upto) - counts.get(interval[0] - 1, below)
+                self.density = inside / (interval[1] - interval[0] + 1)
                 return (yield from self._descend(k - less, start + 1, end, less, histogram))
             low, high, below, upto = start + 1, end, less, count
             num_rounds += 1
+            num_missed += begins_at is None
 
         def count_at() -> tuple[list[int], list[int]]:
             at, under = self._local(low), self._local(low - 1)
             return under, [a - b for a, b in zip(at, under, strict=True)]
 
-        return KthKey(low, below, count_at, None)
+        return KthKey(low, below, upto - below, count_at, None)
 
     def _local(self, pivot: int) -> list[int]:
         if pivot not in self.local_counts:
@@ -143,23 +158,38 @@ class KthKeySearch:
         for j, pivot in enumerate(pivots):
             self.local_counts[pivot] = [row[j] for row in scanned.counts]
 
-    def _scan_and_count(self, around: Around) -> Search[tuple[dict[int, int], Tensor]]:
-        """Global counts per pivot, and the histogram of the collected keys."""
+    def _scan_and_count(
+        self, around: Around, begins_at: Start | None
+    ) -> Search[tuple[dict[int, int], Tensor | None]]:
+        """Global counts per pivot, and the histogram of the collected keys.
+
+        There is none if nothing is to be collected, or if some rank finds that the interval of a
+        start has become too crowded; its elements are then counted at both ends only.
+        """
         pivots, interval = sorted(around.pivots), around.interval
 
         def count() -> Tensor:
-            scanned = scan(self.parts, pivots, interval, self.drafts, around.expected_share())
+            collects = interval
+            if begins_at is not None and interval is not None:
+                collects = None if begins_at.is_crowded(self.parts, interval) else interval
+            share = around.expected_share() if begins_at is None else begins_at.share
+            scanned = scan(self.parts, pivots, collects, self.drafts, share)
             self.collected = scanned
             self._remember(scanned, pivots)
             counts = [sum(self.local_counts[pivot]) for pivot in pivots]
-            local = torch.tensor(counts, dtype=torch.int64)
+            local = torch.tensor([int(collects is None), *counts], dtype=torch.int64)
             if interval is None:
                 return local
-            return torch.cat([local, histogram_of(scanned.keys, descent_over(*interval))])
+            bins = descent_over(*interval)
+            if collects is None:
+                return torch.cat([local, torch.zeros(bins.num_bins, dtype=torch.int64)])
+            return torch.cat([local, histogram_of(scanned.keys, bins)])
 
         num_bins = 0 if interval is None else descent_over(*interval).num_bins
-        shared = yield len(pivots) + num_bins, count
-        return dict(zip(pivots, shared.tolist(), strict=False)), shared[len(pivots) :]
+        shared = yield 1 + len(pivots) + num_bins, count
+        num_without, *counts = shared[: 1 + len(pivots)].tolist()
+        histogram = None if num_without else shared[1 + len(pivots) :]
+        return dict(zip(pivots, counts, strict=True)), histogram
 
     def _descend(
         self, k: int, low: int, high: int, below: int, histogram: Tensor
@@ -178,7 +208,7 @@ class KthKeySearch:
         if (low, high) != scanned.interval:
             histogram = yield descent.num_bins, count_bins
         while True:
-            descent, _ = narrowed(descent, histogram)
+            descent, num_ties = narrowed(descent, histogram)
             if descent.is_done:
                 break
             histogram = yield descent.num_bins, count_bins
@@ -193,7 +223,7 @@ class KthKeySearch:
             ]
             return under, ties
 
-        return KthKey(threshold, below + k - 1 - descent.rank, count, scanned)
+        return KthKey(threshold, below + k - 1 - descent.rank, num_ties, count, scanned)
 
     def _raise_nan(self) -> Search[None]:
         """Raise an error that names the parameters; all ranks call this."""
@@ -210,3 +240,10 @@ class KthKeySearch:
             "element. NaN has no place in a ranking: repair the weights, or mask them first "
             "with custom_from_mask."
         )
+
+
+def _around(start: Start, low: int, high: int) -> Around:
+    """What to count and collect around the key of an earlier search."""
+    interval = start.interval_in(low, high)
+    first, last = interval or (start.threshold, start.threshold)
+    return Around({pivot for pivot in (first - 1, last) if low <= pivot < high}, interval)
