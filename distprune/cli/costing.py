@@ -92,8 +92,8 @@ def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
         # All are ranked in the widest format; one read settles 16 of its bits.
         dtypes = {tensor.entry.dtype for tensor in tensors}
         if recipe.normalize is not None:
-            # Two reads find the divisors; one is enough for weights of 16 bits.
-            wide = 2 + (4 if "F64" in dtypes else 2)
+            # One read finds the divisors; it is enough for weights of 16 bits.
+            wide = 1 + (4 if "F64" in dtypes else 2)
             return sum(
                 (wide if tensor.entry.dtype in ("F32", "F64") else 1) * tensor.entry.nbytes
                 for tensor in tensors

@@ -98,9 +98,9 @@ def prune(
         Each is raised on every rank that is left. The text says what is left on the disk.
 
     Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global",
-    or five times if normalised; row and N:M once), and reads once what an interrupted run had done;
-    a few hundred megabytes of memory per process, whatever the size. Communication: an all-reduce
-    of 32 bytes twice a second, and a few of up to 512 KiB.
+    or four to five times if normalised; row and N:M once), and reads once what an interrupted run
+    had done; a few hundred megabytes of memory per process, whatever the size. Communication: an
+    all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)

@@ -105,7 +105,7 @@ def verify(
         Each is raised on every rank that is left.
 
     Cost: one read of source, result and masks; one more of the selected weights if they are
-    normalised, and two of those that have more than 16 bits; memory as for pruning.
+    normalised, and up to two of those that have more than 16 bits; memory as for pruning.
     Communication: an all-reduce of 32 bytes twice a second, and some hundred bytes per tensor at
     the end.
     """

@@ -4,7 +4,8 @@
         [--contestants distprune cp ...]
 
 Makes a bf16 Llama checkpoint and prunes half of its weights, globally, with `distprune prune` on
-1, 2 and 3 processes; with transformers and torch.nn.utils.prune; and copies it with cp. All in one
+1, 2 and 3 processes, which divides each tensor by its rms; with transformers and
+torch.nn.utils.prune, on raw magnitudes; and copies it with cp. All in one
 run, in turn, each in processes of its own, with the source's pages dropped from the cache before.
 Every contestant's files are synced. Masks and weights are compared with those of an oracle that
 holds one tensor at a time in memory, and the results of 1, 2 and 3 processes with each other, to
@@ -18,6 +19,7 @@ result.
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import resource
@@ -213,25 +215,45 @@ def check_result(source: Path, destination: Path) -> str:
         entry = entries[name]
         return np.fromfile(folder / entry.file, np.uint16, entry.numel, offset=entry.start)
 
-    histogram = np.zeros(1 << 15, np.int64)
+    magnitudes = (np.arange(1 << 15, dtype=np.uint32) << 16).view(np.float32)
+    scores_of: dict[str, Any] = {}
+    all_scores, all_counts = [], []
     for name in names:
-        histogram += np.bincount(stored(source, name) & 0x7FFF, minlength=1 << 15)
-    total = int(histogram.sum())
+        histogram = np.bincount(stored(source, name) & 0x7FFF, minlength=1 << 15)
+        present = np.flatnonzero(histogram)
+        scores_of[name] = magnitudes * _scale(magnitudes[present], histogram[present])
+        all_scores.append(scores_of[name][present])
+        all_counts.append(histogram[present])
+    scores, counts = np.concatenate(all_scores), np.concatenate(all_counts)
+    total = int(counts.sum())
     k = round(SPARSITY * total)
-    threshold = int(np.searchsorted(np.cumsum(histogram), k))
-    missing = k - int(histogram[:threshold].sum())
+    order = np.argsort(scores)
+    threshold = scores[order][np.searchsorted(np.cumsum(counts[order]), k)]
+    missing = k - int(counts[scores < threshold].sum())
+    num_tied = int(counts[scores == threshold].sum())
     files = OpenFiles(os.O_RDONLY)
     for name in names:
         bits = stored(source, name)
-        keys = bits & 0x7FFF
-        keep = keys > threshold
-        tied = np.flatnonzero(keys == threshold)
+        own = scores_of[name][bits & 0x7FFF]
+        keep = own > threshold
+        tied = np.flatnonzero(own == threshold)
         keep[tied[missing:]] = True
         missing = max(missing - len(tied), 0)
         assert np.array_equal(read_keep(masks, files, name, 0, len(keep)), keep), name
         assert np.array_equal(stored(destination, name), bits * keep), name
     files.close()
-    return f"{total:,} elements in {len(names)} tensors, {int(histogram[threshold]):,} of them tied"
+    return f"{total:,} elements in {len(names)} tensors, {num_tied:,} of them tied"
+
+
+def _scale(magnitudes: Any, counts: Any) -> Any:
+    """fp32(1 / rms), of squares that are rounded to multiples of 2**-36 of the largest one."""
+    import numpy as np
+
+    exponent = math.frexp(float(magnitudes[-1]))[1]
+    terms = np.rint(np.ldexp(magnitudes.astype(np.float64), 18 - exponent) ** 2)
+    total = sum(int(t) * int(n) for t, n in zip(terms, counts, strict=True))
+    rms = math.ldexp(math.sqrt(total / int(counts.sum())), exponent - 18)
+    return np.float32(1.0 / rms)
 
 
 def same_bytes(one: Path, other: Path) -> None:

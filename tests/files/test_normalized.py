@@ -196,6 +196,29 @@ def test_one_read_of_weights_in_16_bits_gives_the_cut(tmp_path, monkeypatch):
     assert sum(read) == 2 * num_elements
 
 
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_what_was_added_on_another_grid_is_read_again(tmp_path, monkeypatch, position):
+    """Elements before the largest power of two, in chunks; then two digits, and the cut."""
+    monkeypatch.setattr(streaming, "CHUNK", 24)
+    monkeypatch.setattr(rewriting, "CHUNK", 24)
+    weight = torch.rand(120) / 4 + 0.25
+    weight[24 * position :] += 0.5
+    source = tiny_checkpoints.save(tmp_path / "source", {"layers.0.weight": weight.view(10, 12)})
+    num_read = []
+    read_bits = streaming.Source.read_bits
+
+    def counted(self, position, first, last):
+        num_read.append(last - first)
+        return read_bits(self, position, first, last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming.Source, "read_bits", counted)
+        plan = planning.plan(source, FileRecipe(0.5, normalize="rms"))
+        report = pruning.prune(plan, tmp_path / "target")
+    assert sum(num_read) == 120 + 24 * position + 2 * 120 + 120
+    assert report.tensors[0].divisor == file_oracle.divisor_of(weight, "rms")
+
+
 def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
     tensors = weights("mixed")
     broken = tensors["layers.10.weight"]

@@ -88,7 +88,7 @@ def find_cuts(team: Team, plan: Plan, source: Source, units: Sequence[PruneUnit]
 
     Cost: one read of a group for every 16 bits of its keys, and as many all-reduces of up to
     512 KiB for each group; no read for random scores; see :class:`LimitedSearch` for limits.
-    If normalised: one read of weights of 16 bits in all, and two more of others.
+    If normalised: one read of weights of 16 bits in all, and one to two more of others.
     Memory: the histograms of this rank's units, and tallies of up to 48 MiB.
     """
     searching = _Searching(team, plan, source, units)

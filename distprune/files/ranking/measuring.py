@@ -1,8 +1,16 @@
 """What the magnitudes of each tensor are divided by, in groups that are normalised.
 
-The rule is that of ``_common.exact_sums``: two passes, one for the largest magnitude of each
-tensor, and one for the sum on its grid. All numbers are integers when they are added, so the result
-does not depend on how the elements are cut into pieces and spread over ranks.
+The rule is that of ``_common.exact_sums``: the largest magnitude of a tensor decides on a grid, and
+the sum is taken on it. All numbers are integers when they are added, so the result does not depend
+on how the elements are cut into pieces and spread over ranks.
+
+[Note: runs] The largest magnitude is known at the end of a read. So sums are taken on the grid of
+the largest one so far, and what was added on another grid than the final one is read again: the
+elements before the largest power of two, which for most tensors are few::
+
+    pieces of a tensor      |piece|piece|piece|piece|piece|piece|
+    largest so far           0.4   0.4   0.6   0.6   0.6   0.7      0.5 <= 0.6, 0.7 < 1: one grid
+    runs                    | again     | sum, on the final grid|
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from distprune.files.ranking.keys import Array
 from distprune.files.ranking.scales import magnitudes
 from distprune.files.ranking.streaming import nan_error
 from distprune.files.ranking.tallies import Tallies, Weights
-from distprune.files.ranking.units import PruneUnit, units_by_rank
+from distprune.files.ranking.units import PruneUnit, Span, units_by_rank
 from distprune.files.team import Team
 
 
@@ -55,15 +63,8 @@ def normalized_units(plan: Plan, units: Sequence[PruneUnit], team: Team) -> list
 
 
 def bytes_to_measure(plan: Plan, units: Sequence[PruneUnit]) -> int:
-    """How many bytes :func:`measure` reads, over all ranks: wide weights twice, others once."""
-    return sum(
-        (span.last - span.first) * itemsize * (1 if itemsize == 2 else 2)
-        for unit in units
-        if _is_normalized(plan, unit)
-        for span in unit.spans
-        for entry in [plan.tensors[span.position].entry]
-        for itemsize in [entry.nbytes // entry.numel]
-    )
+    """How many bytes :func:`measure` reads, over all ranks; without what it reads again."""
+    return sum(unit.num_bytes for unit in units if _is_normalized(plan, unit))
 
 
 def measure(
@@ -90,15 +91,25 @@ def measure(
         NaNError: a tensor has NaN, and they are refused; on every rank.
         CheckpointError: a tensor has infinite elements, or cannot be read; on every rank.
 
-    Cost: :func:`bytes_to_measure`; all-reduces of 40 bytes for each tensor.
+    Cost: one read, and another of a part of the weights that have more than 16 bits, see
+    [Note: runs]; all-reduces of 40 bytes for each tensor.
     """
     measuring = _Measuring(team, plan, units, tallies)
     mine = normalized_units(plan, units, team)
-    num_done = sum(unit.num_bytes for unit in units if _is_normalized(plan, unit))
-    team.work(measuring.find_largest(mine), phase, 0, total_bytes)
+    team.work(measuring.read(mine), phase, 0, total_bytes)
     measuring.agree_on_largest(refuse_nan)
-    team.work(measuring.add_up(mine), phase, num_done, total_bytes)
+    num_done = bytes_to_measure(plan, units)
+    team.work(measuring.read_again(), phase, num_done, total_bytes)
     return measuring.result()
+
+
+@dataclass
+class _Run:
+    """Elements whose sum was taken on one grid; see [Note: runs]."""
+
+    span: Span
+    exponent: int
+    total: int
 
 
 class _Measuring:
@@ -116,15 +127,21 @@ class _Measuring:
         self._largest = np.zeros(num_tensors)
         self._num_nan = np.zeros(num_tensors, dtype=np.int64)
         self._num_inf = np.zeros(num_tensors, dtype=np.int64)
-        self._totals = [0] * num_tensors
+        self._runs: list[list[_Run]] = [[] for _ in plan.tensors]
         self._exponents: list[int] = []
 
-    def find_largest(self, mine: Sequence[int]) -> Iterator[int]:
+    def read(self, mine: Sequence[int]) -> Iterator[int]:
         """The first pass; yields bytes."""
-        for position, weights, num_bytes in self._weights(mine):
-            if weights is not None:
-                self._add_to_largest(position, weights)
-            yield num_bytes
+        for number in mine:
+            for span in self._units[number].spans:
+                first = span.first
+                for weights, num_bytes in self._tallies.read(span):
+                    if weights is not None:
+                        is_tally = weights.counts is not None
+                        last = span.last if is_tally else first + len(weights.bits)
+                        self._add(Span(span.position, first, last), weights)
+                        first = last
+                    yield num_bytes
 
     def agree_on_largest(self, refuse_nan: bool) -> None:
         """Share what the first pass found; raises on every rank if it cannot be normalised."""
@@ -142,15 +159,23 @@ class _Measuring:
                 "raw magnitudes (normalize: none)."
             )
 
-    def add_up(self, mine: Sequence[int]) -> Iterator[int]:
-        """The second pass; yields bytes."""
-        for position, weights, num_bytes in self._weights(mine):
-            if weights is not None:
-                self._totals[position] += self._sum(position, weights)
-            yield num_bytes
+    def read_again(self) -> Iterator[int]:
+        """The second pass, of what was added on another grid; yields no bytes."""
+        for runs, exponent in zip(self._runs, self._exponents, strict=True):
+            for run in runs:
+                # A sum of zeros is 0 on any grid, and that of small numbers is on coarser ones.
+                if run.exponent == exponent or not run.total:
+                    continue
+                run.total = 0
+                for weights, _ in self._tallies.read(run.span):
+                    if weights is not None:
+                        values = self._numbers(run.span.position, weights)
+                        run.total += self._sum(run.span.position, values, weights, exponent)
+                    yield 0
 
     def result(self) -> Measured:
-        words = torch.tensor([to_words(total) for total in self._totals], dtype=torch.int64)
+        totals = [sum(run.total for run in runs) for runs in self._runs]
+        words = torch.tensor([to_words(total) for total in totals], dtype=torch.int64)
         shared = self._team.sum(words).tolist()
         divisors: list[float | None] = []
         for position, tensor in enumerate(self._plan.tensors):
@@ -163,35 +188,40 @@ class _Measuring:
             divisors.append(statistic(normalize, total, exponent, num_numbers))
         return Measured(tuple(divisors), self._num_nan)
 
-    def _weights(self, mine: Sequence[int]) -> Iterator[tuple[int, Weights | None, int]]:
-        for number in mine:
-            for span in self._units[number].spans:
-                for weights, num_bytes in self._tallies.read(span):
-                    yield span.position, weights, num_bytes
+    def _add(self, span: Span, weights: Weights) -> None:
+        """Count what is no number, and add the others on the grid of the largest one so far."""
+        position = span.position
+        values = self._numbers(position, weights, count=True)
+        self._largest[position] = max(largest_of(values), self._largest[position])
+        exponent = exponent_of(float(self._largest[position]))
+        total = self._sum(position, values, weights, exponent)
+        runs = self._runs[position]
+        if weights.counts is None and runs and runs[-1].exponent == exponent:
+            before = runs[-1].span
+            if before.last == span.first:
+                span = Span(position, before.first, span.last)
+                total += runs.pop().total
+        runs.append(_Run(span, exponent, total))
 
-    def _add_to_largest(self, position: int, weights: Weights) -> None:
-        values = self._magnitudes(position, weights)
-        largest = largest_of(values)
-        if not math.isfinite(largest):
-            counts = np.ones(1) if weights.counts is None else weights.counts
+    def _numbers(self, position: int, weights: Weights, *, count: bool = False) -> Array:
+        """The magnitudes, with 0 for what is not finite, which is counted if that is asked for."""
+        values = magnitudes(weights.bits, self._plan.tensors[position].entry.dtype)
+        if math.isfinite(largest_of(values)):
+            return values
+        if count:
+            counts = np.ones(1, dtype=np.int64) if weights.counts is None else weights.counts
             self._num_nan[position] += int((np.isnan(values) * counts).sum())
             self._num_inf[position] += int((np.isinf(values) * counts).sum())
-            largest = largest_of(values[np.isfinite(values)])
-        self._largest[position] = max(largest, self._largest[position])
+        values[~np.isfinite(values)] = 0.0
+        return values
 
-    def _sum(self, position: int, weights: Weights) -> int:
+    def _sum(self, position: int, values: Array, weights: Weights, exponent: int) -> int:
         recipe = self._plan.recipe_of(position)
         assert recipe.normalize is not None
-        values = self._magnitudes(position, weights)
-        if self._num_nan[position]:
-            values[np.isnan(values)] = 0.0
-        what = self._exponents[position], power_of(recipe.normalize), self._scratch
+        what = exponent, power_of(recipe.normalize), self._scratch
         if weights.counts is None:
             return grid_sum(values, *what)
         return grid_sum_of_counts(values, weights.counts, *what)
-
-    def _magnitudes(self, position: int, weights: Weights) -> Array:
-        return magnitudes(weights.bits, self._plan.tensors[position].entry.dtype)
 
     def _names(self, counts: Array) -> list[str]:
         return [self._plan.tensors[i].entry.name for i in np.flatnonzero(counts).tolist()]

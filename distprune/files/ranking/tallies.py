@@ -50,8 +50,8 @@ class Tallies:
     def read(self, span: Span) -> Iterator[tuple[Weights | None, int]]:
         """The weights of a span in any number of pieces, each with bytes for the progress.
 
-        A piece is None where weights were read that a later one has. Weights of 16 bits count as
-        read once, whether they have to be read again or not.
+        The pieces are in order. One is None where weights were read that a later one has. Weights
+        of 16 bits count as read once, whether they have to be read again or not.
 
         Raises:
             CheckpointError: the file cannot be read, or is shorter than it was.
