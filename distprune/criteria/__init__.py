@@ -12,11 +12,25 @@ prune.global_unstructured(
 
 from __future__ import annotations
 
+from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
+from distprune.criteria.custom import Custom
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.grasp import GraSP
-from distprune.criteria.linear import SNIP
+from distprune.criteria.linear import SNIP, GradientMagnitude, Movement
 from distprune.criteria.moments import Fisher, Taylor
 from distprune.criteria.synflow import SynFlow
 
-__all__ = ["SNIP", "Criterion", "Fisher", "GraSP", "GradientMoment", "SynFlow", "Taylor"]
+__all__ = [
+    "SNIP",
+    "AdamSecondMoment",
+    "Criterion",
+    "Custom",
+    "Fisher",
+    "GraSP",
+    "GradientMagnitude",
+    "GradientMoment",
+    "Movement",
+    "SynFlow",
+    "Taylor",
+]

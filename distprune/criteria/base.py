@@ -284,7 +284,7 @@ class Criterion(ABC):
                 raise ValueError(
                     f"{shard.name} has a score that is not finite, after {self.num_updates} "
                     "updates; expected finite gradients. With a gradient scaler, leave out the "
-                    "steps that it skips."
+                    "steps that it skips, as non_finite='skip' does."
                 )
             scores[parameter.pair] = shard.as_parameter_layout(score)
         return scores

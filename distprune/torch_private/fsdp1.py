@@ -223,6 +223,13 @@ class FlatPiece(ManagedRun):
         gradient = self.handle.flat_param.grad
         return gradient is not None and gradient.numel() != local_slice(self.handle).numel()
 
+    @property
+    def optimized(self) -> tuple[Tensor, slice | None]:
+        flat_param, (offset, size) = self.handle.flat_param, self.span
+        if flat_param._params is None:
+            return flat_param, slice(offset, offset + size)
+        return flat_param._params[self.number], None
+
     def write(self, values: Tensor) -> None:
         self.check_no_backward()
         self.values.copy_(values)

@@ -142,6 +142,10 @@ class ManagedParameter(ManagedDTensor):
             or self.group._partial_reduce_output is not None  # HSDP without its all-reduce
         )
 
+    @property
+    def optimized(self) -> tuple[Tensor, slice | None]:
+        return self.sharded, None
+
     def write(self, values: Tensor) -> None:
         self.reshard()  # no gather may be reading the shard
         self.sharded.to_local().copy_(values)

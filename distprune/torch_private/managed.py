@@ -112,6 +112,14 @@ class Managed(ABC):
     def has_unreduced_gradient(self) -> bool:
         """Whether gradients of backward passes without synchronisation wait for their reduction."""
 
+    @property
+    @abstractmethod
+    def optimized(self) -> tuple[Tensor, slice | None]:
+        """The tensor that an optimizer has, and where in its local values this part is.
+
+        None: everywhere.
+        """
+
     @abstractmethod
     def write(self, values: Tensor) -> None:
         """Overwrite this rank's shard.

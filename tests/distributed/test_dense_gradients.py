@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
@@ -15,7 +14,6 @@ from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
-from helpers.training_pair import WITH_NO_SYNC
 
 
 class Recomputing(runs.IntegerNet):
@@ -54,17 +52,9 @@ class Case:
 
     def backward(self, *numbers: int, sync: bool = True) -> None:
         for number in numbers:
-            with self.synchronised(sync):
+            with runs.synchronised(self.model, sync):
                 part = wrappings.data_rank(self.wrapping)
                 runs.backward(self.model, self.batches[number], *part)
-
-    @contextlib.contextmanager
-    def synchronised(self, sync: bool):
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(sync)
-        quiet = isinstance(self.model, WITH_NO_SYNC) and not sync
-        with self.model.no_sync() if quiet else contextlib.nullcontext():
-            yield
 
     def expected(self, *numbers: int) -> dict[str, Tensor]:
         """Dense gradients of the sum of some batches, with respect to the masked weights."""

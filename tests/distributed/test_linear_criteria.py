@@ -1,49 +1,303 @@
-"""Scores of criteria that are linear in the gradient are those of one process, bit for bit."""
+"""Scores of criteria that are linear in the gradient are those of one process, bit for bit.
+
+Data are small integers (helpers.criteria_runs), so every sum is exact, and masks are compared from
+end to end. The expected scores are written from the papers, on plain tensors.
+"""
 
 import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import distprune as prune
+from distprune.criteria import SNIP, Custom, GradientMagnitude, Movement
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
-from helpers import wrappings
+from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+
+NUM_UNITS = 3
 
 
-def snip_of_one_process(model, batches) -> dict[str, torch.Tensor]:
-    """Equation 5 of arXiv 1810.02340 with one batch that holds all: |w * dL/dw|."""
-    model = copy.deepcopy(model)
-    model.zero_grad()
-    x, factors = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-    gradients = torch.autograd.grad(
-        runs.loss(model, x, factors), [model.get_parameter(name) for name in runs.WEIGHTS]
+def custom(pairs):
+    """The sum of (w * g)^2, and from it |w| * sum."""
+    return Custom(
+        pairs,
+        lambda w, g, s: s + (w * g) ** 2,
+        unit="global_batch",
+        score=lambda w, s: w.abs() * s,
     )
-    return {
-        name: (model.get_parameter(name) * gradient).detach().abs()
-        for name, gradient in zip(runs.WEIGHTS, gradients, strict=True)
-    }
 
 
-def differences_of_snip(wrapping: str) -> list[str]:
-    model = runs.integer_net(wrapping)
-    indices = wrappings.local_indices(model, wrapping)
-    batches = runs.batches(model, 3)
-    expected = snip_of_one_process(model, batches)
-    model = wrappings.wrap(model, wrapping)
-    criterion = prune.criteria.SNIP(runs.named_targets(model, runs.WEIGHTS))
-    for batch in batches:
-        runs.backward(model, batch, *wrappings.data_rank(wrapping))
+CRITERIA = {"SNIP": SNIP, "Movement": Movement, "GradientMagnitude": GradientMagnitude}
+CRITERIA |= {"Custom": custom}
+
+
+class OneProcess:
+    """Weights, masks and units of a single process that sees every batch whole."""
+
+    def __init__(self, wrapping: str):
+        self.model = runs.integer_net(wrapping)
+        self.batches = runs.batches(self.model, NUM_UNITS)
+        self.masks: list[Tensor] | None = None
+        self.units: list[list[tuple[Tensor, Tensor]]] = []  # (w, g) of each parameter
+
+    def weights(self) -> list[Tensor]:
+        return [self.model.get_parameter(name).detach().clone() for name in runs.WEIGHTS]
+
+    def backward(self, number: int) -> None:
+        """Gradients with respect to the masked weights, dense."""
+        weights, masked = self.weights(), copy.deepcopy(self.model)
+        for name, mask in zip(runs.WEIGHTS, self.masks or [], strict=bool(self.masks)):
+            masked.get_parameter(name).data.mul_(mask)
+        leaves = [masked.get_parameter(name) for name in runs.WEIGHTS]
+        gradients = torch.autograd.grad(runs.loss(masked, *self.batches[number]), leaves)
+        self.units.append(list(zip(weights, gradients, strict=True)))
+
+    def scores(self, kind: str) -> list[Tensor]:
+        found = []
+        for position, now in enumerate(self.weights()):
+            units = [unit[position] for unit in self.units]
+            total = sum(gradient for _, gradient in units)
+            match kind:
+                case "SNIP":  # arXiv 1810.02340, equation 5, of one batch with all examples
+                    found.append((now * total).abs())
+                case "Movement":  # arXiv 2005.07683, equation 3, with alpha = 1
+                    found.append(-sum(weight * gradient for weight, gradient in units))
+                case "GradientMagnitude":  # arXiv 1911.11134: |gradient of the loss|
+                    found.append(total.abs())
+                case "Custom":
+                    found.append(now.abs() * sum((w * g) ** 2 for w, g in units))
+        return found
+
+    def prune(self, kind: str, amount: float) -> None:
+        key = (lambda score: score + 0.0) if kind == "Movement" else abs
+        self.masks = reference.prune(self.scores(kind), amount, self.masks, key=key)
+
+
+def differences(wrapping: str, kind: str, make=None) -> list[str]:
+    """Units with other weights each, and after each of them dense gradients and a pruning."""
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model, wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    pairs = runs.named_targets(model, runs.WEIGHTS)
+    criterion, wrong = (make or CRITERIA[kind])(pairs), []
+    for number, batch in enumerate(one.batches):
+        one.backward(number)
+        with prune.dense_gradients(pairs):
+            runs.backward(model, batch, *wrappings.data_rank(wrapping))
+            with Traffic() as traffic:
+                criterion.update()
+        if traffic.calls:
+            wrong.append(f"update sent {traffic.calls}")
         with Traffic() as traffic:
-            criterion.update()
-        assert traffic.calls == []
+            scores = criterion.scores()
+        if traffic.num_bytes > 40:
+            wrong.append(f"scores sent {traffic.num_bytes} bytes")
+        expected = dict(zip(runs.WEIGHTS, one.scores(kind), strict=True))
+        wrong += runs.differing(scores, expected, indices, f"unit {number}")
+        one.prune(kind, 0.25)
+        prune.global_unstructured(pairs, criterion.pruning_method, scores, amount=0.25)
+        masks = dict(zip(runs.WEIGHTS, one.masks, strict=True))
+        wrong += wrong_masks(model, masks, indices, f"unit {number}")
         model.zero_grad()
-    return runs.differing(criterion.scores(), expected, indices)
+        # In place of the optimizer's step, because its weights would be no integers.
+        one.model = runs.integer_net(wrapping, seed=10 + number)
+        for name, mine in indices.items():
+            part = wrappings.my_part(one.model.get_parameter(name).detach(), mine)
+            wrappings.shard(model, name, indices).copy_(part)
+    return wrong
+
+
+@pytest.mark.parametrize("kind", CRITERIA)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
+def test_scores_and_masks(wrapping, kind):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, kind))
+
+
+class AbsoluteOfEachUnit(SNIP):
+    """Wrong: the mean of absolute values, over units."""
+
+    def _accumulate(self, position, shard, gradient, weight):
+        super()._accumulate(position, shard, gradient.abs(), weight)
+
+
+class AbsoluteOfEachRank(SNIP):
+    """Wrong: the mean of absolute values, over ranks, as of a hook that runs before DDP's."""
+
+    def __init__(self, pairs):
+        super().__init__(pairs)
+        for module, name in pairs:
+            parameter = getattr(module, name)
+            parameter.register_post_accumulate_grad_hook(self.keep)
+        self.kept = {}
+
+    def keep(self, parameter):
+        self.kept[parameter.shape] = parameter.grad.abs() / dist.get_world_size()
+
+    def _accumulate(self, position, shard, gradient, weight):
+        gradient = self.kept[shard.shape]
+        dist.all_reduce(gradient)
+        super()._accumulate(position, shard, gradient, weight)
+
+
+class SumOverTensorParallelRanks(SNIP):
+    """Wrong: gradients under tensor parallelism are complete, and equal where replicated."""
+
+    def _accumulate(self, position, shard, gradient, weight):
+        if shard.mesh is None:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient)
+        super()._accumulate(position, shard, gradient, weight)
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "planted"),
+    [
+        ("plain-1", AbsoluteOfEachUnit),
+        ("fsdp2-3", AbsoluteOfEachUnit),
+        ("ddp-2", AbsoluteOfEachRank),
+        ("tp-2", SumOverTensorParallelRanks),
+    ],
+)
+def test_planted_wrong_reductions_are_found(wrapping, planted):
+    found = run_ranks(differences, wrappings.world_size(wrapping), wrapping, "SNIP", planted)
+    assert all(any("is not" in text for text in wrong) for wrong in found)
+
+
+def differences_when_accumulating(wrapping: str) -> list[str]:
+    """One step of three micro-batches, the first two without synchronisation."""
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model, wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
+    wrong = []
+    with criterion.calibrating(), criterion.batch():
+        for number, batch in enumerate(one.batches):
+            is_last = number == NUM_UNITS - 1
+            with runs.synchronised(model, is_last):
+                runs.backward(model, batch, *wrappings.data_rank(wrapping))
+            one.backward(number)
+            if not is_last and runs.knows_unreduced(model):
+                with pytest.raises(RuntimeError, match="without gradient synchronisation"):
+                    criterion.update()
+    expected = dict(zip(runs.WEIGHTS, one.scores("SNIP"), strict=True))
+    wrong += [] if criterion.num_updates == 1 else [f"{criterion.num_updates} updates"]
+    return wrong + runs.differing(criterion.scores(), expected, indices)
 
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
-def test_snip(wrapping):
+def test_accumulation_and_no_sync(wrapping):
     size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_snip, size, wrapping))
+    assert_nothing_wrong(run_ranks(differences_when_accumulating, size, wrapping))
+
+
+def read_before_the_ranks_agree() -> str:
+    """DDP leaves local gradients after no_sync, which look like averaged ones."""
+    one = OneProcess("ddp-2")
+    model = wrappings.wrap(copy.deepcopy(one.model), "ddp-2")
+    pairs = runs.named_targets(model, runs.WEIGHTS)
+    criterion = SNIP(pairs)
+    with runs.synchronised(model, False):
+        runs.backward(model, one.batches[0], *wrappings.data_rank("ddp-2"))
+    criterion.update()
+    with pytest.raises(ValueError) as error:
+        prune.global_unstructured(pairs, SNIP.pruning_method, criterion.scores(), amount=0.5)
+    assert not prune.is_pruned(model)
+    return str(error.value)
+
+
+def test_gradients_of_ddp_that_are_not_averaged_are_refused_at_the_pruning():
+    for text in run_ranks(read_before_the_ranks_agree, 2):
+        assert "l1.weight" in text
+        assert "replica" in text
+
+
+def differences_of_weighted_tokens(wrapping: str) -> list[str]:
+    """Ranks with unequal numbers of rows weight the loss: the mean over all rows."""
+    part, num_parts = wrappings.data_rank(wrapping)
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model, wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    x, factors = one.batches[0]
+    cuts = [0, *(1 << number for number in range(num_parts - 1)), len(x)]  # 1, 1, 2, ... rows
+    rows = slice(cuts[part], cuts[part + 1])
+    mean = (model(x[rows]) * factors[rows]).sum(dim=1).mean()  # of this rank's rows
+    num_rows = cuts[part + 1] - cuts[part]
+    (mean * num_rows * num_parts / len(x)).backward()
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
+    criterion.update(weight=len(x))
+    one.backward(0)
+    wrong = []
+    expected = zip(criterion.scores().values(), runs.WEIGHTS, one.scores("SNIP"), strict=True)
+    for score, name, whole in expected:
+        mine = wrappings.my_part(whole, indices[name])
+        if not torch.allclose(wrappings.local(score), mine, rtol=1e-6, atol=1e-4):
+            wrong.append(f"{name}: {score} is not {mine}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-3", "fsdp1-3", "fsdp2-4", "hsdp-2x2", "fsdp2_tp-2x2"])
+def test_unequal_token_counts(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_of_weighted_tokens, size, wrapping))
+
+
+def non_finite(wrapping: str, how: str) -> tuple[str, int, int, list[str]]:
+    """A step whose gradient is infinite in one element, which only one rank of FSDP has."""
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model, wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite=how)
+    message = ""
+    for number, batch in enumerate(one.batches):
+        runs.backward(model, batch, *wrappings.data_rank(wrapping))
+        if number == 1:
+            gradient = wrappings.gradient(model, "l2.weight", indices)
+            at = (indices["l2.weight"] == 7).nonzero()
+            if len(at):
+                gradient[tuple(at[0])] = torch.inf
+        else:
+            one.backward(number)
+        criterion.update()
+        model.zero_grad()
+    wrong = []
+    if how == "skip":
+        expected = dict(zip(runs.WEIGHTS, one.scores("SNIP"), strict=True))
+        wrong = runs.differing(criterion.scores(), expected, indices)
+    else:
+        with pytest.raises(ValueError) as error:
+            criterion.scores()
+        message = str(error.value)
+    return message, criterion.num_updates, criterion.num_skipped, wrong
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-3", "fsdp2-3", "tp-2"])
+def test_steps_that_are_not_finite(wrapping):
+    size = wrappings.world_size(wrapping)
+    for found in run_ranks(non_finite, size, wrapping, "skip"):
+        assert found == ("", 2, 1, [])
+    for message, num_updates, num_skipped, _ in run_ranks(non_finite, size, wrapping, "refuse"):
+        assert "l2.weight has a score that is not finite, after 3 updates" in message
+        assert (num_updates, num_skipped) == (3, 0)
+
+
+def different_numbers_of_updates() -> str:
+    model = wrappings.wrap(runs.integer_net("plain-1"), "plain-2")
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
+    runs.backward(model, runs.batches(model, 1)[0], 0, 1)
+    for _ in range(dist.get_rank() + 1):
+        criterion.update()
+    with pytest.raises(ValueError) as error:
+        criterion.scores()
+    return str(error.value)
+
+
+def test_ranks_with_different_numbers_of_updates():
+    for text in run_ranks(different_numbers_of_updates, 2):
+        assert "number of updates: 1" in text
+        assert "number of updates: 2" in text

@@ -4,12 +4,17 @@ So what a criterion reads on any sharding is, bit for bit, what one process read
 same batches, and masks are equal from end to end.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import distprune as prune
 from helpers import wrappings
 from helpers.models import Net, target
+from helpers.training_pair import WITH_NO_SYNC
 
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
 ROWS = 12  # of a batch; 1, 2, 3 and 4 ranks share them evenly
@@ -52,6 +57,21 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor], part: int, num_part
     """This rank's share of a batch. Times the number of ranks, because wrappers average."""
     x, factors = (tensor.chunk(num_parts)[part] for tensor in batch)
     (loss(model, x, factors) * num_parts).backward()
+
+
+def knows_unreduced(model: nn.Module) -> bool:
+    """Whether a wrapper keeps gradients that it has not reduced apart from others."""
+    return isinstance(model, FSDPModule | FullyShardedDataParallel)
+
+
+@contextlib.contextmanager
+def synchronised(model: nn.Module, sync: bool) -> Iterator[None]:
+    """Let backward passes inside reduce gradients, or not, if the wrapper knows the difference."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)
+    quiet = isinstance(model, WITH_NO_SYNC) and not sync
+    with model.no_sync() if quiet else contextlib.nullcontext():
+        yield
 
 
 def targets(model: nn.Module, names: list[str]) -> list[tuple[nn.Module, str]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.criteria import SNIP
+from distprune.criteria import SNIP, Custom, GradientMagnitude, Movement
 from distprune.torch_private.fsdp1_tensors import boxes_of_run
 
 
@@ -60,13 +60,13 @@ def test_states_that_do_not_fit():
     criterion.update()
     before = criterion.scores()
     state = criterion.state_dict()
-    few = {"gradient": {"0.weight": state["accumulators"]["gradient"]["0.weight"]}}
-    odd = {"gradient": {**state["accumulators"]["gradient"], "2.weight": torch.ones(3, 3)}}
+    few = {"sum": {"0.weight": state["accumulators"]["sum"]["0.weight"]}}
+    odd = {"sum": {**state["accumulators"]["sum"], "2.weight": torch.ones(3, 3)}}
     for change, message in (
         ({"criterion": "Fisher"}, r"the criterion 'Fisher'; expected 'SNIP'"),
-        ({"accumulators": few}, r"no 'gradient' of \['2.weight'\]"),
+        ({"accumulators": few}, r"no 'sum' of \['2.weight'\]"),
         ({"accumulators": odd}, r"2\.weight: the state has shape \(3, 3\)"),
-        ({"accumulators": {"gradient": dict.fromkeys(odd["gradient"], 3)}}, "has a int"),
+        ({"accumulators": {"sum": dict.fromkeys(odd["sum"], 3)}}, "has a int"),
     ):
         with pytest.raises(ValueError, match=message):
             criterion.load_state_dict({**state, **change})
@@ -106,7 +106,7 @@ def test_what_is_refused_in_an_update():
     with pytest.raises(ValueError, match=r"2\.weight is frozen"):
         criterion.update()
     assert criterion.num_updates == 0
-    assert not criterion.state_dict()["accumulators"]["gradient"]["0.weight"].any()
+    assert not criterion.state_dict()["accumulators"]["sum"]["0.weight"].any()
 
 
 def test_a_sparse_gradient_is_refused():
@@ -132,3 +132,78 @@ def test_tied_parameters_count_once_with_their_summed_gradient():
         prune.select(net), criterion.pruning_method, criterion.scores(), amount=4
     )
     assert report.num_pruned == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", [SNIP, Movement, GradientMagnitude])
+def test_accumulators_are_fp32_whatever_the_dtype(kind, dtype):
+    layer = nn.Linear(3, 2, dtype=dtype)
+    criterion, expected = kind([(layer, "weight")]), 0.0
+    for number in range(3):
+        layer.weight.grad = torch.full((2, 3), 1 + 2.0**-7 * number, dtype=dtype)
+        criterion.update(weight=1 / 3)
+        weight = 1.0 if kind is GradientMagnitude else layer.weight.detach().double()
+        expected = expected + layer.weight.grad.double() * weight / 3
+    (score,) = criterion.scores().values()
+    assert score.dtype == torch.float32
+    expected = -expected if kind is Movement else expected.abs()
+    torch.testing.assert_close(score.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_in_another_order_of_memory():
+    layer = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 2, 4, 4)
+    layer(x).square().sum().backward()
+    product = (layer.weight * layer.weight.grad).detach()
+    custom = Custom([(layer, "weight")], lambda w, g, s: s + w * g, unit="global_batch")
+    for criterion, expected in ((SNIP([(layer, "weight")]), product.abs()), (custom, product)):
+        criterion.update()
+        assert torch.equal(criterion.scores()[layer, "weight"], expected)
+    transposed = nn.Linear(3, 2)
+    transposed.weight = nn.Parameter(torch.randn(3, 2).T)
+    transposed.weight.grad = torch.randn(2, 3)  # row-major
+    custom = Custom([(transposed, "weight")], lambda w, g, s: s + w * g, unit="global_batch")
+    custom.update()
+    expected = (transposed.weight * transposed.weight.grad).detach()
+    assert torch.equal(custom.scores()[transposed, "weight"], expected)
+
+
+def test_custom_refuses_what_it_cannot_do():
+    layer = nn.Linear(3, 2)
+    pairs = [(layer, "weight")]
+    layer.weight.grad = torch.ones(2, 3)
+    with pytest.raises(TypeError, match="update is a int"):
+        Custom(pairs, 3, unit="global_batch")
+    with pytest.raises(TypeError, match="score is a int"):
+        Custom(pairs, lambda w, g, s: s, unit="global_batch", score=3)
+    with pytest.raises(ValueError, match="unit='batch'; expected 'global_batch' or 'rank_batch'"):
+        Custom(pairs, lambda w, g, s: s, unit="batch")
+    with pytest.raises(NotImplementedError, match="averaged gradients only"):
+        Custom(pairs, lambda w, g, s: s, unit="rank_batch")
+    with pytest.raises(ValueError, match=r"update returned \(\) for chunks of shape \(6,\)"):
+        Custom(pairs, lambda w, g, s: s.sum(), unit="global_batch").update()
+    with pytest.raises(ValueError, match="non_finite='ignore'; expected 'refuse' or 'skip'"):
+        SNIP(pairs, non_finite="ignore")
+    signed = Custom(pairs, lambda w, g, s: s - g, unit="global_batch", signed=True)
+    signed.update(weight=2)
+    assert signed.pruning_method is prune.LowestScore
+    assert (signed.scores()[layer, "weight"] == -2).all()
+    with pytest.raises(TypeError, match=r"these importance_scores are signed.*LowestScore"):
+        prune.global_unstructured(pairs, prune.L1Unstructured, signed.scores(), amount=1)
+
+
+def test_scores_are_a_copy():
+    layer = nn.Linear(3, 2)
+    layer.weight.grad = torch.ones(2, 3)
+    for kind in (SNIP, Movement, GradientMagnitude):
+        criterion = kind([(layer, "weight")])
+        criterion.update()
+        before = criterion.scores()[layer, "weight"]
+        saved = before.clone()
+        criterion.update()
+        before2 = criterion.scores()[layer, "weight"]
+        assert torch.equal(before, saved)
+        assert not torch.equal(before2, saved)
+        criterion.reset()
+        criterion.update()
+        assert torch.equal(criterion.scores()[layer, "weight"], saved)
