@@ -11,6 +11,9 @@ from torch import nn
 from distprune._common.amount import resolve_count
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune._common.exact_sums import Normalization, check_normalization
+from distprune.budgets.base import Budget
+from distprune.budgets.given import BudgetLike, to_budget
+from distprune.budgets.mapping import Sparsities
 from distprune.call.report import ParameterReport
 from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
@@ -27,13 +30,15 @@ class Group:
         parameters: (module, name) pairs.
         schedule, pruning_method, min_sparsity, max_sparsity, pipeline_parallel, normalize: as
             for ``ScheduledPruner``.
+        budget: as there.
 
     Attributes:
         names: per pair, the full name, or the parameter's name and position if that is unknown.
         target: the present sparsity target, a share of all elements.
 
     Raises:
-        ValueError: bounds that the end of the schedule cannot meet.
+        ValueError: bounds that the end of the schedule cannot meet; a budget that does not fit the
+            parameters.
     """
 
     def __init__(
@@ -45,8 +50,10 @@ class Group:
         max_sparsity: SparsityBound | None,
         pipeline_parallel: bool = False,
         normalize: Normalization | None = None,
+        budget: BudgetLike | None = None,
     ) -> None:
         check_normalization(normalize)
+        self.budget = _scheduled(to_budget(budget))
         self.parameters = parameters
         self.normalize: Normalization | None = normalize
         self._limits = (min_sparsity, max_sparsity)
@@ -79,6 +86,8 @@ class Group:
         self._sizes = [parameter.num_elements for parameter in bounded]
         self._keys = [parameter.keys[-1] for parameter in bounded]
         self._bounds = to_bounds(bounded, *self._limits)
+        if self.budget is not None:
+            self.budget.divide(bounded)  # raises if it does not fit
         self._check_end()
 
     def _bounded(self) -> list[Bounded]:
@@ -222,6 +231,13 @@ def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group
             f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
         )
     return Group(**values)
+
+
+def _scheduled(budget: Budget | None) -> Budget | None:
+    """A budget for any total: the schedule gives it, so of given sparsities only ratios matter."""
+    if isinstance(budget, Sparsities):
+        return Sparsities(budget.sparsities, relative=True)
+    return budget
 
 
 def _places(pair: Pair) -> list[Pair]:

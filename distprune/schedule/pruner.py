@@ -14,6 +14,7 @@ from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
+from distprune.budgets.given import BudgetLike
 from distprune.call.arguments import ParameterArguments
 from distprune.call.collapse import warn_of_collapse
 from distprune.call.importance_scores import without_others
@@ -55,8 +56,8 @@ class ScheduledPruner:
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; or, for groups with budgets of
             their own, dicts with "parameters" and, where they differ from the arguments below,
-            "schedule", "pruning_method", "min_sparsity", "max_sparsity" and "normalize", like the
-            param groups of an optimizer.
+            "schedule", "pruning_method", "min_sparsity", "max_sparsity", "normalize" and "budget",
+            like the param groups of an optimizer.
         schedule: the sparsity at each step; may be left out if every group has one.
         pruning_method: a class, as for ``global_unstructured``; its ``amount`` is the count.
         importance_scores: as for ``global_unstructured``: a mapping, or a function without
@@ -75,6 +76,8 @@ class ScheduledPruner:
             the masks act, and are those that the last pruning left: see ``verify``. None: never.
         normalize: what the scores of each parameter are divided by, as for
             ``global_unstructured``.
+        budget: divides each target among the parameters, as for ``global_unstructured``. Of a
+            mapping to sparsities only the ratios matter, because the schedule gives the totals.
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
@@ -97,6 +100,7 @@ class ScheduledPruner:
         pipeline_parallel: bool = False,
         verify_every: int | None = None,
         normalize: Normalization | None = None,
+        budget: BudgetLike | None = None,
     ) -> None:
         defaults = {
             "pipeline_parallel": pipeline_parallel,
@@ -105,6 +109,7 @@ class ScheduledPruner:
             "min_sparsity": min_sparsity,
             "max_sparsity": max_sparsity,
             "normalize": normalize,
+            "budget": budget,
         }
         self._groups: list[Group] = make_groups(parameters, defaults)
         if not (
@@ -291,6 +296,7 @@ class ScheduledPruner:
                 amount=count,
                 pipeline_parallel=self._is_pipeline_parallel,
                 normalize=group.normalize,
+                budget=group.budget,
                 min_sparsity=min_sparsity,
                 max_sparsity=max_sparsity,
             ),

@@ -1,5 +1,6 @@
 """Budgets against implementations that were written from the papers, and exact totals."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -14,6 +15,7 @@ from distprune import budgets
 from distprune._common.bounds import Bounded
 from distprune.budgets.filling import Line, NoLevelError, fill, rounded
 from distprune.budgets.outliers import block_of
+from distprune.schedule import Linear, OneShot, ScheduledPruner
 from helpers.models import Net
 from helpers.models import fill as fill_model
 from helpers.sampling import num_examples
@@ -438,3 +440,60 @@ def test_nan_is_refused(amount):
 def test_without_an_amount():
     with pytest.raises(TypeError, match="amount"):
         pruned("uniform")
+
+
+# -- in a schedule --------------------------------------------------------------------------------
+
+
+def steps(budget, final=0.6, **options):
+    """Per step of a schedule, the counts of all parameters."""
+    model = fill_model(Net(), "normal", "float32")
+    pruner = ScheduledPruner(
+        prune.select(model),
+        Linear(begin=0, end=3, frequency=1, final_sparsity=final),
+        budget=budget,
+        **options,
+    )
+    reports = [report for report in (pruner.step() for _ in range(4)) if report is not None]
+    return [[entry.num_pruned for entry in report.parameters] for report in reports]
+
+
+def test_a_schedule_divides_every_target():
+    assert steps("uniform") == [[12, 10, 3], [24, 20, 6], [36, 30, 9]]
+    # Ratios 1 : 2 : 0; l2 is full at the last step.
+    ratios = {"l1.weight": 0.45, "l2.weight": 0.9, "l3.weight": 0.0}
+    assert steps(ratios) == [[9, 16, 0], [19, 31, 0], [28, 47, 0]]
+    assert steps(budgets.Sparsities(ratios))[-1] == [28, 47, 0]
+    for counts in (steps("erk"), steps("lamp")):
+        assert [sum(row) for row in counts] == [25, 50, 75]
+        assert all(a <= b for row, more in itertools.pairwise(counts)
+                   for a, b in zip(row, more, strict=True))  # fmt: skip
+
+
+def test_a_schedule_with_floors_and_a_budget():
+    """While the target is below the sum of the floors, no count goes beyond its floor."""
+    rows = steps("uniform", min_sparsity={"l3.weight": 1.0, "l2.weight": 0.5})
+    assert [sum(row) for row in rows] == [25, 50, 75]
+    assert all(n <= floor for n, floor in zip(rows[0], (0, 25, 15), strict=True))
+    assert rows[1] == [10, 25, 15] and rows[2] == [33, 27, 15]
+
+
+def test_groups_have_budgets_of_their_own():
+    model = fill_model(Net(), "normal", "float32")
+    one, two, three = prune.select(model)
+    pruner = ScheduledPruner(
+        [{"parameters": [one, two]}, {"parameters": [three], "budget": {"l3.weight": 1.0}}],
+        OneShot(step=0, sparsity=0.2),
+        budget="uniform",
+    )
+    counts = [entry.num_pruned for entry in pruner.step().parameters]
+    assert counts == [12, 10, 3]
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "text"),
+    [("lampp", ValueError, "lampp"), ({"l1.weight": 1.0}, ValueError, "does not have l2.weight")],
+)
+def test_refused_by_the_constructor_of_a_schedule(budget, error, text):
+    with pytest.raises(error, match=text):
+        steps(budget)

@@ -30,7 +30,8 @@ ROOMS = {
     },
     "verification": {"_common", "torch_private", "shards", "masks", "call"},
     "schedule": {
-        "_common", "shards", "selection", "masks", "call", "methods", "api", "verification",
+        "_common", "budgets", "shards", "selection", "masks", "call", "methods", "api",
+        "verification",
     },
     "criteria": {
         "_common", "torch_private", "shards", "masks", "call", "methods", "api",

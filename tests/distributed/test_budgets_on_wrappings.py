@@ -1,0 +1,202 @@
+"""Budgets: the mask of every rank is its part of that of one process, whatever the wrapping."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distprune as prune
+from distprune import budgets
+from distprune.testing import run_ranks
+from helpers import wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.models import EVEN, UNEVEN, Net, fill, target
+from helpers.sampling import every
+
+WRAPPINGS = [
+    "plain-1", "plain-3", "ddp-2", "fsdp1-2", "fsdp1-3", "fsdp1_root-3", "fsdp1_flat-2",
+    "fsdp1_hybrid-2x2", "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2-4", "fsdp2_root-3", "fsdp2_dim1-3",
+    "hsdp-2x2", "hsdp-3x1", "tp-2", "tp-3", "fsdp2_tp-2x2", "fsdp2_tp-1x3",
+]  # fmt: skip
+NAMES = ["l2.weight", "l1.weight", "l1.bias", "l3.weight", "l3.bias"]
+RATIOS = dict(zip(NAMES, (0.1, 0.4, 0.2, 0.3, 0.0), strict=True))
+SHARES = dict(zip(NAMES, (0.5, 0.25, 0.0, 0.75, 1.0), strict=True))
+# Name: (budget, keywords of two successive calls).
+PLANS = {
+    "uniform": ("uniform", {"amount": 40}, {"amount": 0.5}),
+    "erk": ("erk", {"amount": 0.3}, {"amount": 30, "max_sparsity": 0.8}),
+    "lamp": ("lamp", {"amount": 0.4}, {"amount": 0.4}),
+    "lamp in bounds": (
+        "lamp", {"amount": 50, "min_sparsity": 0.05, "max_sparsity": 0.7}, {"amount": 0},
+    ),
+    "owl": (budgets.OWL(RATIOS, lam=0.2), {"amount": 60}, {"amount": 0.2}),
+    "mapping": (SHARES, {}, {}),
+    "relative": (budgets.Sparsities(SHARES, relative=True), {"amount": 30}, {"amount": 20}),
+    "lamp of all": ("lamp", {"amount": 0.1}, {"amount": 1.0}),
+}  # fmt: skip
+DATA = ["normal", "rounded", "few", "equal", "zeros", "denormal"]
+DTYPES = ["float32", "bfloat16", "float16", "float64", "mixed"]
+
+
+def pruned(plan, model, group=None):
+    """Prune a model by a plan; the counts after each of its calls."""
+    budget, *calls = PLANS[plan]
+    targets = [prune.NamedParameter(*target(model, name), name) for name in NAMES]
+    counts = []
+    for keywords in calls:
+        report = prune.global_unstructured(
+            targets, prune.L1Unstructured, budget=budget, group=group, **keywords
+        )
+        counts.append([entry.num_pruned for entry in report.parameters])
+    return counts
+
+
+def alone(plan, data, dtype, sizes):
+    """The masks and counts of one process."""
+    model = fill(Net(sizes), data, dtype)
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    counts = pruned(plan, model, group)
+    dist.destroy_process_group(group)
+    return {name: model.get_buffer(name + "_mask").clone() for name in NAMES}, counts
+
+
+def differences(wrapping: str, start: int) -> list[str]:
+    wrong = []
+    sizes = EVEN if wrapping.startswith("fsdp2_dim1") else UNEVEN
+    cases = [(plan, data, dtype) for plan in PLANS for data in DATA for dtype in DTYPES]
+    for plan, data, dtype in every(29, cases, start):
+        if wrapping.startswith("fsdp1") and dtype == "mixed":  # a flat parameter has one dtype
+            continue
+        keeps, expected = alone(plan, data, dtype, sizes)
+        model = fill(Net(sizes), data, dtype)
+        indices = wrappings.local_indices(model, wrapping)
+        model = wrappings.wrap(model, wrapping)
+        counts = pruned(plan, wrappings.unwrapped(model))
+        when = f"{plan}, {data}, {dtype}"
+        if counts != expected:
+            wrong.append(f"{when}: {counts}, not {expected}")
+        wrong += wrong_masks(model, keeps, indices, when)
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", wrappings.sampled(WRAPPINGS))
+def test_masks_are_those_of_one_process(wrapping):
+    start = WRAPPINGS.index(wrapping)
+    assert_nothing_wrong(
+        run_ranks(differences, max(1, wrappings.world_size(wrapping)), wrapping, start)
+    )
+
+
+def stage_differences(num_ranks: int) -> list[str]:
+    """Each rank has some layers of one model; sparsities are given by full name."""
+    wrong = []
+    rank = dist.get_rank()
+    layers = ["l1", "l2", "l3"]
+    for plan in ("uniform", "erk", "lamp", "owl", "mapping"):
+        budget, *calls = PLANS[plan]
+        keeps, masks = {}, {}
+        for everything in (True, False):
+            model = fill(Net(), "normal", "float32")
+            own = [
+                pair
+                for pair in prune.select(model, names=("weight", "bias"))
+                if pair.fqn in NAMES
+                and (everything or layers.index(pair.fqn[:2]) % num_ranks == rank)
+            ]
+            group = dist.new_group([rank], use_local_synchronization=True) if everything else None
+            for keywords in calls:
+                report = prune.global_unstructured(
+                    own, prune.L1Unstructured, budget=budget, group=group,
+                    pipeline_parallel=True, **keywords,
+                )  # fmt: skip
+            found = keeps if everything else masks
+            found |= {pair.fqn: getattr(pair[0], pair[1] + "_mask").clone() for pair in own}
+            counts = [entry.num_pruned for entry in report.parameters]
+            if everything:
+                expected = counts
+        if counts != expected:
+            wrong.append(f"{plan}: {counts}, not {expected}")
+        wrong += [
+            f"{plan}: another mask of {name}"
+            for name, mask in masks.items()
+            if not torch.equal(mask, keeps[name])
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_pipeline_stages(num_ranks):
+    assert_nothing_wrong(run_ranks(stage_differences, num_ranks, num_ranks))
+
+
+def traffic(wrapping: str) -> dict:
+    """By budget: the calls that one pruning makes, and its bytes, counted and reported."""
+    found = {}
+    for budget in (None, "uniform", "erk", "lamp"):
+        model = wrappings.wrap(fill(Net((100, 400, 100, 8)), "normal", "float32"), wrapping)
+        targets = prune.select(wrappings.unwrapped(model))
+        with Traffic() as counted:
+            report = prune.global_unstructured(
+                targets, prune.L1Unstructured, amount=0.5, budget=budget
+            )
+        assert report.bytes_sent == sum(num_bytes for _, num_bytes in counted.calls)
+        found[budget] = [name for name, _ in counted.calls], report.bytes_sent
+    return found
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-3"])
+def test_a_budget_costs_kilobytes_per_parameter(wrapping):
+    per_rank = run_ranks(traffic, wrappings.world_size(wrapping), wrapping)
+    assert all(found == per_rank[0] for found in per_rank)
+    for calls, num_bytes in per_rank[0].values():
+        assert len(calls) < 30 and not [name for name in calls if "gather" in name]
+        assert num_bytes < 3 * 130_000
+    # LAMP's own counts are a small part of that.
+    assert per_rank[0]["lamp"][1] - per_rank[0]["uniform"][1] < 3 * 30_000
+
+
+RENAMED = {name.replace("l1.weight", "l9"): share for name, share in SHARES.items()}
+ODD = {  # what the odd rank passes instead -> what the error names on every rank
+    "another budget": ({"budget": "erk"}, "budget: "),
+    "no budget": ({"budget": None}, "budget: "),
+    "another sparsity": ({"budget": {**SHARES, "l1.weight": 0.5}}, "budget of l1.weight"),
+    "another name": ({"budget": RENAMED}, "does not have l1.weight"),
+    "no number": ({"budget": {**SHARES, "l1.weight": "0.5"}}, "'0.5'"),
+    "an unknown budget": ({"budget": "lampp"}, "lampp"),
+}
+ALL = {  # what every rank passes
+    "another total": ({"budget": SHARES, "amount": 100}, "expected the same"),
+    "a method that does not rank": (
+        {"budget": "uniform", "pruning_method": prune.Identity, "amount": None},
+        "Identity does not rank",
+    ),
+    "too low a ceiling": ({"budget": "lamp", "amount": 130, "max_sparsity": 0.1}, "leaves"),
+}  # fmt: skip
+
+
+def outcomes(wrapping: str) -> dict[str, tuple[str, list[str]]]:
+    """(text, changes) of the error that this rank sees, by case."""
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    targets = [prune.NamedParameter(*target(wrappings.unwrapped(model), n), n) for n in NAMES]
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    found = {}
+    for case, (odd, _) in (ODD | ALL).items():
+        arguments = {"pruning_method": prune.L1Unstructured, "budget": SHARES, "amount": 54}
+        if is_odd or case in ALL:
+            arguments |= odd
+        before = snapshot(model)
+        try:
+            prune.global_unstructured(targets, **arguments)
+            text = "no error"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        found[case] = text, changes(before, snapshot(model))
+    return found
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3"])
+def test_wrong_budgets_are_refused_on_every_rank(wrapping):
+    for rank, found in enumerate(run_ranks(outcomes, wrappings.world_size(wrapping), wrapping)):
+        for case, (_, text) in (ODD | ALL).items():
+            assert text in found[case][0], (rank, case, found[case])
+            assert found[case][1] == [], (rank, case)
