@@ -1,0 +1,309 @@
+"""What rank batches send, that wrong reductions are noticed, and which ranks' batches count."""
+
+import collections
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from distprune._common.collectives import Communicator
+from distprune.criteria import Fisher, rank_batch
+from distprune.shards import unaveraged_gradients
+from distprune.testing import run_ranks
+from distprune.torch_private.gradient_source import ParameterSource
+from helpers import wrappings
+from helpers.collective_traffic import Traffic
+from helpers.comparisons import assert_nothing_wrong
+from helpers.micro_batches import (
+    calibrate,
+    data_rank,
+    differences,
+    expected_scores,
+    gradients_of_units,
+    loss_of,
+    make_model,
+    micro_batch,
+    num_data_ranks,
+    num_tokens,
+    wrong_scores,
+)
+from helpers.models import fqns, target
+from helpers.wrappings import local
+
+# Of 8 bytes each, in every calibration: an agreement when it begins and when it ends, and the sums
+# of batches and weights over the ranks, with a digest that shows whether they are equal everywhere.
+AGREEMENTS = [("allreduce", 40), ("allreduce", 40), ("allreduce", 24), ("allreduce", 16)]
+WEIGHT = [("allreduce", 16), ("allreduce", 16)]  # the same for one weight
+SAME_ORDER = [("allreduce", 16)]
+
+
+def run_batches(model: nn.Module, dense: nn.Module, wrapping: str, batch=contextlib.nullcontext):
+    for number in range(2):
+        with batch():
+            loss_of(model, micro_batch(dense, "float32", data_rank(wrapping), number)).backward()
+
+
+def extra_traffic(wrapping: str) -> tuple[collections.Counter, collections.Counter]:
+    """(what a calibration of two micro-batches sends, what it has to send), without FSDP's own."""
+    dense = make_model(wrapping, "float32")
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
+    run_batches(model, dense, wrapping)  # what is sent at the first step only
+    criterion = Fisher(pairs, unit="rank_batch")
+    with Traffic() as without:
+        run_batches(model, dense, wrapping)
+    with Traffic() as both, criterion.calibrating():
+        run_batches(model, dense, wrapping, criterion.batch)
+    sent = collections.Counter(map(plain_name, both.calls))
+    sent -= collections.Counter(map(plain_name, without.calls))
+    kind, size = wrappings.kind_of(wrapping), wrappings.world_size(wrapping)
+    expected = [*AGREEMENTS]
+    shapes = [parameter.shape for parameter in dense.parameters()]
+    if kind in ("plain", "ddp"):
+        expected += [*WEIGHT, *(("allreduce", 4 * shape.numel()) for shape in shapes)]
+    if kind in ("fsdp2", "hsdp"):
+        size = wrappings.mesh_shape(wrapping)[-1]
+        rows = [-(-shape[0] // size) for shape in shapes]
+        pieces = [4 * n * shape[1:].numel() for n, shape in zip(rows, shapes, strict=True)]
+        if size > 1:
+            expected += [*SAME_ORDER, *[("reduce_scatter", (size + 1) * n) for n in pieces] * 2]
+        expected += WEIGHT * (2 if kind == "hsdp" else 1)  # over each axis of the mesh
+    if kind == "hsdp":
+        expected += [("allreduce", 4 * local(p).numel()) for p in model.parameters()]
+    if kind == "fsdp1":
+        handles = {m._handle for m in type(model).fsdp_modules(model) if m._handle is not None}
+        sizes = [4 * handle.flat_param._sharded_size.numel() for handle in handles]
+        expected += [*SAME_ORDER, *WEIGHT]
+        expected += [("reduce_scatter", (size + 1) * n) for n in sizes] * 2
+    return sent, collections.Counter(expected)
+
+
+def plain_name(call: tuple[str, int]) -> tuple[str, int]:
+    """torch 2.11 and 2.13 call the same operation by different names."""
+    name, num_bytes = call
+    return ("reduce_scatter" if "reduce_scatter" in name else name.strip("_")), num_bytes
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3", "fsdp1-3", "fsdp2-3", "hsdp-2x2", "tp-2"])
+def test_what_is_sent(wrapping):
+    """Under TP also the plain layer, whose replicas are summed as those of plain modules."""
+    for sent, expected in run_ranks(extra_traffic, wrappings.world_size(wrapping), wrapping):
+        if wrapping.startswith("tp"):
+            expected += collections.Counter([*WEIGHT, ("allreduce", 4 * 15), ("allreduce", 4 * 3)])
+        assert sent == expected
+
+
+def mean_before_squaring(patch: pytest.MonkeyPatch) -> None:
+    def add(self, gradient, power, factor):
+        if self.pieces is None:
+            return right(self, gradient, power, factor)
+        mean = (
+            self.pieces.of_this_rank(self.gradients.source.pieces(gradient)) / dist.get_world_size()
+        )
+        for position, total in self.totals.items():
+            run = mean[self.gradients.runs[position]]
+            total.view(-1).add_(run.abs() ** power, alpha=factor * dist.get_world_size())
+
+    right = rank_batch._Leaf.add
+    patch.setattr(rank_batch._Leaf, "add", add)
+
+
+def sum_over_tensor_parallel_ranks(patch: pytest.MonkeyPatch) -> None:
+    def replicas_of(shard, group):
+        return (dist.group.WORLD,)
+
+    patch.setattr(unaveraged_gradients, "_replicas_of", replicas_of)
+
+
+def unweighted(patch: pytest.MonkeyPatch) -> None:
+    def factor(self, power):
+        return 1 / self.loss_scale**power
+
+    patch.setattr(rank_batch.Batch, "factor", factor)
+
+
+def weights_of_this_rank_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_batch.RankBatchSums, "_summed_weight", lambda self, groups: self.weight)
+
+
+def running_sum(patch: pytest.MonkeyPatch) -> None:
+    def attach(self, receive):
+        self._handle = self._parameter.register_post_accumulate_grad_hook(
+            lambda parameter: receive(parameter.grad.clone())
+        )
+
+    patch.setattr(ParameterSource, "attach", attach)
+
+
+def replicas_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Communicator.sum_floats
+
+    def sum_floats(self, values):
+        right(self, values)
+        right(self, values)
+
+    patch.setattr(Communicator, "sum_floats", sum_floats)
+
+
+def no_sum_over_replicas(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Communicator, "sum_floats", lambda self, values: None)
+
+
+DEFECTS = {
+    defect.__name__: defect
+    for defect in (
+        mean_before_squaring,
+        sum_over_tensor_parallel_ranks,
+        unweighted,
+        weights_of_this_rank_only,
+        running_sum,
+        replicas_twice,
+        no_sum_over_replicas,
+    )
+}
+
+
+def planted(wrapping: str, defect: str | None) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if defect:
+            DEFECTS[defect](patch)
+        return differences(wrapping, [("fisher", "float64", 3)])
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "defect"),
+    [
+        ("fsdp2-3", "mean_before_squaring"),
+        ("fsdp1-2", "mean_before_squaring"),
+        ("tp-2", "sum_over_tensor_parallel_ranks"),
+        ("ddp-3", "unweighted"),
+        ("fsdp2-2", "unweighted"),
+        ("ddp-3", "weights_of_this_rank_only"),
+        ("fsdp2-3", "weights_of_this_rank_only"),
+        ("ddp-2", "running_sum"),
+        ("plain-1", "running_sum"),
+        ("hsdp-2x2", "replicas_twice"),
+        ("fsdp1_hybrid-2x2", "replicas_twice"),
+        ("ddp-2", "no_sum_over_replicas"),
+        ("hsdp-2x1", "no_sum_over_replicas"),
+    ],
+)
+def test_wrong_reductions_are_noticed(wrapping, defect):
+    size = wrappings.world_size(wrapping)
+    assert any(run_ranks(planted, size, wrapping, defect))
+    assert_nothing_wrong(run_ranks(planted, size, wrapping, None))
+
+
+def begin_without_forgetting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_batch.RankBatchSums, "begin", lambda self: None)
+
+
+def two_calibrations(wrapping: str, is_planted: bool = False) -> list[str]:
+    """Twice the same three batches: the scores of the first time; and replicas with equal bits."""
+    dense = make_model(wrapping, "integer float32")
+    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
+    criterion = Fisher(pairs, unit="rank_batch")
+    with pytest.MonkeyPatch.context() as patch:
+        if is_planted:
+            begin_without_forgetting(patch)
+        for _ in range(2):
+            calibrate(criterion, model, dense, wrapping, "integer float32", 3)
+    units = gradients_of_units(dense, "integer float32", num_data_ranks(wrapping), 3)
+    expected = expected_scores(dense, units, 2, 0.5)
+    wrong = wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
+    if criterion.num_updates != 2 * 3 * dist.get_world_size():
+        wrong.append(f"{criterion.num_updates} updates")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "wrapping", ["plain-1", "ddp-3", "fsdp1_hybrid-2x2", "fsdp2-2", "hsdp-2x2"]
+)
+def test_a_second_calibration_adds_to_the_first(wrapping):
+    assert_nothing_wrong(run_ranks(two_calibrations, wrappings.world_size(wrapping), wrapping))
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-3", "hsdp-2x2"])
+def test_what_replicas_forget_is_noticed(wrapping):
+    assert any(run_ranks(two_calibrations, wrappings.world_size(wrapping), wrapping, True))
+
+
+def bits_of_replicas(wrapping: str) -> dict[str, list]:
+    dense = make_model(wrapping, "float32")
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    names = fqns(dense)
+    pairs = [target(wrappings.unwrapped(model), name) for name in names]
+    criterion = Fisher(pairs, unit="rank_batch")
+    calibrate(criterion, model, dense, wrapping, "float32", 3)
+    scores = criterion.scores()
+    return {name: local(scores[pair]).tolist() for name, pair in zip(names, pairs, strict=True)}
+
+
+@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-4", "hsdp-2x2", "fsdp1_hybrid-2x2"])
+def test_replicas_have_the_same_bits(wrapping):
+    ranks = run_ranks(bits_of_replicas, wrappings.world_size(wrapping), wrapping)
+    num_shards = 1 if wrapping[:3] in ("pla", "ddp") else 2
+    for number, scores in enumerate(ranks):
+        assert scores == ranks[number % num_shards]
+
+
+def uneven_participation(wrapping: str) -> list[str]:
+    """Rank r has r micro-batches. Where a backward needs all ranks, the others weigh nothing."""
+    dense = make_model(wrapping, "float32")
+    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
+    criterion = Fisher(pairs, unit="rank_batch")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_alone = wrappings.kind_of(wrapping) == "plain"
+    with criterion.calibrating():
+        for number in range(rank if is_alone else size - 1):
+            x, y = micro_batch(dense, "float32", rank, number)
+            has_data = number < rank
+            y = y if has_data else y * torch.inf  # whatever a rank without data runs
+            with criterion.batch(weight=num_tokens(rank, number) if has_data else 0):
+                loss_of(model, (x, y)).backward()
+    units = gradients_of_units(dense, "float32", size, size - 1)
+    units = [units[r * (size - 1) + a] for r in range(size) for a in range(r)]
+    expected = expected_scores(dense, units, 2, 0.5)
+    return wrong_scores(model, criterion.scores(), expected, indices)
+
+
+@pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3"])
+def test_ranks_with_fewer_batches(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(uneven_participation, size, wrapping))
+
+
+def data_parallel_over_tensor_parallel() -> list[str]:
+    """Plain replicas of a tensor-parallel model: the ranks of group= have other batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dense = make_model("tp-2", "integer float32")
+    plan = {"l1": ColwiseParallel(), "l2": RowwiseParallel()}
+    model = parallelize_module(copy.deepcopy(dense), mesh["tp"], plan)
+    numbered = copy.deepcopy(dense)
+    with torch.no_grad():
+        for parameter in numbered.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+    numbered = parallelize_module(numbered, mesh["tp"], plan)
+    indices = {name: local(p).long() for name, p in numbered.named_parameters()}
+    criterion = Fisher(
+        [target(model, name) for name in fqns(dense)],
+        unit="rank_batch",
+        group=mesh["dp"].get_group(),
+    )
+    calibrate(criterion, model, dense, "fsdp2_tp-2x2", "integer float32", 3)
+    units = gradients_of_units(dense, "integer float32", 2, 3)
+    expected = expected_scores(dense, units, 2, 0.5)
+    return wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
+
+
+def test_data_parallel_replicas_of_a_tensor_parallel_model():
+    assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4))
