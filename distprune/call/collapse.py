@@ -1,13 +1,8 @@
 """Layers that a ranking over all parameters has emptied: what counts as one, and the warning.
 
-[Note: collapse] A parameter has collapsed if a call leaves it at most 1 % of its elements, and all
-parameters of the call together at least 10 % of theirs: so it is at least ten times as sparse in
-what it keeps as the whole. On a pretrained language model, a raw global ranking by Wanda scores
-pruned one matrix to 99 % where 30 % were asked for, and the perplexity rose fourfold; with scores
-divided by their rms no matrix went above 52 %. Not counted are parameters of fewer than two
-dimensions (biases often begin at zero), those for which the caller asked for it, by a budget or a
-bound, and those that had collapsed before. A model that is pruned to more than 90 % as a whole is
-expected to have nearly empty layers.
+What has collapsed is said in _common/collapse.py, for files too. Not counted here are parameters of
+fewer than two dimensions (biases often begin at zero), those for which the caller asked for it, by
+a budget or a bound, and those that had collapsed before.
 """
 
 from __future__ import annotations
@@ -15,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from distprune._common.collapse import collapsed, is_nearly_empty
 from distprune.call.report import ParameterReport, PruningReport
 
 _SHOWN = 5
@@ -23,24 +19,17 @@ _SHOWN = 5
 def find_collapsed(
     entries: Sequence[ParameterReport], shapes: Sequence[Sequence[int]]
 ) -> tuple[str, ...]:
-    """The names of the parameters that a call has emptied: see [Note: collapse].
+    """The names of the parameters that a call has emptied.
 
     Args:
         entries: of all parameters of the call.
         shapes: of the whole parameters.
     """
-    num_pruned = sum(entry.num_pruned for entry in entries)
-    if 10 * num_pruned > 9 * sum(entry.num_elements for entry in entries):
-        return ()
+    emptied = collapsed([(entry.num_elements, entry.num_pruned) for entry in entries])
     return tuple(
-        entry.name
-        for entry, shape in zip(entries, shapes, strict=True)
-        if len(shape) >= 2
-        and entry.held_at is None
-        and entry.wanted is None
-        and (entry.min_sparsity is None or entry.min_sparsity < 0.99)
-        and _is_nearly_all(entry.num_pruned, entry.num_elements)
-        and not _is_nearly_all(entry.num_pruned_before, entry.num_elements)
+        entries[position].name
+        for position in emptied
+        if _is_new(entries[position], shapes[position])
     )
 
 
@@ -67,5 +56,12 @@ def warn_of_collapse(report: PruningReport) -> None:
     )
 
 
-def _is_nearly_all(num_pruned: int, num_elements: int) -> bool:
-    return num_elements > 0 and 100 * num_pruned >= 99 * num_elements
+def _is_new(entry: ParameterReport, shape: Sequence[int]) -> bool:
+    """Whether a parameter that has collapsed did so by this call, and nobody asked for it."""
+    return (
+        len(shape) >= 2
+        and entry.held_at is None
+        and entry.wanted is None
+        and (entry.min_sparsity is None or entry.min_sparsity < 0.99)
+        and not is_nearly_empty(entry.num_elements, entry.num_pruned_before)
+    )

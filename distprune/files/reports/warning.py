@@ -46,9 +46,9 @@ def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
     shown = _shown(raw)
     keep = "keeps" if len(raw) == 1 else "keep"
     return (
-        f"{shown} {keep} less than a tenth of the share that is kept of all. Raw magnitudes were "
-        "ranked; normalize: rms (--normalize rms) divides those of each tensor by their rms, so "
-        "that tensors of different scales compare."
+        f"{shown} {keep} at most 1 %, because raw magnitudes were ranked; normalize: rms "
+        "(--normalize rms) divides those of each tensor by their rms, so that tensors of different "
+        "scales compare."
     )
 
 
@@ -59,7 +59,8 @@ def _of_collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorRep
         members = tensors[group.first : group.last]
         if group.recipe.is_together:
             counts = [(tensor.num_elements, tensor.num_pruned) for tensor in members]
-            found += [members[position] for position in collapsed(counts)]
+            emptied = [members[position] for position in collapsed(counts)]
+            found += [tensor for tensor in emptied if tensor.held_at is None]
     return found
 
 
@@ -70,9 +71,9 @@ def _collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
         return []
     keep = "keeps" if len(emptied) == 1 else "keep"
     return [
-        f"{_shown(emptied)} {keep} less than a tenth of the share that is kept of all tensors of "
-        "the ranking. The model may be useless; limits.max_sparsity (--max-sparsity) bounds what a "
-        "single tensor loses, and exclude leaves it alone."
+        f"{_shown(emptied)} {keep} at most 1 %, because the normalised weights are "
+        "smaller than those of the other tensors. The model may be useless; limits.max_sparsity "
+        "(--max-sparsity) bounds what a single tensor loses, and exclude leaves it alone."
     ]
 
 
