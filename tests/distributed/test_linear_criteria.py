@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import distprune as prune
 from distprune.criteria import SNIP, Custom, GradientMagnitude, Movement
@@ -301,3 +301,94 @@ def test_ranks_with_different_numbers_of_updates():
     for text in run_ranks(different_numbers_of_updates, 2):
         assert "number of updates: 1" in text
         assert "number of updates: 2" in text
+
+
+def scaled(wrapping: str, how: str) -> tuple[list[str], int]:
+    """A gradient scaler that halves its scale after an infinite loss, in the second of 4 steps."""
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model, wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite="skip")
+    part, num_parts = wrappings.data_rank(wrapping)
+    for number in (0, None, 1, 2):
+        x, factors = (tensor.chunk(num_parts)[part] for tensor in one.batches[number or 0])
+        loss = runs.loss(model, x, factors) * num_parts
+        scaler.scale(loss * (torch.inf if number is None else 1.0)).backward()
+        if how == "weight":
+            criterion.update(weight=1 / scaler.get_scale())
+        scaler.unscale_(optimizer)
+        if how == "unscale":
+            criterion.update()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if number is not None:
+            one.backward(number)
+    assert scaler.get_scale() == 2.0**9
+    expected = dict(zip(runs.WEIGHTS, one.scores("SNIP"), strict=True))
+    return runs.differing(criterion.scores(), expected, indices), criterion.num_skipped
+
+
+@pytest.mark.parametrize("how", ["unscale", "weight"])
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2"])
+def test_gradient_scalers_and_clipping(wrapping, how):
+    for wrong, num_skipped in run_ranks(scaled, wrappings.world_size(wrapping), wrapping, how):
+        assert wrong == []
+        assert num_skipped == 1
+
+
+def without_all_reduce() -> str:
+    """HSDP whose gradients are summed over the shards, and not yet over the replicas."""
+    model = runs.integer_net("hsdp-2x2")
+    batch = runs.batches(model, 1)[0]
+    model = wrappings.wrap(model, "hsdp-2x2")
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
+    model.set_requires_all_reduce(False)
+    runs.backward(model, batch, *wrappings.data_rank("hsdp-2x2"))
+    with pytest.raises(RuntimeError) as error:
+        criterion.update()
+    return str(error.value)
+
+
+def test_gradients_without_the_all_reduce_of_hsdp_are_refused():
+    for text in run_ranks(without_all_reduce, 4):
+        assert text.startswith("l1.weight: a backward without gradient synchronisation")
+
+
+def differences_in_half_precision(wrapping: str) -> list[str]:
+    """bf16 weights and gradients, fp32 sums: those of one process with bf16 gradients."""
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model.bfloat16(), wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
+    total = dict.fromkeys(runs.WEIGHTS, 0.0)
+    part, num_parts = wrappings.data_rank(wrapping)
+    for x, factors in one.batches:
+        rows = [(x[row : row + 1].bfloat16(), factors[row : row + 1]) for row in range(num_parts)]
+        runs.backward(model, rows[part], 0, num_parts)
+        criterion.update(weight=1 / 3)
+        model.zero_grad()
+        for name in runs.WEIGHTS:
+            weight = one.model.get_parameter(name)
+            of_ranks = [
+                torch.autograd.grad(runs.loss(one.model, *row) * num_parts, weight)[0]
+                for row in rows
+            ]
+            mean = (sum(gradient.float() for gradient in of_ranks) / num_parts).bfloat16()
+            total[name] = total[name] + mean.double() / 3
+    wrong = []
+    for (name, gradient), score in zip(total.items(), criterion.scores().values(), strict=True):
+        whole = (one.model.get_parameter(name).double() * gradient).abs().detach()
+        mine, found = wrappings.my_part(whole, indices[name]), wrappings.local(score)
+        if not torch.allclose(found.double(), mine, rtol=1e-6, atol=1e-7):
+            wrong.append(f"{name}: {found} is not {mine}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp1-2", "fsdp2-2"])
+def test_half_precision(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_in_half_precision, size, wrapping))
