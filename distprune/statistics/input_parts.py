@@ -160,6 +160,8 @@ def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
         return mask
     if shape[:-1] == (mask.numel(),):
         return mask.reshape(-1)
+    if [size for size in shape[:-1] if size > 1] == [size for size in mask.shape if size > 1]:
+        return mask.view(shape[:-1])  # a dimension of size 1 between batch and tokens
     raise ValueError(
         f"{label}: an input of shape {tuple(shape)} does not fit the attention_mask of shape "
         f"{tuple(mask.shape)}; expected [batch, tokens, features] or [batch * tokens, features]. "

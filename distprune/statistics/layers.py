@@ -11,6 +11,7 @@ A weight has an *input shape*: one statistic for each input feature that it mult
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -85,38 +86,47 @@ class WeightLayout:
         return values.reshape(shape)
 
 
-def layout_of(module: nn.Module, name: str, shape: torch.Size, label: str) -> WeightLayout:
+def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout | str:
     """How a parameter meets the input of its module.
 
     Args:
         module, name: the owner of the parameter and its name there.
         shape: of the whole parameter.
-        label: for messages.
 
-    Raises:
-        NotImplementedError: the input of the module is not what the parameter multiplies, or it
-            cannot be known that it is; names the parameter and the way out.
+    Returns:
+        A sentence if the input of the module is not what the parameter multiplies, or it cannot be
+        known that it is.
     """
     kind = None
     if name == "weight":
-        if _calls(module, nn.Linear):
+        if _calls(module, nn.Linear) or _is_linear_of_transformers(module):
             kind = "linear"
         elif any(_calls(module, convolution) for convolution in _CONVOLUTIONS):
             kind = "convolution"
         elif _is_conv1d_of_transformers(module):
             kind = "conv1d_of_transformers"
     if kind is None or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise NotImplementedError(f"{label}: {_obstacle(module, name, shape)} {_WAY_OUT}")
+        return _obstacle(module, name, shape)
     if kind == "convolution":
         assert isinstance(module, _CONVOLUTIONS)
         return WeightLayout(kind, tuple(shape), module.groups)
     return WeightLayout(kind, tuple(shape))
 
 
-_WAY_OUT = (
-    "Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d or transformers' Conv1D. Leave the "
-    'parameter out: select(model, exclude="...").'
-)
+def refusal(obstacles: Mapping[str, str]) -> NotImplementedError:
+    """The error for parameters, by name, that have no layout."""
+    (label, text), *others = obstacles.items()
+    also = ""
+    if others:
+        names = ", ".join(name for name, _ in others[:8])
+        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+        also = f" There are no statistics of these either: {names}{more}."
+    return NotImplementedError(
+        f"{label}: {text} Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d or transformers' "
+        "Conv1D. Leave such parameters out, for example by select(model, types=torch.nn.Linear, "
+        'exclude="lm_head").'
+        f"{also}"
+    )
 
 
 def _obstacle(module: nn.Module, name: str, shape: torch.Size) -> str:
@@ -130,7 +140,10 @@ def _obstacle(module: nn.Module, name: str, shape: torch.Size) -> str:
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention uses the weight on inputs that are not seen from outside."
     if isinstance(module, nn.Embedding):
-        return "rows of an embedding are looked up, and not multiplied with an input."
+        return (
+            "rows of an embedding, also of one that a head is tied to, are looked up, and not "
+            "multiplied with an input."
+        )
     if name == "weight" and isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         return (
             f"{kind} has a forward of its own, so its input may not be what the weight multiplies."
@@ -150,6 +163,12 @@ def _obstacle(module: nn.Module, name: str, shape: torch.Size) -> str:
 def _calls(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module is of a kind and has its forward, not one of its own class."""
     return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _is_linear_of_transformers(module: nn.Module) -> bool:
+    """Linear layers whose own forward does what nn.Linear does."""
+    loaded = sys.modules.get("transformers.models.falcon.modeling_falcon")
+    return loaded is not None and _calls(module, loaded.FalconLinear)
 
 
 def _is_conv1d_of_transformers(module: nn.Module) -> bool:

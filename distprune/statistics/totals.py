@@ -15,7 +15,7 @@ from distprune._common.patterns import matcher
 from distprune.shards.target import Target
 from distprune.statistics.collecting import LocalStatistics
 from distprune.statistics.input_parts import peers_of, with_peers
-from distprune.statistics.layers import WeightLayout, layout_of
+from distprune.statistics.layers import WeightLayout, layout_of, refusal
 
 # Squares on ranks with the same tokens are equal, unless their kernels add in another order.
 _TOLERANCE = 1e-6
@@ -70,12 +70,13 @@ def local_statistics(
     """
 
     def describe() -> str:
-        described = {}
+        described, obstacles = {}, {}
         for target in targets:
-            layouts = [
-                layout_of(module, name, target.shard.shape, target.label)
-                for module, name in target.places
-            ]
+            found = [layout_of(*place, target.shard.shape) for place in target.places]
+            layouts = [layout for layout in found if not isinstance(layout, str)]
+            if len(layouts) < len(found):
+                obstacles[target.label] = next(text for text in found if isinstance(text, str))
+                continue
             if any(layout != layouts[0] for layout in layouts[1:]):
                 raise NotImplementedError(
                     f"{target.label} is tied between layers that use it differently; expected "
@@ -83,6 +84,8 @@ def local_statistics(
                 )
             if layouts:
                 described[target.label] = (vars(layouts[0]), len(layouts))
+        if obstacles:
+            raise refusal(obstacles)
         return json.dumps(described)
 
     texts, _ = communicator.distinct_texts(communicator.run(describe))

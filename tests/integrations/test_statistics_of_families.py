@@ -1,0 +1,149 @@
+"""Activation statistics of transformers' own models: which layers have them, and padding."""
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.statistics import ActivationStatistics, prune_sequentially
+from helpers.sampling import every
+from helpers.tiny_transformers import tiny_model
+
+pytest.importorskip("transformers")
+
+PADDED = ["gpt2", "falcon", "llama", "qwen3", "gemma3", "mixtral", "deepseek_v3", "bloom"]
+# Linear layers that no forward of the model calls: kernels take their weights.
+USED_DIRECTLY = {
+    "mamba": ["backbone.layers.0.mixer.conv1d", "backbone.layers.0.mixer.dt_proj"],
+    "mamba2": ["backbone.layers.0.mixer.conv1d"],
+}
+
+
+def linear_layers(model: nn.Module) -> list:
+    """Every layer but embeddings, routers and the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    pairs = prune.select(model, types=(nn.Linear, nn.Conv1d, Conv1D))
+    is_head = [len(pair.places) > 1 or "lm_head" in pair.fqn for pair in pairs]
+    return [pair for pair, is_one in zip(pairs, is_head, strict=True) if not is_one]
+
+
+@pytest.mark.parametrize("family", every(2, PADDED))
+def test_a_padded_batch_has_the_sums_of_its_sequences(family):
+    model = tiny_model(family)
+    parameters = linear_layers(model)
+    sequences = [torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[11, 12, 13]])]
+    alone = ActivationStatistics(parameters)
+    with alone.collecting():
+        for ids in sequences:
+            with alone.batch(torch.ones_like(ids)):
+                model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    ids = torch.nn.utils.rnn.pad_sequence([row[0] for row in sequences], batch_first=True)
+    mask = (ids != 0).long()
+    padded = ActivationStatistics(parameters)
+    with padded.collecting(), padded.batch(mask):
+        model(input_ids=ids, attention_mask=mask)
+    for pair, totals in padded.totals().items():
+        expected = alone.totals()[pair]
+        assert totals.num_tokens == expected.num_tokens == 8, pair.fqn
+        assert torch.allclose(totals.squares, expected.squares, rtol=1e-4), pair.fqn
+    counted = ActivationStatistics(parameters)
+    with counted.collecting():
+        model(input_ids=ids, attention_mask=mask)
+    assert set(counted.num_tokens().values()) == {10}
+
+
+@pytest.mark.parametrize("family", USED_DIRECTLY)
+def test_layers_whose_weights_are_taken_by_kernels_are_named(family):
+    model = tiny_model(family)
+    statistics = ActivationStatistics(linear_layers(model))
+    with statistics.collecting():
+        model(input_ids=torch.arange(3, 15).view(2, 6))
+    with pytest.raises(ValueError, match="was not called") as caught:
+        statistics.totals()
+    assert all(name in str(caught.value) for name in USED_DIRECTLY[family])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_fused_experts_and_routers_are_refused_by_name(family):
+    model = tiny_model(family)
+    fused = prune.select(model, names=("gate_up_proj", "down_proj"), include="*experts*")
+    with pytest.raises(NotImplementedError, match=r"experts\.gate_up_proj: .*fused experts"):
+        ActivationStatistics(fused)
+    with pytest.raises(NotImplementedError, match="embedding") as caught:
+        ActivationStatistics(prune.select(model))
+    assert "types=torch.nn.Linear" in str(caught.value)
+    assert "router.weight" in str(caught.value) or "gate.weight" in str(caught.value)
+
+
+def test_a_head_that_sees_sentences_does_not_fit_a_mask_of_tokens():
+    model = tiny_model("bert")
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear))
+    ids = torch.arange(3, 15).view(2, 6)
+    with (
+        statistics.collecting(),
+        statistics.batch(torch.ones_like(ids)),
+        pytest.raises(ValueError, match=r"bert\.pooler\.dense\.weight.*does not fit"),
+    ):
+        model(input_ids=ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sequential_wanda_equals_the_published_replay_of_blocks(family):
+    batch = {"input_ids": torch.arange(3, 15).view(2, 6), "use_cache": False}
+    model, other = tiny_model(family), tiny_model(family)
+    parameters = linear_layers(model)
+    statistics = ActivationStatistics(parameters)
+
+    def prune_block(pairs):
+        scores = statistics.wanda(pairs)
+        return prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5)
+
+    reports = prune_sequentially(statistics, model, blocks_of(model), [batch], prune_block)
+    assert len(reports) == len(blocks_of(model)) == 2
+    replay(other, batch)
+    for mine, theirs in zip(parameters, linear_layers(other), strict=True):
+        assert torch.equal(mine[0].weight_mask, theirs[0].weight_mask), mine.fqn
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    return model.model.layers if hasattr(model, "model") else model.transformer.h
+
+
+@torch.no_grad()
+def replay(model: nn.Module, batch: dict) -> None:
+    """Wanda as published: keep a block's inputs, prune it, and run it again to feed the next."""
+    calls = []
+    handles = [
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+        )
+        for block in blocks_of(model)
+    ]
+    model(**batch)
+    for handle in handles:
+        handle.remove()
+    hidden = calls[0][0][0]
+    for block, (args, kwargs) in zip(blocks_of(model), calls, strict=True):
+        inside = {id(module) for module in block.modules()}
+        pairs = [pair for pair in linear_layers(model) if id(pair[0]) in inside]
+        norms = {}
+        handles = [pair[0].register_forward_pre_hook(norm_hook(norms)) for pair in pairs]
+        block(hidden, *args[1:], **kwargs)
+        for handle in handles:
+            handle.remove()
+        scores = {}
+        for pair in pairs:
+            norm = norms[id(pair[0])]
+            is_linear = isinstance(pair[0], nn.Linear)
+            scores[pair] = pair[0].weight.abs() * (norm if is_linear else norm.unsqueeze(1))
+        prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5)
+        out = block(hidden, *args[1:], **kwargs)
+        hidden = out[0] if isinstance(out, tuple) else out
+
+
+def norm_hook(norms: dict):
+    def keep(module, args):
+        norms[id(module)] = args[0].double().flatten(0, -2).square().mean(0).sqrt().float()
+
+    return keep
