@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -298,3 +299,36 @@ def sequence_parallel_differences(shape: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_sequence_parallelism(shape):
     assert_nothing_wrong(run_ranks(sequence_parallel_differences, 2 ** len(shape), shape))
+
+
+def several_groups_differences() -> list[str]:
+    """One module whose parameters are sharded over different meshes: two reductions of its own."""
+    mesh = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    dense = make_model("Net")
+    expected = expected_scores(copy.deepcopy(dense), 4)
+    model = copy.deepcopy(dense)
+    hybrid = _fsdp_common.HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+    of_grid = {id(parameter) for parameter in model.l2.parameters()}
+
+    def place(parameter: nn.Parameter):
+        other = _fsdp_common.ShardPlacementResult(Shard(0), hybrid)
+        return other if id(parameter) in of_grid else None
+
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    criterion = Fisher([target(model, name) for name in fqns(dense)], unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        model(inputs(dist.get_rank())).square().sum().backward()
+    wrong, scores = [], criterion.scores()
+    for name, parameter in dense.named_parameters():
+        score = whole(scores[target(model, name)], parameter.shape)
+        if not torch.allclose(score, expected[name], rtol=1e-6, atol=1e-30):
+            wrong.append(f"{name}: {score}, not {expected[name]}")
+    return wrong
+
+
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per module"
+)
+def test_several_parameter_groups_in_one_module():
+    assert_nothing_wrong(run_ranks(several_groups_differences, 4))
