@@ -39,6 +39,8 @@ from distprune.methods.builtin import LowestScore as LowestScore
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
 from distprune.methods.structured import LnStructured as LnStructured
 from distprune.methods.structured import RandomStructured as RandomStructured
+from distprune.projection.global_mask import global_mask as global_mask
+from distprune.projection.result import GlobalMask as GlobalMask
 from distprune.shards.factored import FactoredScores as FactoredScores
 from distprune.verification.report import VerificationError as VerificationError
 from distprune.verification.report import VerificationReport as VerificationReport

@@ -167,7 +167,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
         parameter.add_places([(unwrap(owner), owned_name) for owner, owned_name in places])
     if arguments.pipeline_parallel:
         _check_names(parameters.values())
-    _check_ranks([parameter.shard for parameter in parameters.values()], set(communicator.ranks))
+    check_ranks([parameter.shard for parameter in parameters.values()], set(communicator.ranks))
     for parameter in parameters.values():
         for module, name in parameter.places[1:]:
             shard = _read_one(reader, module, name, parameter.label)
@@ -232,7 +232,8 @@ def _check_names(parameters: Iterable[_Parameter]) -> None:
         )
 
 
-def _check_ranks(shards: Iterable[LocalShard], inside: set[int]) -> None:
+def check_ranks(shards: Iterable[LocalShard], inside: set[int]) -> None:
+    """Raise ValueError if ranks that take no part in a call have a part of a parameter."""
     # Parameters of one mesh share their tuple of ranks, which may be long: it is checked once.
     checked: set[int] = set()
     for shard in shards:
@@ -268,7 +269,7 @@ def _local_scores(
     """
     if not scores:
         return None, "none"
-    parts = [_part_of(tensor, label, shard) for tensor in scores]
+    parts = [part_of_scores(tensor, label, shard) for tensor in scores]
     first, about = parts[0]
     if any(not _are_equal(part, first) for part, _ in parts[1:]):
         raise ValueError(
@@ -284,17 +285,27 @@ def _are_equal(one: Tensor | FactoredScores, other: Tensor | FactoredScores) -> 
     return isinstance(other, Tensor) and torch.equal(one, other)
 
 
-def _part_of(scores: Any, label: str, shard: LocalShard) -> tuple[Tensor | FactoredScores, str]:
+def part_of_scores(
+    scores: Any, label: str, shard: LocalShard, what: str = "importance_scores"
+) -> tuple[Tensor | FactoredScores, str]:
+    """This rank's part of the scores of a parameter, and what must be equal on all ranks.
+
+    Args:
+        scores: like the parameter, or whole; or the factors of them.
+        what: the name of the argument, for messages.
+
+    Raises:
+        TypeError, ValueError: scores of another type or layout.
+    """
     if isinstance(scores, FactoredScores):
         scores.check_shape(label, shard.shape)
         return scores, f"factors, checksum {scores.checksum()}"
     if not isinstance(scores, Tensor):
         raise TypeError(
-            f"{label}: importance_scores is a {type(scores).__name__}; expected a tensor or "
-            "FactoredScores."
+            f"{label}: {what} is a {type(scores).__name__}; expected a tensor or FactoredScores."
         )
-    whole = unflattened(label, "importance_scores", scores, shard)
-    part = local_part(label, "importance_scores", whole, shard)
+    whole = unflattened(label, what, scores, shard)
+    part = local_part(label, what, whole, shard)
     return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
 
 

@@ -30,6 +30,7 @@ from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource
 from distprune.selection.within_bounds import limits_for, select_within
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
+from distprune.shards.shard import LocalShard
 
 # The range of all keys, and for every shard of this rank the source of its keys.
 Keys = tuple[KeyRange, Sequence[KeySource]]
@@ -122,6 +123,22 @@ def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
     ]
 
 
+def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:
+    """What selection sees of this rank's shards: the elements that their masks leave compete."""
+    return [
+        Candidates(
+            source,
+            None if shard.mask is None else shard.flat(shard.mask),
+            shard.index,
+            shard.counted,
+            shard.values.numel(),
+            shard.numel,
+            shard.values.device,
+        )
+        for shard, source in zip(shards, sources, strict=True)
+    ]
+
+
 def _rank_keys(
     call: PruningCall, amount: Amount, make_keys: Callable[[], Keys], *, is_by_magnitude: bool
 ) -> Decision:
@@ -129,18 +146,7 @@ def _rank_keys(
 
     def prepare() -> _Prepared:
         keys, sources = make_keys()
-        parts = [
-            Candidates(
-                source,
-                None if shard.mask is None else shard.flat(shard.mask),
-                shard.index,
-                shard.counted,
-                shard.values.numel(),
-                shard.numel,
-                shard.values.device,
-            )
-            for shard, source in zip(call.shards, sources, strict=True)
-        ]
+        parts = candidates_of(call.shards, sources)
         # All memory of the result is taken before anything is ranked.
         masks = [
             shard.new_mask(dtype)
@@ -191,14 +197,30 @@ def _rank_keys(
     )
 
 
-def _scores_or_values(call: PruningCall, *, are_signed: bool) -> list[ScoreSource]:
+def scores_or_values(
+    shards: Sequence[LocalShard],
+    scores: Sequence[Tensor | FactoredScores | None],
+    *,
+    are_signed: bool,
+) -> list[ScoreSource]:
+    """The given scores of every shard, or its values.
+
+    Args:
+        shards: of this rank.
+        scores: laid out like the shards, or factors; None: the values.
+        are_signed: whether the order of signed scores matters, or that of |score| only.
+    """
     sources: list[ScoreSource] = []
-    for shard, scores in zip(call.shards, call.scores, strict=True):
-        if isinstance(scores, FactoredScores):
-            sources.append(FactorScores(shard, scores, are_signed=are_signed))
+    for shard, given in zip(shards, scores, strict=True):
+        if isinstance(given, FactoredScores):
+            sources.append(FactorScores(shard, given, are_signed=are_signed))
         else:
-            sources.append(TensorScores(shard.flat(shard.values if scores is None else scores)))
+            sources.append(TensorScores(shard.flat(shard.values if given is None else given)))
     return sources
+
+
+def _magnitudes(call: PruningCall) -> list[ScoreSource]:
+    return scores_or_values(call.shards, call.scores, are_signed=False)
 
 
 def _signed_scores(call: PruningCall) -> list[ScoreSource]:
@@ -209,10 +231,10 @@ def _signed_scores(call: PruningCall) -> list[ScoreSource]:
                 "are not its least important ones; expected scores of every parameter, or "
                 "L1Unstructured to rank by magnitude."
             )
-    return _scores_or_values(call, are_signed=True)
+    return scores_or_values(call.shards, call.scores, are_signed=True)
 
 
-BY_MAGNITUDE = Ranking(Order.MAGNITUDE, functools.partial(_scores_or_values, are_signed=False))
+BY_MAGNITUDE = Ranking(Order.MAGNITUDE, _magnitudes)
 BY_SIGNED_SCORE = Ranking(Order.ASCENDING, _signed_scores)
 
 

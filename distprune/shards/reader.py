@@ -117,11 +117,29 @@ class ShardReader:
             if managed.wrapper not in self._ranks:
                 self._ranks[managed.wrapper] = managed.ranks
             return flat.local_shard(label, managed, mask, self._ranks[managed.wrapper])
-        parameter: Tensor
         if isinstance(managed, ManagedDTensor):
-            parameter = managed.sharded
-        else:
-            parameter = _registered(module, name, label)
+            return self.read_tensor(managed.sharded, label, mask, is_from_fsdp2=True)
+        return self.read_tensor(_registered(module, name, label), label, mask)
+
+    def read_tensor(
+        self,
+        parameter: Tensor,
+        label: str,
+        mask: Tensor | None = None,
+        *,
+        is_from_fsdp2: bool = False,
+    ) -> LocalShard:
+        """This rank's part of a tensor: of a DTensor, or the whole of any other one.
+
+        Args:
+            parameter: a parameter, or another tensor that is laid out like one.
+            label: its name, for messages.
+            mask: the mask in force, laid out as the parameter.
+            is_from_fsdp2: whether it is known that ``fully_shard`` cut it.
+
+        Raises:
+            NotImplementedError: a layout or a dtype that is not supported.
+        """
         _check_kind(label, parameter)
         if is_dtensor(parameter):
             from distprune.shards import dtensor
@@ -134,7 +152,7 @@ class ShardReader:
                 parameter,
                 mask,
                 self._mesh_views[mesh],
-                is_from_fsdp2=managed is not None,
+                is_from_fsdp2=is_from_fsdp2,
             )
         from distprune.shards import replicated
 

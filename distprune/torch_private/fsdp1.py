@@ -40,12 +40,17 @@ _known: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether a parameter is a piece of an FSDP1 flat parameter."""
     registered = module._parameters.get(name)
-    if isinstance(registered, FlatParameter) or getattr(registered, _MANAGED, False):
+    if registered is not None and is_piece(registered):
         return True
     # Without use_orig_params, and inside forward: a view of the flat parameter.
     view = module.__dict__.get(name) if registered is None else registered
     base = view._base if isinstance(view, Tensor) else None
     return isinstance(base, FlatParameter) or getattr(base, _MANAGED, False)
+
+
+def is_piece(tensor: Tensor) -> bool:
+    """Whether a tensor is a flat parameter, or one of its pieces (with use_orig_params)."""
+    return isinstance(tensor, FlatParameter) or getattr(tensor, _MANAGED, False)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ ROOMS = {
     "budgets": {"_common", "selection"},
     "call": {"_common", "shards", "selection", "masks", "budgets"},
     "methods": {"_common", "shards", "selection", "masks", "budgets", "call"},
+    "projection": {
+        "_common", "torch_private", "shards", "selection", "call", "methods",
+    },
     "_version": set(),
     "_transformers": {"_common"},
     "_recipe_form": {"_common"},
@@ -44,7 +47,7 @@ ROOMS = {
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",
-        "criteria", "statistics",
+        "criteria", "statistics", "projection",
     },
     "": {"_public", "_version"},
     "testing": set(),

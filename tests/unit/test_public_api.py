@@ -16,10 +16,11 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "FactoredScores", "LowestScore", "MaskLoadingReport", "NamedParameter", "ParameterReport",
-    "PruningReport", "VerificationError", "VerificationReport", "VerifiedParameter", "budgets",
-    "checkpoint", "criteria", "dense_gradients", "load_masks", "masks_aside", "masks_from_zeros",
-    "save_masks", "schedule", "select", "shard_masks", "statistics", "verify",
+    "FactoredScores", "GlobalMask", "LowestScore", "MaskLoadingReport", "NamedParameter",
+    "ParameterReport", "PruningReport", "VerificationError", "VerificationReport",
+    "VerifiedParameter", "budgets", "checkpoint", "criteria", "dense_gradients", "global_mask",
+    "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
+    "shard_masks", "statistics", "verify",
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""One exact projection of tensors, without modules: keep k elements over all ranks."""

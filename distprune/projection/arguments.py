@@ -1,0 +1,235 @@
+"""The arguments of ``global_mask``: checked, and this rank's part of every tensor. Local."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.collectives import Communicator
+from distprune._common.naming import unwrap
+from distprune.call.arguments import Fact
+from distprune.call.reading import check_ranks, part_of_scores
+from distprune.projection.result import GlobalMask, MaskStart
+from distprune.shards.factored import FactoredScores
+from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
+from distprune.shards.shard import LocalShard
+from distprune.shards.target import Target
+from distprune.torch_private.wrapper import is_piece_of_flat
+
+# What may stand for one tensor: itself, or the parameter of a module.
+TensorLike = Tensor | tuple[nn.Module, str]
+Scores = Tensor | FactoredScores
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Items:
+    """The tensors of a call on this rank.
+
+    Attributes:
+        keys: of the caller's mapping, or positions in the sequence.
+        targets: this rank's parts; the "mask in force" of a shard are its candidates.
+        labels: the group of each tensor.
+        counts: by group, how many elements are to be selected.
+        members: by group, the positions of its tensors.
+        has_candidates: whether only some elements compete.
+    """
+
+    keys: list[Hashable]
+    targets: list[Target]
+    labels: list[Hashable]
+    counts: dict[Hashable, int]
+    members: dict[Hashable, list[int]]
+    has_candidates: bool
+
+    def facts(self) -> list[Fact]:
+        """What must be equal on all ranks."""
+        return [
+            ("number of tensors", str(len(self.targets))),
+            ("groups", str(list(self.members.values()))),
+            ("k", str(list(self.counts.values()))),
+            *((target.label, target.facts) for target in self.targets),
+        ]
+
+
+def read_items(
+    tensors: Any,
+    k: Any,
+    *,
+    scores: Any,
+    candidates: Any,
+    groups: Any,
+    communicator: Communicator,
+) -> Items:
+    """Check the arguments, and read this rank's part of every tensor; see ``global_mask``."""
+    named = _items_of(tensors)
+    keys = list(named)
+    labels, counts = _groups(keys, k, groups, is_mapping=isinstance(tensors, Mapping))
+    ranked = {} if scores is None or scores is RANDOM else _like("scores", scores, tensors, keys)
+    competing = {} if candidates is None else _like("candidates", candidates, tensors, keys)
+    reader = ShardReader(communicator.index, communicator.size)
+    targets: list[Target] = []
+    seen: dict[Hashable, str] = {}
+    for key, given in named.items():
+        label = _label(key, given)
+        shard = _read(reader, given, label)
+        if shard.key in seen:
+            raise ValueError(
+                f"{label} is {seen[shard.key]} again: the same tensor; expected each tensor once, "
+                "because its elements are selected once."
+            )
+        seen[shard.key] = label
+        part, about = None, "none"
+        if ranked.get(key) is not None:
+            part, about = part_of_scores(ranked[key], label, shard, "scores")
+        if competing.get(key) is not None:
+            mask, about_mask = _candidates_of(competing[key], label, shard)
+            shard = replace(shard, mask=mask)
+            about += f", candidates: {about_mask}"
+        targets.append(Target(label, (), False, None, shard, part, about))
+    check_ranks([target.shard for target in targets], set(communicator.ranks))
+    has_candidates = any(target.shard.mask is not None for target in targets)
+    members: dict[Hashable, list[int]] = {label: [] for label in counts}
+    for position, of_tensor in enumerate(labels):
+        members[of_tensor].append(position)
+    return Items(keys, targets, labels, counts, members, has_candidates)
+
+
+def start_of(start: GlobalMask[Any] | MaskStart | None) -> MaskStart:
+    """The argument ``start`` as numbers.
+
+    Raises:
+        TypeError: another type.
+    """
+    if start is None:
+        return MaskStart({})
+    if isinstance(start, GlobalMask):
+        return start.start
+    if not isinstance(start, MaskStart):
+        raise TypeError(
+            f"start is a {type(start).__name__}; expected what an earlier global_mask returned, "
+            "or its attribute start."
+        )
+    return start
+
+
+def _items_of(tensors: Any) -> dict[Hashable, Any]:
+    if isinstance(tensors, Mapping):
+        named = dict(tensors)
+    elif isinstance(tensors, Iterable) and not isinstance(tensors, (Tensor, str)):
+        named = dict(enumerate(tensors))
+    else:
+        raise TypeError(
+            f"tensors is a {type(tensors).__name__}; expected a mapping or a sequence of tensors, "
+            "DTensors, or (module, name) pairs."
+        )
+    if not named:
+        raise ValueError("tensors is empty; expected at least one tensor.")
+    return named
+
+
+def _like(what: str, values: Any, tensors: Any, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
+    """Values by the keys of the tensors; those of a mapping may be missing."""
+    if isinstance(values, Mapping):
+        unknown = [key for key in values if key not in set(keys)]
+        if unknown:
+            raise ValueError(
+                f"{what} has the key {unknown[0]!r}, which is none of the tensors; expected keys "
+                f"among {', '.join(map(repr, keys[:5]))}{', ...' if len(keys) > 5 else ''}."
+            )
+        return dict(values)
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
+    if not is_sequence or isinstance(tensors, Mapping):
+        expected = "a mapping with the keys" if isinstance(tensors, Mapping) else "a sequence"
+        raise TypeError(f"{what} is a {type(values).__name__}; expected {expected} of the tensors.")
+    if len(values) != len(keys):
+        raise ValueError(
+            f"{what} has {len(values)} elements, for {len(keys)} tensors; expected one for each."
+        )
+    return dict(zip(keys, values, strict=True))
+
+
+def _groups(
+    keys: list[Hashable], k: Any, groups: Any, *, is_mapping: bool
+) -> tuple[list[Hashable], dict[Hashable, int]]:
+    """The label of every tensor's group, and the count of each group."""
+    if groups is None and isinstance(k, numbers.Integral):
+        return [None] * len(keys), {None: _checked_k(k, "k")}
+    like: Any = dict.fromkeys(keys) if is_mapping else keys
+    if groups is None:
+        counts = _like("k", k, like, keys)
+        missing = [key for key in keys if key not in counts]
+        labels = list(keys)
+    else:
+        of_tensor = _like("groups", groups, like, keys)
+        missing = [key for key in keys if key not in of_tensor]
+        labels = [of_tensor.get(key) for key in keys]
+        if not isinstance(k, Mapping):
+            raise TypeError(
+                f"k is a {type(k).__name__}; expected a mapping from each group to its count, as "
+                "there are groups."
+            )
+        counts = dict(k)
+    if missing:
+        raise ValueError(
+            f"{'k' if groups is None else 'groups'} has nothing for {missing[0]!r}; expected an "
+            "entry for every tensor."
+        )
+    present = dict.fromkeys(labels)
+    if set(counts) != set(present):
+        different = next(iter(set(counts) ^ set(present)))
+        raise ValueError(
+            f"k has a count for the groups {list(counts)[:5]}, and the tensors have the groups "
+            f"{list(present)[:5]}; expected the same ({different!r} is in one of them only)."
+        )
+    return labels, {label: _checked_k(counts[label], f"k[{label!r}]") for label in present}
+
+
+def _checked_k(k: Any, what: str) -> int:
+    if not isinstance(k, numbers.Integral) or isinstance(k, bool):
+        raise TypeError(
+            f"{what} is a {type(k).__name__}; expected an integer, the number of elements to "
+            "select."
+        )
+    if k < 0:
+        raise ValueError(f"{what} is {k}; expected 0 or more.")
+    return int(k)
+
+
+def _label(key: Hashable, given: Any) -> str:
+    if isinstance(key, str):
+        return key
+    fqn: str | None = getattr(given, "fqn", None)
+    return fqn or f"tensors[{key!r}]"
+
+
+def _read(reader: ShardReader, given: Any, label: str) -> LocalShard:
+    if isinstance(given, Tensor):
+        if is_piece_of_flat(given):
+            raise NotImplementedError(
+                f"{label} is a piece of an FSDP1 flat parameter, and does not tell which elements "
+                "of the parameter this rank has; expected a (module, name) pair in its place, as "
+                "select(model) lists them. Pass other tensors of that layout as `scores`."
+            )
+        return reader.read_tensor(given, label)
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    if not is_pair or not isinstance(given[0], nn.Module) or not isinstance(given[1], str):
+        raise TypeError(
+            f"{label} is a {type(given).__name__}; expected a tensor, or a (module, name) pair."
+        )
+    # What competes is said by ``candidates``, not by a mask in force.
+    return replace(reader.read(unwrap(given[0]), given[1], label), mask=None)
+
+
+def _candidates_of(given: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:
+    """This rank's part of the candidates, and what must be equal on all ranks."""
+    if not isinstance(given, Tensor) or given.dtype is not torch.bool:
+        kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+        raise TypeError(f"{label}: candidates is a {kind}; expected a bool tensor.")
+    whole = unflattened(label, "candidates", given, shard)
+    return local_part(label, "candidates", whole, shard), whole_checksum(given, shard)

@@ -1,0 +1,251 @@
+"""global_mask on one process: order, groups, candidates, starts, layouts in memory, and errors."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distprune as prune
+from helpers import reference
+from helpers.sampling import num_examples
+from helpers.virtual_shards import KINDS, fill
+
+
+def expected(tensors, k, candidates=None, *, largest=True, signed=False):
+    """The same by the oracle: what is left when all others are pruned."""
+    num = sum(t.numel() if candidates is None else int(candidates[i].sum())
+              for i, t in enumerate(tensors))  # fmt: skip
+    key = float if signed else abs
+    kept = reference.prune(tensors, num - k if largest else k, candidates, key)
+    if largest:
+        return kept
+    start = candidates or [torch.ones(t.shape, dtype=torch.bool) for t in tensors]
+    return [mask & ~keep for mask, keep in zip(start, kept, strict=True)]
+
+
+def assert_equal(found, wanted):
+    assert len(found) == len(wanted)
+    for mask, other in zip(found, wanted, strict=True):
+        assert mask.dtype is torch.bool and torch.equal(mask, other)
+
+
+SHAPES = [(7, 5), (11,), (2, 3, 4), (1,)]
+
+
+@settings(max_examples=num_examples(400), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_groups_candidates_and_starts(data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
+    kind = data.draw(st.sampled_from(KINDS), "kind")
+    dtypes = [
+        data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64])) for _ in SHAPES
+    ]
+    tensors = [fill(kind, s, generator).to(dtype) for s, dtype in zip(SHAPES, dtypes, strict=True)]
+    candidates = None
+    if data.draw(st.booleans(), "candidates"):
+        share = data.draw(st.sampled_from([0.0, 0.3, 0.9]))
+        candidates = [torch.rand(s, generator=generator) < share for s in SHAPES]
+    options = {"largest": data.draw(st.booleans()), "signed": data.draw(st.booleans())}
+    labels = [data.draw(st.sampled_from("ab")) for _ in SHAPES]
+    start = None
+    for _ in range(2):
+        counts, wanted = {}, [None] * len(SHAPES)
+        for label in set(labels):
+            members = [i for i, other in enumerate(labels) if other == label]
+            mine = None if candidates is None else [candidates[i] for i in members]
+            given = [tensors[i] for i in members]
+            num = sum(t.numel() for t in (given if mine is None else mine))
+            num = num if mine is None else sum(int(c.sum()) for c in mine)
+            counts[label] = data.draw(st.integers(0, num), "k")
+            for i, mask in zip(
+                members, expected(given, counts[label], mine, **options), strict=True
+            ):
+                wanted[i] = mask
+        found = prune.global_mask(
+            tensors, counts, groups=labels, candidates=candidates, start=start, **options
+        )
+        assert_equal(found.masks, wanted)
+        start = found if data.draw(st.booleans()) else found.start
+
+
+def test_the_same_as_the_pruning_of_all_others():
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 20))
+    pairs = prune.select(model)
+    weights = {pair.fqn: pair[0].weight for pair in pairs}
+    found = prune.global_mask(weights, 500)
+    assert list(found.masks) == ["0.weight", "1.weight"]
+    assert_equal(prune.global_mask(pairs, 500).masks, list(found.masks.values()))
+    prune.global_unstructured(pairs, prune.L1Unstructured, amount=2000 - 500)
+    assert_equal([model[i].weight_mask.bool() for i in (0, 1)], list(found.masks.values()))
+    # A pair stands for the unmasked values, pruned or not.
+    assert_equal(
+        prune.global_mask(pairs, 1999).masks, prune.global_mask(weights, 1999).masks.values()
+    )
+    cut = sorted(abs(x) for w in weights.values() for x in w.flatten().tolist())[1499]
+    assert found.threshold == pytest.approx(cut, rel=1e-6)
+
+
+def test_a_count_for_each_tensor():
+    tensors = {"a": torch.tensor([3.0, -4.0, 1.0]), "b": torch.tensor([0.1, 0.2])}
+    found = prune.global_mask(tensors, {"a": 1, "b": 2})
+    assert found.masks["a"].tolist() == [False, True, False] and found.masks["b"].all()
+    assert list(found.thresholds) == ["a", "b"] and found.thresholds["a"] == 3
+    assert prune.global_mask(list(tensors.values()), [2, 0]).masks[0].tolist() == [
+        True,
+        True,
+        False,
+    ]
+    with pytest.raises(ValueError, match="2 groups"):
+        _ = found.threshold
+
+
+def test_ties():
+    tensors = [torch.ones(4), torch.ones(2)]
+    found = prune.global_mask(tensors, 3)
+    assert [mask.tolist() for mask in found.masks] == [[False] * 3 + [True], [True, True]]
+    assert (found.num_ties, found.num_ties_selected) == ({None: 6}, {None: 3})
+    found = prune.global_mask(tensors, 3, largest=False)
+    assert [mask.tolist() for mask in found.masks] == [[True] * 3 + [False], [False, False]]
+    assert found.num_ties_selected == {None: 3}
+
+
+def test_scores_stand_for_values():
+    tensors = {"a": torch.tensor([[3.0, 2.0], [1.0, 5.0]]), "b": torch.tensor([[9.0, 0.5]])}
+    scores = {"a": torch.tensor([[0.0, -8.0], [1.0, 0.0]])}
+    assert prune.global_mask(tensors, 2, scores=scores).masks["a"].tolist() == [
+        [False, True],
+        [False, False],
+    ]
+    signed = prune.global_mask(tensors, 1, scores=scores, signed=True, largest=False)
+    assert signed.masks["a"].tolist() == [[False, True], [False, False]]
+    factors = {"a": prune.FactoredScores([[torch.tensor([[1.0, 0.0]])]])}
+    found = prune.global_mask({"a": tensors["a"]}, 1, scores=factors)
+    assert found.masks["a"].tolist() == [[True, False], [False, False]]
+
+
+def test_random_scores():
+    tensors = [torch.full((50, 40), math.nan), torch.zeros(300)]
+    candidates = [torch.ones(50, 40, dtype=torch.bool), torch.arange(300) < 100]
+    torch.manual_seed(3)
+    first = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
+    other = prune.global_mask(tensors, 700, scores="random", candidates=candidates, start=first)
+    torch.manual_seed(3)
+    again = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
+    assert_equal(again.masks, first.masks)
+    assert sum(int(mask.sum()) for mask in first.masks) == 700
+    assert not first.masks[1][100:].any() and first.threshold is None
+    assert not torch.equal(first.masks[0], other.masks[0])
+
+
+def strided_tensors():
+    base = torch.randn(12, 20, generator=torch.Generator().manual_seed(1))
+    yield "transposed", base.t()
+    yield "columns", base[:, ::2]
+    yield "transposed columns", base[:, ::2].t()
+    yield "expanded", base[:1].expand(4, 20)
+    yield "channels last", base.view(2, 6, 4, 5).to(memory_format=torch.channels_last)
+    yield "0-d", base[0, 0]
+    yield "empty", base[:0]
+
+
+@pytest.mark.parametrize(("name", "tensor"), list(strided_tensors()))
+@pytest.mark.parametrize("largest", [True, False])
+def test_any_layout_in_memory(name, tensor, largest):
+    k = tensor.numel() // 3
+    candidates = [torch.rand(tensor.shape) < 0.7]
+    k = min(k, int(candidates[0].sum()))
+    found = prune.global_mask([tensor], k, candidates=candidates, largest=largest)
+    assert_equal(found.masks, expected([tensor], k, candidates, largest=largest))
+    assert_equal(
+        prune.global_mask([tensor], tensor.numel() // 2, largest=largest).masks,
+        expected([tensor], tensor.numel() // 2, largest=largest),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float16, torch.bool])
+def test_other_dtypes(dtype):
+    tensor = torch.randint(-4, 5, (6, 9)).to(dtype)
+    assert_equal(prune.global_mask([tensor], 20).masks, expected([tensor], 20))
+
+
+def test_where_it_may_be_called():
+    weight = torch.nn.Parameter(torch.randn(5, 6))
+    with torch.inference_mode():
+        masks = prune.global_mask([weight], 7).masks
+    assert not masks[0].is_inference() and not masks[0].requires_grad
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    seen = []
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append(prune.global_mask([weight], 7).masks[0])
+    )
+    (weight * weight).sum().backward()
+    optimizer.step()
+    assert_equal(seen, expected([weight], 7))
+    found = prune.global_mask((p for p in [weight]), 7)
+    assert_equal(found.masks, seen)
+    # Autograd's version counter has not moved: a graph that was there before still works.
+    loss = (weight * weight).sum()
+    prune.global_mask([weight], 7)
+    loss.backward()
+
+
+ONES = torch.ones(2, 3)
+WRONG = [
+    ({"tensors": torch.ones(3), "k": 1}, TypeError, "expected a mapping or a sequence"),
+    ({"tensors": [], "k": 1}, ValueError, "tensors is empty"),
+    ({"tensors": [ONES, ONES], "k": 1}, ValueError, r"tensors\[1\] is tensors\[0\] again"),
+    ({"tensors": {"w": [1.0]}, "k": 1}, TypeError, "w is a list; expected a tensor"),
+    ({"tensors": [ONES], "k": 0.5}, TypeError, "k is a float"),
+    ({"tensors": [ONES], "k": True}, TypeError, "k is a bool"),
+    ({"tensors": [ONES], "k": -1}, ValueError, "k is -1; expected 0"),
+    ({"tensors": [ONES], "k": 7}, ValueError, "k is 7, and 6 elements compete"),
+    ({"tensors": {"w": ONES}, "k": {"v": 1}}, ValueError, "k has the key 'v'"),
+    ({"tensors": {"w": ONES, "v": torch.ones(2)}, "k": {"v": 1}}, ValueError, "nothing for 'w'"),
+    (
+        {"tensors": [ONES], "k": {"a": 1, "b": 1}, "groups": ["a"]},
+        ValueError,
+        "'b' is in one of them",
+    ),
+    ({"tensors": [ONES], "k": {"a": 9}, "groups": ["a"]}, ValueError, "k of group 'a' is 9"),
+    ({"tensors": [ONES], "k": 1, "groups": ["a"]}, TypeError, "from each group to its count"),
+    ({"tensors": {"w": ONES}, "k": 1, "scores": [ONES]}, TypeError, "a mapping with the keys"),
+    ({"tensors": {"w": ONES}, "k": 1, "scores": {"v": ONES}}, ValueError, "scores has the key 'v'"),
+    ({"tensors": [ONES], "k": 1, "scores": [ONES, ONES]}, ValueError, "scores has 2 elements"),
+    (
+        {"tensors": [ONES], "k": 1, "scores": [torch.ones(3, 2)]},
+        ValueError,
+        r"scores has shape \(3, 2\)",
+    ),
+    ({"tensors": [ONES], "k": 1, "scores": "l1"}, TypeError, "scores is a str"),
+    ({"tensors": [ONES], "k": 1, "candidates": [ONES]}, TypeError, "expected a bool tensor"),
+    (
+        {"tensors": [ONES], "k": 1, "candidates": [torch.ones(2) > 0]},
+        ValueError,
+        "candidates has shape",
+    ),
+    ({"tensors": [ONES], "k": 1, "start": 0.5}, TypeError, "start is a float"),
+    ({"tensors": {"w": ONES * math.nan}, "k": 1}, ValueError, "the scores of w (6 of 6) are NaN"),
+    (
+        {"tensors": {"w": ONES * 1j}, "k": 1},
+        NotImplementedError,
+        "w: scores of dtype torch.complex",
+    ),
+    ({"tensors": {"w": ONES.to_sparse()}, "k": 1}, NotImplementedError, "w: layout torch.sparse"),
+    ({"tensors": {"w": ONES.to("meta")}, "k": 1}, NotImplementedError, "meta device"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "text"), WRONG)
+def test_refused_by_name(arguments, kind, text):
+    with pytest.raises(kind, match=text if "\\" in text else re.escape(text)):
+        prune.global_mask(**arguments)
+
+
+def test_a_nan_that_does_not_compete_is_no_error():
+    tensor = torch.tensor([1.0, math.nan, 3.0])
+    candidates = [torch.tensor([True, False, True])]
+    found = prune.global_mask([tensor], 1, candidates=candidates)
+    assert found.masks[0].tolist() == [False, False, True]
