@@ -67,8 +67,8 @@ class LAMP(Budget):
     For methods that rank magnitudes, such as L1Unstructured; infinite scores have no LAMP score.
 
     Cost: about five passes over the scores, of which the last ones visit a small part; about six
-    all-reduces, of 4 KiB per parameter; no sorting, and no memory per element but for at most
-    some millions of keys that are stored.
+    all-reduces, 12 KB per parameter in all, and what exact counts cost every call; no sorting, and
+    no memory per element but for at most some millions of keys that are stored.
 
     Source: Lee et al., "Layer-adaptive sparsity for the magnitude-based pruning", arXiv 2010.07611.
     """

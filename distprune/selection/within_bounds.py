@@ -18,14 +18,18 @@ sums that all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distprune._common.bounds import CEILING, FLOOR, Bounds, violated_bound
 from distprune._common.collectives import Communicator
+from distprune.selection.bracket import COLLECT_ALL, sample_size
 from distprune.selection.candidates import Candidates, Cut, PartCut
 from distprune.selection.cut import Selection, search_lowest, search_together, select_lowest
 from distprune.selection.keys import KeyRange
+
+# Keys that searches side by side may store, over all ranks.
+_STORED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,10 @@ def select_within(
         ValueError: a live score is NaN; names its parameters.
 
     Cost: per round of [Note: active set] a selection among the free parameters; rounds are few in
-    practice, and at most one more than parameters. Then
-    one selection in each parameter that a bound decides, all of them side by side: about ten
-    all-reduces, of up to 16 KiB per parameter.
+    practice, and at most one more than parameters. Then one selection in each parameter that a
+    bound decides, side by side, in batches that store at most some 16 million keys in all: about
+    five all-reduces per batch, of up to 16 KiB per parameter; 70 KB per parameter in all. If the
+    limits of all parameters are exact counts, there are no rounds.
     """
     free = list(range(len(parts)))
     bound_of: dict[int, tuple[str, int]] = {}
@@ -153,9 +158,29 @@ def _cuts_at_bounds(
     refuse_nan: bool,
 ) -> dict[int, Cut]:
     """A separate cut for every parameter whose bound decides how many elements are pruned."""
-    searches = [
-        search_lowest([parts[i]], [names[i]], [num_live[i]], count, keys, refuse_nan=refuse_nan)
-        for i, (_, count) in bound_of.items()
-    ]
-    selections = search_together(searches, communicator)
-    return {i: selection.cut for i, selection in zip(bound_of, selections, strict=True)}
+    cuts: dict[int, Cut] = {}
+    for batch in _batches(parts, list(bound_of)):
+        searches = [
+            search_lowest(
+                [parts[i]], [names[i]], [num_live[i]], bound_of[i][1], keys, refuse_nan=refuse_nan
+            )
+            for i in batch
+        ]
+        selections = search_together(searches, communicator)
+        cuts |= {i: selection.cut for i, selection in zip(batch, selections, strict=True)}
+    return cuts
+
+
+def _batches(parts: Sequence[Candidates], positions: Sequence[int]) -> Iterator[list[int]]:
+    """Cut a list of parameters into those whose searches run side by side; one at least."""
+    batch: list[int] = []
+    size = 0.0
+    for i in positions:
+        stored = min(parts[i].numel, max(COLLECT_ALL, 2 * sample_size(parts[i].numel)))
+        if batch and size + stored > _STORED:
+            yield batch
+            batch, size = [], 0.0
+        batch.append(i)
+        size += stored
+    if batch:
+        yield batch

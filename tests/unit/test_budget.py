@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import distprune as prune
 from distprune._common.bounds import Bounded, Bounds, to_bounds
+from distprune.selection import within_bounds
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep
 from distprune.selection.within_bounds import limits_for, select_within
@@ -148,6 +149,20 @@ def test_more_elements_than_are_collected_outright():
     floors, ceilings = [0.0, 0.1, 0.3], [0.6, 0.5, 0.9]
     held, _ = check(tensors, None, 60_000, floors, ceilings, ["rows", "replicated", "rows"], 2)
     assert held[0] == "max_sparsity"
+
+
+def test_searches_in_batches(monkeypatch):
+    monkeypatch.setattr(within_bounds, "_STORED", 100)
+    tensors = scaled(12, 0.1, 10)
+    assert [len(batch) for batch in within_bounds._batches(
+        [Part(40), Part(40), Part(40), Part(500), Part(20)], [0, 1, 2, 3, 4]
+    )] == [2, 1, 1, 1]  # fmt: skip
+    check(tensors, None, 180, [0.5] * 12, [0.5] * 12, ["rows"] * 12, 3)
+
+
+class Part:
+    def __init__(self, numel):
+        self.numel = numel
 
 
 @pytest.mark.parametrize(
