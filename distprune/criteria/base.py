@@ -280,7 +280,7 @@ class Criterion(ABC):
         shards = self._read(ShardReader())
         for position, (parameter, shard) in enumerate(zip(self._tracked, shards, strict=True)):
             score = self._score(position, shard)
-            if not bool(score.isfinite().all()):
+            if not is_finite(score):
                 raise ValueError(
                     f"{shard.name} has a score that is not finite, after {self.num_updates} "
                     "updates; expected finite gradients. With a gradient scaler, leave out the "
@@ -288,6 +288,14 @@ class Criterion(ABC):
                 )
             scores[parameter.pair] = shard.as_parameter_layout(score)
         return scores
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no element is infinite or NaN. One read, without temporaries."""
+    if not tensor.numel():
+        return True
+    lowest, highest = tensor.aminmax()  # NaN if an element is
+    return bool(lowest.isfinite() & highest.isfinite())
 
 
 def checked_unit(unit: str, allowed: Iterable[str] = _UNITS) -> Unit:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.process_groups import world
-from distprune.criteria.base import Criterion
+from distprune.criteria.base import Criterion, is_finite
 from distprune.methods.builtin import LowestScore
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
@@ -74,7 +74,7 @@ class GlobalBatchCriterion(Criterion):
     def _count_non_finite(self) -> Tensor:
         reader = ShardReader()
         gradients = self._gradients(reader, self._read(reader))
-        return torch.tensor([sum(not bool(each.isfinite().all()) for each in gradients)])
+        return torch.tensor([sum(not is_finite(each) for each in gradients)])
 
     def _plain_state(self) -> dict[str, Any]:
         return {**super()._plain_state(), "num_skipped": self.num_skipped}
