@@ -37,10 +37,19 @@ def masks_of(model):
     return {n[:-5]: mask.bool() for n, mask in model.named_buffers() if n.endswith("_mask")}
 
 
-def prune_global(model):
+def prune_global(model, normalize="rms"):
     pairs = prune.select(model, exclude=KEPT)
-    # By name, as a folder has no other order.
-    prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, pipeline_parallel=True)
+    prune.global_unstructured(
+        pairs,
+        prune.L1Unstructured,
+        amount=0.5,
+        normalize=normalize,
+        pipeline_parallel=True,  # by name, as a folder has no other order
+    )
+
+
+def prune_raw(model):
+    prune_global(model, None)
 
 
 def prune_layers(model):
@@ -50,6 +59,7 @@ def prune_layers(model):
 
 WAYS = {
     "global": (["-s", "0.5"], prune_global),
+    "raw": (["-s", "0.5", "--normalize", "none"], prune_raw),
     "layer": (["-s", "0.37", "--scope", "layer"], prune_layers),
 }
 
