@@ -75,6 +75,10 @@ class Budget(ABC):
     asks for: see the classes of :mod:`distprune.budgets`.
     """
 
+    def __repr__(self) -> str:
+        """The same on all ranks: they compare it."""
+        return f"{type(self).__name__}()"
+
     @property
     def gives_total(self) -> bool:
         """Whether a call needs no amount, because the budget gives the total itself."""

@@ -1,5 +1,7 @@
 """Budgets: the mask of every rank is its part of that of one process, whatever the wrapping."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -200,3 +202,24 @@ def test_wrong_budgets_are_refused_on_every_rank(wrapping):
         for case, (_, text) in (ODD | ALL).items():
             assert text in found[case][0], (rank, case, found[case])
             assert found[case][1] == [], (rank, case)
+
+
+def warnings_of_collapse(wrapping: str) -> tuple[list[str], tuple[str, ...]]:
+    """The warnings that this rank sees, and what the report says."""
+    model = fill(Net(), "normal", "float32")
+    with torch.no_grad():
+        model.l2.weight.mul_(1e-4)
+    model = wrappings.unwrapped(wrappings.wrap(model, wrapping))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    return [str(each.message) for each in caught if "hardly" in str(each.message)], report.collapsed
+
+
+@pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-3"])
+def test_every_rank_warns_of_an_emptied_layer(wrapping):
+    per_rank = run_ranks(warnings_of_collapse, wrappings.world_size(wrapping), wrapping)
+    assert all(found == per_rank[0] for found in per_rank)
+    texts, collapsed = per_rank[0]
+    assert len(texts) == 1 and "l2.weight (now 100.00% pruned" in texts[0]
+    assert collapsed == ("l2.weight",)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import distprune as prune
 from distprune import budgets
 from distprune._common.bounds import Bounded
+from distprune.budgets.base import LinearDivision
 from distprune.budgets.filling import Line, NoLevelError, fill, rounded
 from distprune.budgets.outliers import block_of
 from distprune.schedule import Linear, OneShot, ScheduledPruner
@@ -435,6 +437,51 @@ def test_nan_is_refused(amount):
     with pytest.raises(ValueError, match=r"l2.weight \(1 of 50\) are NaN"):
         pruned("uniform", amount, model)
     assert not prune.is_pruned(model)
+
+
+def test_tied_parameters_are_one():
+    model = nn.ModuleDict({"a": nn.Linear(6, 10), "b": nn.Linear(6, 10), "c": nn.Linear(10, 4)})
+    model["b"].weight = model["a"].weight
+    targets = prune.select(model)
+    for name in ("a.weight", "b.weight"):
+        shares = {name: 0.5, "c.weight": 0.25}
+        if name == "b.weight":  # the name under which the pair is not listed
+            shares = {(model["b"], "weight"): 0.5, (model["c"], "weight"): 0.25}
+        report = prune.global_unstructured(targets, prune.L1Unstructured, budget=shares)
+        assert [entry.num_pruned for entry in report.parameters] == [30, 10]
+    assert model["a"].weight_mask is model["b"].weight_mask
+    report = prune.global_unstructured(targets, prune.L1Unstructured, amount=0, budget="uniform")
+    assert [entry.wanted for entry in report.parameters] == [0.4, 0.4]
+
+
+def test_the_report_says_what_was_wanted():
+    model, _, _ = pruned({"l1.weight": 0.5, "l2.weight": 0.0, "l3.weight": 0})
+    _, report, _ = pruned("uniform", 20, model, max_sparsity={"l2.weight": 0.2})
+    assert [entry.wanted for entry in report.parameters] == [0.4, 0.4, 0.4]
+    assert [entry.sparsity for entry in report.parameters] == [32 / 60, 0.2, 8 / 15]
+    assert [entry.max_sparsity for entry in report.parameters] == [None, 0.2, None]
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["parameter", "elements", "before", "now", "wanted", "sparsity",
+                                "held", "at"]  # fmt: skip
+    assert lines[3].split() == ["l2.weight", "50", "0", "10", "40.00%", "20.00%", "max_sparsity"]
+    assert report.to_dict()["parameters"][1]["wanted"] == 0.4
+    _, report, _ = pruned(None, 20, max_sparsity=0.5, min_sparsity={"l1.weight": 0.1})
+    wanted = [entry.wanted_text for entry in report.parameters]
+    assert wanted == ["10.00% to 50.00%", "at most 50.00%", "at most 46.67%"]
+
+
+class Halves(budgets.Budget):
+    """A budget of a user: the first parameter gets half of all."""
+
+    def divide(self, parameters):
+        sizes = [each.num_elements for each in parameters]
+        lines = [Line(0, sum(sizes[1:])), *(Line(0, n) for n in sizes[1:])]
+        return LinearDivision("halves", tuple(parameters), tuple(lines), tuple(sizes))
+
+
+def test_a_budget_of_a_user():
+    assert repr(Halves()) == "Halves()"
+    assert pruned(Halves(), 40)[2] == [20, 15, 5]
 
 
 def test_without_an_amount():

@@ -57,6 +57,16 @@ prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, gruop=None)  # 
 prune.global_unstructured(pairs, nn.Linear, amount=0.5)  # E: has incompatible type "type[Linear]"
 prune.global_unstructured([model], prune.L1Unstructured, amount=0.5)  # E: List item 0 has
 """,
+    "budgets": """\
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget="lamp")
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5, budget=prune.budgets.ERK())
+prune.global_unstructured(pairs, prune.L1Unstructured, budget={"weight": 0.5})
+prune.global_unstructured(pairs, prune.L1Unstructured, budget={(model, "weight"): 0.5}, amount=2)
+prune.global_unstructured(pairs, prune.L1Unstructured, budget="erk")  # E: No overload variant
+prune.global_unstructured(pairs, prune.L1Unstructured, amount=1, budget="x")  # E: No overload
+prune.budgets.OWL({"weight": 0.1}, lam=0.1, per="block")
+prune.budgets.OWL(0.1)  # E: has incompatible type "float"
+""",
     "methods": """\
 class Threshold(prune.BasePruningMethod):
     PRUNING_TYPE = "unstructured"
