@@ -1,4 +1,4 @@
-"""Make distprune importable from a checkout; write what test_matrix.py measured."""
+"""Make distprune importable from a checkout; write what the tests of matrices measured."""
 
 import faulthandler
 import gc
@@ -35,11 +35,18 @@ preload(
     "helpers.wrappings",
 )
 
-MATRIX = pytest.StashKey[list]()
+# Option of pytest -> the property of tests that it writes into a file.
+WRITTEN = {"--write-matrix": "matrix", "--write-criteria": "criteria"}
+RESULTS = pytest.StashKey[dict[str, list]]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--write-matrix", metavar="PATH", help="write what test_matrix.py measured")
+    parser.addoption(
+        "--write-criteria",
+        metavar="PATH",
+        help="write what test_criteria_matrix.py measured, into what is there of other criteria",
+    )
 
 
 class DeadlineExceededError(BaseException):
@@ -71,7 +78,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_configure(config):
-    config.stash[MATRIX] = []
+    config.stash[RESULTS] = {name: [] for name in WRITTEN.values()}
     config.pluginmanager.register(_Collector(config), "matrix collector")
 
 
@@ -83,21 +90,37 @@ class _Collector:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.passed:
-            self.config.stash[MATRIX] += [v for k, v in report.user_properties if k == "matrix"]
+            for name, value in report.user_properties:
+                self.config.stash[RESULTS].get(name, []).append(value)
 
     def pytest_sessionfinish(self, exitstatus):
-        path = self.config.getoption("--write-matrix")
-        if path is None or hasattr(self.config, "workerinput"):
-            return
-        if exitstatus != 0:
-            raise pytest.UsageError("not written: a test failed, and the matrix would have holes")
-        import torch
+        for option, name in WRITTEN.items():
+            path = self.config.getoption(option)
+            if path is None or hasattr(self.config, "workerinput"):
+                continue
+            if exitstatus != 0:
+                raise pytest.UsageError(
+                    "not written: a test failed, and the matrix would have holes"
+                )
+            _write(Path(path), name, self.config.stash[RESULTS][name])
 
-        from helpers import training_pair
 
-        rows = ",\n".join(map(json.dumps, sorted(self.config.stash[MATRIX], key=_place)))
-        head = {"torch": torch.__version__, "backend": "gloo", "num_steps": training_pair.NUM_STEPS}
-        Path(path).write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
+def _write(path, name, results):
+    import torch
+
+    from helpers import training_pair
+
+    head = {"torch": torch.__version__, "backend": "gloo"}
+    if name == "matrix":
+        head["num_steps"] = training_pair.NUM_STEPS
+        results = sorted(results, key=_place)
+    else:
+        from helpers.criteria_table import ENTRIES
+
+        results = sorted(_with_others(path, results), key=_place_of_criterion)
+        head["about"] = {title: entry.about for title, entry in ENTRIES.items()}
+    rows = ",\n".join(map(json.dumps, results))
+    path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
 
 
 def _place(result):
@@ -108,3 +131,20 @@ def _place(result):
         result["optimizer"],
         result["optimizer_made"],
     )
+
+
+def _with_others(path, results):
+    """The results, and those in a file for criteria and wrappings that were not measured now."""
+    from helpers.criteria_table import ENTRIES
+
+    measured = {(row["criterion"], row["wrapping"]) for row in results}
+    present = json.loads(path.read_text())["results"] if path.exists() else []
+    others = [row for row in present if (row["criterion"], row["wrapping"]) not in measured]
+    return [*results, *(row for row in others if row["criterion"] in ENTRIES)]
+
+
+def _place_of_criterion(result):
+    from helpers import wrappings
+    from helpers.criteria_table import ENTRIES
+
+    return list(ENTRIES).index(result["criterion"]), wrappings.TRAINED.index(result["wrapping"])

@@ -1,0 +1,387 @@
+"""All criteria: how the library computes them on a rank, and what they are. One entry each.
+
+A new criterion is a new entry of ENTRIES: the matrix of tests and the table of the documentation
+follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import distprune as prune
+from distprune import criteria
+from distprune.statistics import ActivationStatistics
+from helpers import criterion_references as references
+from helpers import wrappings
+from helpers.criteria_cases import WEIGHTS, Case, Chain, Dense, Rank, ReluNet, TanhNet, loss_of
+from helpers.models import Net
+
+Named = dict[str, Tensor]
+Scores = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One criterion.
+
+    Attributes:
+        reads: what it is computed from, for the documentation.
+        wire: what it sends besides what training sends, for the documentation.
+        memory: what it keeps, for the documentation.
+        run: computes the scores on a rank, forwards and backwards included.
+        baseline: the same forwards and backwards without the criterion.
+        expected: the scores of one process.
+        is_signed: whether the lowest, signed, are pruned.
+        most_bytes: an upper bound on what ``run`` sends more than ``baseline``, of a rank.
+        dtypes: in which it is tested ...
+        refused_dtypes: ... and those that are refused by name.
+        nets: the model for data "integer", and for "normal".
+        has_batches: whether it depends on data.
+        is_exact: whether scores of a case are equal bit for bit, and not to rounding only.
+    """
+
+    reads: str
+    wire: str
+    memory: str
+    run: Callable[[Rank], Scores]
+    baseline: Callable[[Rank], None]
+    expected: Callable[[Dense], Named]
+    is_signed: bool = False
+    most_bytes: Callable[[Rank], float] = lambda rank: 200
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    refused_dtypes: tuple[str, ...] = ()
+    nets: Mapping[str, type[Net]] = field(
+        default_factory=lambda: {"integer": ReluNet, "normal": ReluNet}
+    )
+    has_batches: bool = True
+    is_exact: Callable[[Case], bool] = lambda case: case.data == "integer"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the documentation says of it besides measurements."""
+        names = ("reads", "memory", "wire", "refused_dtypes")
+        return {name: getattr(self, name) for name in names}
+
+
+# Loops of a caller.
+
+
+def step_by_step(rank: Rank) -> None:
+    for unit in rank.units:
+        rank.backward(unit)
+        rank.model.zero_grad()
+
+
+def own_batches(rank: Rank) -> None:
+    for unit in rank.units:
+        loss_of(rank.model, unit).backward()
+        rank.model.zero_grad()
+
+
+def forwards(rank: Rank) -> None:
+    with torch.no_grad():
+        for unit in rank.units:
+            rank.model(unit.x)
+
+
+def by_steps(make: Callable[..., Any], *, weighted: bool = False) -> Callable[[Rank], Scores]:
+    """One update after each micro-batch of all ranks."""
+
+    def run(rank: Rank) -> Scores:
+        criterion = make(rank.pairs)
+        for unit, count in zip(rank.units, rank.counts, strict=True):
+            rank.backward(unit)
+            criterion.update(weight=count) if weighted else criterion.update()
+            rank.model.zero_grad()
+        return criterion.scores()
+
+    return run
+
+
+def adam(rank: Rank) -> Scores:
+    """AdamW's state after a step for each micro-batch, which leave the weights as they are."""
+    optimizer = torch.optim.AdamW(
+        rank.model.parameters(), lr=0.0, betas=(0.5, 0.5), weight_decay=0.0, foreach=False
+    )
+    for unit in rank.units:
+        rank.backward(unit)
+        optimizer.step()
+        rank.model.zero_grad()
+    return criteria.AdamSecondMoment(rank.pairs, optimizer).scores()
+
+
+def squared_product(weight: Tensor, gradient: Tensor, state: Tensor) -> Tensor:
+    return state + (weight.float() * gradient.float()) ** 2
+
+
+def by_rank_batches(make: Callable[..., Any]) -> Callable[[Rank], Scores]:
+    """Every micro-batch of every rank is a unit, which counts as many times as it has rows."""
+
+    def run(rank: Rank) -> Scores:
+        criterion = make(rank.pairs)
+        with criterion.calibrating():
+            for unit in rank.units:
+                with criterion.batch(weight=unit.weight):
+                    loss_of(rank.model, unit).backward()
+                rank.model.zero_grad()
+        return criterion.scores()
+
+    return run
+
+
+def grasp(rank: Rank) -> Scores:
+    step = 2.0**-6 if rank.case.data == "integer" else 1e-5
+    criterion = criteria.GraSP(rank.pairs, model=rank.model, step=step)
+    criterion.measure(rank.backward_of_all)
+    return criterion.scores()
+
+
+def three_times(rank: Rank) -> None:
+    for _ in range(3):
+        rank.backward_of_all()
+        rank.model.zero_grad()
+
+
+def synflow(rank: Rank) -> Scores:
+    criterion = criteria.SynFlow(rank.pairs, model=rank.model)
+    criterion.measure(lambda: rank.model(rank.ones))
+    return criterion.scores()
+
+
+def one_forward(rank: Rank) -> None:
+    rank.model(rank.ones).sum().backward()
+    rank.model.zero_grad()
+
+
+def by_inputs(kind: str) -> Callable[[Rank], Scores]:
+    def run(rank: Rank) -> Scores:
+        statistics = ActivationStatistics(rank.pairs)
+        with statistics.collecting():
+            forwards(rank)
+        scores: Scores = getattr(statistics, kind)()
+        return scores
+
+    return run
+
+
+# What one process computes.
+
+
+def all_gradients(dense: Dense) -> tuple[list[Named], list[float]]:
+    """The gradient and the number of rows of each unit of every rank."""
+    gradients = [gradient for row in dense.gradients() for gradient in row]
+    return gradients, [unit.weight for row in dense.units for unit in row]
+
+
+def step_counts(dense: Dense) -> list[float]:
+    return [sum(unit.weight for unit in row) for row in dense.units]
+
+
+def inputs_of(dense: Dense) -> Named:
+    """The inputs of each layer, all rows of all ranks."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}
+    handles = [
+        dense.model.get_submodule(name.split(".")[0]).register_forward_pre_hook(
+            lambda _, args, name=name: seen[name].append(args[0].detach())
+        )
+        for name in WEIGHTS
+    ]
+    for row in dense.units:
+        for unit in row:
+            dense.model(unit.x)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(rows) for name, rows in seen.items()}
+
+
+def expected_grasp(dense: Dense) -> Named:
+    losses = [lambda m, u=unit: loss_of(m, u) for row in dense.units for unit in row]
+    return references.grasp(dense.model, WEIGHTS, losses)
+
+
+def expected_synflow(dense: Dense) -> Named:
+    ones = torch.ones(1, dense.model.l1.in_features)
+    return references.synflow(dense.model, WEIGHTS, ones, {})
+
+
+def divides_exactly(case: Case) -> bool:
+    """DDP multiplies each rank's gradient by 1/n: the sum of n equal ones may be rounded."""
+    num_ranks = wrappings.world_size(case.wrapping)
+    is_rounded = wrappings.kind_of(case.wrapping) == "ddp" and num_ranks & (num_ranks - 1)
+    return case.data == "integer" and not is_rounded
+
+
+def once_per_backward(rank: Rank) -> float:
+    """Arguments and results of a reduce-scatter of 4 bytes per element, and of a sum at the end."""
+    return 2000 + 12 * rank.num_elements * (rank.case.num_batches + 1)
+
+
+NOTHING = "nothing"
+FOUR_BYTES = "4 bytes per element: FSDP in each backward, DDP once"
+SUMS = "16 bytes per input feature"
+ACCUMULATOR = "4 bytes per element"
+INPUTS = "16 bytes per input feature"
+
+ENTRIES: dict[str, Entry] = {
+    "SNIP": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(criteria.SNIP),
+        step_by_step,
+        lambda dense: references.snip(dense.weights, dense.averaged()),
+    ),
+    "Movement": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(criteria.Movement),
+        step_by_step,
+        lambda dense: references.movement(dense.weights, dense.averaged()),
+        is_signed=True,
+    ),
+    "GradientMagnitude": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(criteria.GradientMagnitude),
+        step_by_step,
+        lambda dense: {
+            name: torch.stack([g[name] for g in dense.averaged()]).sum(0).abs() for name in WEIGHTS
+        },
+    ),
+    "AdamSecondMoment": Entry(
+        "the optimizer's state",
+        NOTHING,
+        "nothing",
+        adam,
+        step_by_step,
+        lambda dense: references.adam(dense.weights, dense.averaged(), 0.5),
+        dtypes=("float32",),
+    ),
+    "Custom, sum of (w g)^2": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(lambda p: criteria.Custom(p, squared_product, unit="global_batch")),
+        step_by_step,
+        lambda dense: {
+            name: sum((g[name] * weight) ** 2 for g in dense.averaged())
+            for name, weight in dense.weights.items()
+        },
+    ),
+    "Taylor, power 1, global_batch": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(lambda p: criteria.Taylor(p, unit="global_batch", power=1), weighted=True),
+        step_by_step,
+        lambda dense: references.moment(dense.weights, dense.averaged(), step_counts(dense), 1),
+    ),
+    "Taylor, power 2, global_batch": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(lambda p: criteria.Taylor(p, unit="global_batch", power=2), weighted=True),
+        step_by_step,
+        lambda dense: references.moment(dense.weights, dense.averaged(), step_counts(dense), 2),
+    ),
+    "Fisher, global_batch": Entry(
+        "averaged gradients",
+        NOTHING,
+        ACCUMULATOR,
+        by_steps(lambda p: criteria.Fisher(p, unit="global_batch"), weighted=True),
+        step_by_step,
+        lambda dense: references.fisher(dense.weights, dense.averaged(), step_counts(dense)),
+    ),
+    "Taylor, power 1, rank_batch": Entry(
+        "gradients of every rank",
+        FOUR_BYTES,
+        ACCUMULATOR,
+        by_rank_batches(lambda p: criteria.Taylor(p, unit="rank_batch", power=1)),
+        own_batches,
+        lambda dense: references.moment(dense.weights, *all_gradients(dense), 1),
+        most_bytes=once_per_backward,
+    ),
+    "Taylor, power 2, rank_batch": Entry(
+        "gradients of every rank",
+        FOUR_BYTES,
+        ACCUMULATOR,
+        by_rank_batches(lambda p: criteria.Taylor(p, unit="rank_batch", power=2)),
+        own_batches,
+        lambda dense: references.moment(dense.weights, *all_gradients(dense), 2),
+        most_bytes=once_per_backward,
+    ),
+    "Fisher, rank_batch": Entry(
+        "gradients of every rank",
+        FOUR_BYTES,
+        ACCUMULATOR,
+        by_rank_batches(lambda p: criteria.Fisher(p, unit="rank_batch")),
+        own_batches,
+        lambda dense: references.fisher(dense.weights, *all_gradients(dense)),
+        most_bytes=once_per_backward,
+    ),
+    "GraSP": Entry(
+        "averaged gradients at three points",
+        NOTHING,
+        ACCUMULATOR,
+        grasp,
+        three_times,
+        expected_grasp,
+        is_signed=True,
+        dtypes=("float64",),
+        refused_dtypes=("bfloat16", "float16"),
+        most_bytes=lambda rank: 500,
+        nets={"integer": Chain, "normal": TanhNet},
+    ),
+    "SynFlow": Entry(
+        "no data",
+        NOTHING,
+        ACCUMULATOR,
+        synflow,
+        one_forward,
+        expected_synflow,
+        dtypes=("float32",),
+        refused_dtypes=("bfloat16", "float16"),
+        most_bytes=lambda rank: 500,
+        has_batches=False,
+        is_exact=divides_exactly,
+    ),
+    "Wanda": Entry(
+        "inputs of layers",
+        SUMS,
+        INPUTS,
+        by_inputs("wanda"),
+        forwards,
+        lambda dense: references.wanda(dense.weights, inputs_of(dense)),
+        most_bytes=lambda rank: 2000,
+    ),
+    "STADE": Entry(
+        "inputs of layers",
+        SUMS,
+        INPUTS,
+        by_inputs("stade"),
+        forwards,
+        lambda dense: references.stade(dense.weights, inputs_of(dense)),
+        most_bytes=lambda rank: 2000,
+    ),
+    "RIA": Entry(
+        "inputs of layers, and weights",
+        SUMS,
+        INPUTS,
+        by_inputs("ria"),
+        forwards,
+        lambda dense: references.ria(dense.weights, inputs_of(dense)),
+        most_bytes=lambda rank: 2000,
+        is_exact=lambda case: False,  # its factors are quotients, rounded one by one
+    ),
+}
+
+
+def pruning_method(entry: Entry) -> type[prune.BasePruningMethod]:
+    return prune.LowestScore if entry.is_signed else prune.L1Unstructured
