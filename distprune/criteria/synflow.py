@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from distprune._common.exact_sums import exponent_of
 from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_unstructured
 from distprune.call.arguments import ParameterArguments
@@ -44,8 +46,10 @@ class SynFlow(MeasuredCriterion):
     Source: Tanaka et al., Pruning neural networks without any data by iteratively conserving
     synaptic flow, NeurIPS 2020, arXiv 2006.05467, equation 2 and algorithm 1.
 
+    Scores of float64 models are divided by a power of two, so that they fit into float32.
+
     Cost: a forward and a backward of one input per round, and a pruning; 4 bytes of memory per
-    element (8 for float64), and a bit per element of the model for the signs. On the wire what a
+    element, and a bit per element of the model for the signs. On the wire what a
     backward and a pruning send, and about 120 bytes a round.
     """
 
@@ -79,9 +83,15 @@ class SynFlow(MeasuredCriterion):
 
             everything = all_parameters(self._model)
             with changed_values(everything, _to_absolute, world(self._group), keep=keep_signs):
-                _, gradients = self._measured_gradients(kept, backward)
-                self._accumulators = {"flow": [gradient.clone() for gradient in gradients]}
-                del gradients
+                shards, gradients = self._measured_gradients(kept, backward)
+                with torch.no_grad():
+                    flows = [
+                        torch.mul(gradient, shard.values).abs_()
+                        for shard, gradient in zip(shards, gradients, strict=True)
+                    ]
+                del shards, gradients
+            scale = self._scale(flows)
+            self._accumulators = {"flow": [flow.mul_(scale).float() for flow in flows]}
         self.num_updates, self.total_weight = 1, 1.0
 
     def prune(
@@ -132,9 +142,21 @@ class SynFlow(MeasuredCriterion):
             reports.append(report)
         return _joined(first, reports, num_pruned, time.perf_counter() - started)
 
+    def _scale(self, flows: Sequence[Tensor]) -> float:
+        """1, or for float64 the power of two that brings the largest score below 1."""
+        if all(flow.dtype is torch.float32 for flow in flows):
+            return 1.0
+
+        def largest() -> Tensor:
+            found = max((float(flow.max()) for flow in flows if flow.numel()), default=0.0)
+            # Bits of doubles >= 0 are in the order of their values.
+            return torch.tensor([found], dtype=torch.float64).view(torch.int64)
+
+        found = world(self._group).reduce(1, largest, "max").view(torch.float64)
+        return math.ldexp(1.0, -exponent_of(float(found)))
+
     def _score(self, position: int, shard: LocalShard) -> Tensor:
-        flow = self._accumulator("flow", position, shard)
-        return torch.mul(flow, shard.values).abs_()
+        return self._accumulator("flow", position, shard).clone()
 
 
 def _to_absolute(_: int, values: Tensor) -> None:
