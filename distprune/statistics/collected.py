@@ -45,7 +45,7 @@ class CollectedInputs:
         with self._communicator.exclusively():
             _, targets = read_parameters(self._arguments, self._communicator)
             self._local = local_statistics(targets, self._communicator)
-        self._is_named = all(target.is_named for target in targets)
+        self._is_named = all(target.is_named or not target.places for target in targets)
         self._position = {
             (id(module), name): position
             for position, parameter in enumerate(self._local)

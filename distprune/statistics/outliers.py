@@ -21,7 +21,7 @@ from distprune.selection.normalizing import (
     live_flags,
     per_chunk,
 )
-from distprune.selection.scores import FactorScores, widened
+from distprune.selection.scores import FactorScores, ScoreSource, TensorScores, widened
 from distprune.shards.factored import FactoredScores
 from distprune.shards.target import Target
 
@@ -89,9 +89,14 @@ def outlier_ratios(
 
 def _scored(target: Target, scores: FactoredScores) -> Scored:
     shard = target.shard
+    source: ScoreSource
+    if target.places:
+        source = FactorScores(shard, scores, are_signed=True)
+    else:  # of other ranks: no element of it is here
+        source = TensorScores(shard.values)
     return Scored(
         target.label,
-        FactorScores(shard, scores, are_signed=True),
+        source,
         None if shard.mask is None else shard.flat(shard.mask),
         shard.counted,
         shard.values.device,

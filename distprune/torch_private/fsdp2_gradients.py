@@ -22,8 +22,7 @@ _REPLACED = "init_unsharded_param"
 class GatheredSource(GradientSource):
     """The gathered copy of one parameter: see gradient_source.[Note: hooks on leaves].
 
-    FSDP2 makes the copy at the first gather and keeps the object. So that a hook can be put on a
-    copy that is yet to come, the method that makes it is replaced.
+    FSDP2 makes the copy at the first gather and keeps the object.
 
     Args:
         managed: the parameter.
@@ -43,24 +42,18 @@ class GatheredSource(GradientSource):
 
     def attach(self, receive: Receive) -> None:
         self._receive = receive
-        self._hook_gathered()
-        self._fsdp_param.__dict__[_REPLACED] = self._init_unsharded_param
+        self.hook_gathered()
+        _Gathers.of(self._fsdp_param).add(self)
 
     def detach(self) -> None:
         self._receive = None
-        if self._fsdp_param.__dict__.get(_REPLACED) == self._init_unsharded_param:
-            del self._fsdp_param.__dict__[_REPLACED]
+        _Gathers.of(self._fsdp_param).drop(self)
         if self._handle is not None:
             self._handle.remove()
         self._handle = self._hooked = None
 
-    def _init_unsharded_param(self) -> None:
-        """Replaces the method of FSDP2's record, which makes the gathered copy if there is none."""
-        fsdp_param = self._fsdp_param
-        type(fsdp_param).init_unsharded_param(fsdp_param)  # type: ignore[no-untyped-call]
-        self._hook_gathered()
-
-    def _hook_gathered(self) -> None:
+    def hook_gathered(self) -> None:
+        """Put the hook on the gathered copy, if there is one and the hook is not there yet."""
         gathered: Tensor | None = getattr(self._fsdp_param, "_unsharded_param", None)
         if gathered is None or (self._hooked is not None and self._hooked() is gathered):
             return
@@ -94,3 +87,39 @@ class GatheredSource(GradientSource):
             by_rank = gradient.reshape(cut).movedim(dim, 0)
             pieces.view(by_rank.shape).copy_(by_rank)
         return pieces
+
+
+class _Gathers:
+    """Tells sources of a gathered copy that is new: replaces a method while there are any."""
+
+    def __init__(self, fsdp_param: FSDPParam) -> None:
+        self._fsdp_param_ref = weakref.ref(fsdp_param)
+        self._sources: list[GatheredSource] = []
+
+    @staticmethod
+    def of(fsdp_param: FSDPParam) -> _Gathers:
+        replaced = fsdp_param.__dict__.get(_REPLACED)
+        gathers = getattr(replaced, "__self__", None)
+        return gathers if isinstance(gathers, _Gathers) else _Gathers(fsdp_param)
+
+    @property
+    def _fsdp_param(self) -> FSDPParam:
+        fsdp_param = self._fsdp_param_ref()
+        assert fsdp_param is not None  # it owns what calls this
+        return fsdp_param
+
+    def add(self, source: GatheredSource) -> None:
+        self._sources.append(source)
+        self._fsdp_param.__dict__[_REPLACED] = self._init_unsharded_param
+
+    def drop(self, source: GatheredSource) -> None:
+        self._sources = [other for other in self._sources if other is not source]
+        if not self._sources:
+            self._fsdp_param.__dict__.pop(_REPLACED, None)
+
+    def _init_unsharded_param(self) -> None:
+        """FSDP2 calls it after every gather; the first time it makes the copy."""
+        fsdp_param = self._fsdp_param
+        type(fsdp_param).init_unsharded_param(fsdp_param)  # type: ignore[no-untyped-call]
+        for source in self._sources:
+            source.hook_gathered()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distprune._common.collectives import Communicator
-from distprune.criteria import Fisher, rank_batch
+from distprune.criteria import Fisher, Taylor, rank_batch
 from distprune.shards import unaveraged_gradients
 from distprune.testing import run_ranks
 from distprune.torch_private.gradient_source import ParameterSource
@@ -307,3 +307,32 @@ def data_parallel_over_tensor_parallel() -> list[str]:
 
 def test_data_parallel_replicas_of_a_tensor_parallel_model():
     assert_nothing_wrong(run_ranks(data_parallel_over_tensor_parallel, 4))
+
+
+def two_criteria(wrapping: str) -> list[str]:
+    """Two calibrations at once, of which the first ends first."""
+    dense = make_model(wrapping, "integer float32")
+    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
+    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
+    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
+    first, second = Fisher(pairs, unit="rank_batch"), Taylor(pairs, unit="rank_batch", power=1)
+    rank, wrong = data_rank(wrapping), []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(second.calibrating())
+        with first.calibrating():
+            for number in range(2):
+                batch, weight = micro_batch(dense, "integer float32", rank, number), 1.0
+                with first.batch(weight), second.batch(weight):
+                    loss_of(model, batch).backward()
+        with second.batch():
+            loss_of(model, micro_batch(dense, "integer float32", rank, 2)).backward()
+    for criterion, count, power, factor in ((first, 2, 2, 0.5), (second, 3, 1, 1.0)):
+        units = gradients_of_units(dense, "integer float32", num_data_ranks(wrapping), count)
+        expected = expected_scores(dense, [(1.0, g) for _, g in units], power, factor)
+        wrong += wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-2", "hsdp-2x2"])
+def test_two_criteria_at_once(wrapping):
+    assert_nothing_wrong(run_ranks(two_criteria, wrappings.world_size(wrapping), wrapping))

@@ -1,0 +1,144 @@
+"""Fisher and Taylor in one process, without process groups: formulas by hand, and what is meant."""
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune.criteria import Fisher, Taylor
+
+
+class Scaled(nn.Module):
+    """The loss is the sum of weight * x: its gradient is x."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x):
+        return (self.weight * torch.tensor(x)).sum()
+
+
+def scores_of(criterion, module, batches):
+    with criterion.calibrating():
+        for weight, x in batches:
+            with criterion.batch(weight=weight):
+                module(x).backward()
+    (scores,) = criterion.scores().values()
+    return scores.tolist()
+
+
+BATCHES = [(1, [1.0, -2.0, 0.0]), (3, [3.0, 2.0, 0.0])]  # E[g^2] = [7, 4, 0]; E[|g|] = [2.5, 2, 0]
+
+
+def test_rank_batches():
+    module = Scaled([2.0, -1.0, 5.0])
+    pairs = [(module, "weight")]
+    assert scores_of(Fisher(pairs, unit="rank_batch"), module, BATCHES) == [14.0, 2.0, 0.0]
+    assert scores_of(Taylor(pairs, unit="rank_batch"), module, BATCHES) == [28.0, 4.0, 0.0]
+    absolute = Taylor(pairs, unit="rank_batch", power=1)
+    assert scores_of(absolute, module, BATCHES) == [5.0, 2.0, 0.0]
+
+
+def test_global_batches_are_what_grad_holds():
+    """Here .grad piles up: [1, -2], then [4, 0]."""
+    module = Scaled([2.0, -1.0, 5.0])
+    criterion = Taylor([(module, "weight")], unit="global_batch")
+    assert scores_of(criterion, module, BATCHES) == [4 * (1 + 3 * 16) / 4, 1.0, 0.0]
+    assert criterion.num_updates == 2 and criterion.total_weight == 4
+
+
+def test_weights_that_change_are_read_with_the_scores():
+    module = Scaled([2.0, -1.0, 5.0])
+    criterion = Taylor([(module, "weight")], unit="rank_batch")
+    scores_of(criterion, module, BATCHES)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    (scores,) = criterion.scores().values()
+    assert scores.tolist() == [7.0, 4.0, 0.0]
+
+
+def test_a_loss_scale_is_divided_out():
+    module = Scaled([2.0, -1.0, 5.0])
+    for power, expected in ((2, [4.0, 4.0, 0.0]), (1, [2.0, 2.0, 0.0])):
+        criterion = Taylor([(module, "weight")], unit="rank_batch", power=power)
+        with criterion.calibrating(), criterion.batch(loss_scale=4.0):
+            (4.0 * module([1.0, -2.0, 0.0])).backward()
+        (scores,) = criterion.scores().values()
+        assert scores.tolist() == expected
+
+
+def test_pruned_elements_have_score_zero():
+    module = nn.Linear(2, 1, bias=False)
+    prune.custom_from_mask(module, "weight", torch.tensor([[0.0, 1.0]]))
+    criterion = Fisher([(module, "weight")], unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        module(torch.ones(1, 2)).backward()
+    (scores,) = criterion.scores().values()
+    assert scores[0, 0] == 0 and scores[0, 1] > 0
+    assert not module.weight_orig._backward_hooks
+
+
+def test_sparse_gradients_count_rows_that_occur_twice_once():
+    dense, sparse = nn.Embedding(5, 2), nn.Embedding(5, 2, sparse=True)
+    sparse.weight.data.copy_(dense.weight)
+    tokens, found = torch.tensor([1, 3, 1]), []
+    for module in (dense, sparse):
+        criterion = Fisher([(module, "weight")], unit="rank_batch")
+        with criterion.calibrating(), criterion.batch():
+            module(tokens).square().sum().backward()
+        found.append(*criterion.scores().values())
+    assert torch.equal(*found) and bool(found[0][1].gt(0).all())
+
+
+def test_low_precision_is_squared_in_fp32():
+    """1 + 2^-7 is a bfloat16 whose square is none."""
+    module = Scaled([1.0])
+    module.bfloat16()
+    criterion = Taylor([(module, "weight")], unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        (module.weight * torch.tensor([1 + 2**-7], dtype=torch.bfloat16)).sum().backward()
+    (scores,) = criterion.scores().values()
+    assert scores.dtype == torch.float32 and scores.item() == (1 + 2**-7) ** 2
+
+
+def test_in_one_process_a_mistake_is_raised_at_once():
+    module = Scaled([1.0])
+    criterion = Fisher([(module, "weight")], unit="rank_batch")
+    with pytest.raises(RuntimeError, match="no gradient"), criterion.calibrating():
+        with criterion.batch():
+            pass
+        pytest.fail("the batch was over")
+    with pytest.raises(RuntimeError, match="reset"):
+        criterion.scores()
+
+
+def test_weights_that_are_all_zero():
+    module = Scaled([1.0])
+    criterion = Fisher([(module, "weight")], unit="rank_batch")
+    with criterion.calibrating(), criterion.batch(weight=0):
+        module([2.0]).backward()
+    with pytest.raises(ValueError, match=r"Scaled\.weight.*weights of all its batches are 0"):
+        criterion.scores()
+
+
+def test_a_state_of_another_moment_is_refused():
+    module = Scaled([1.0])
+    pairs = [(module, "weight")]
+    criterion = Taylor(pairs, unit="rank_batch", power=1)
+    scores_of(criterion, module, [(1, [2.0])])
+    with pytest.raises(ValueError, match="moment"):
+        Taylor(pairs, unit="rank_batch", power=2).load_state_dict(criterion.state_dict())
+    other = Taylor(pairs, unit="rank_batch", power=1)
+    other.load_state_dict(criterion.state_dict())
+    assert other.scores()[pairs[0]].tolist() == [2.0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_does_not_reach_the_sums():
+    module = Scaled([3.0])
+    criterion = Fisher([(module, "weight")], unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        module.weight.pow(3).sum().backward(create_graph=True)
+    (scores,) = criterion.scores().values()
+    assert not scores.requires_grad and scores.item() == 0.5 * 9 * 27**2
