@@ -21,7 +21,7 @@ from distprune.criteria import saving
 from distprune.criteria.tracking import tracked_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.shards.gradients import local_gradient
+from distprune.shards.gradients import available_gradient, drop_gradient, local_gradient
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 
@@ -69,6 +69,7 @@ class Criterion(ABC):
         group: ProcessGroup | None = None,
     ) -> None:
         self._group = group
+        self._is_calibrating = False
         self._tracked = tracked_parameters(parameters)
         self._accumulators: dict[str, list[Tensor]] = {}
         self.reset()
@@ -103,14 +104,44 @@ class Criterion(ABC):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Collect units inside: see :meth:`batch`."""
-        yield
+        """Collect units of a calibration: inside, each :meth:`batch` drops its gradients.
+
+        So a loop needs no ``zero_grad``, and no batch counts twice. Collective over ``group`` when
+        it begins. Gradients of parameters that the criterion does not score stay; FSDP1 drops
+        those of a whole flat parameter. ::
+
+            with criterion.calibrating():
+                for batch in loader:
+                    with criterion.batch():
+                        loss(model, batch).backward()
+
+        Raises:
+            RuntimeError: a parameter has a gradient already, or this is inside of itself; on every
+                rank.
+
+        Cost: one all-reduce of 40 bytes.
+        """
+        world(self._group).run(self._check_before_calibrating)
+        self._is_calibrating = True
+        try:
+            yield
+        finally:
+            self._is_calibrating = False
 
     @contextmanager
     def batch(self, weight: float = 1.0) -> Iterator[None]:
-        """One unit: the backward passes inside, then :meth:`update`; nothing after an error."""
-        yield
-        self.update(weight)
+        """One unit: the backward passes inside, then :meth:`update`; nothing after an error.
+
+        Outside of :meth:`calibrating` the gradients stay, for the optimizer's step.
+        """
+        try:
+            yield
+            self.update(weight)
+        finally:
+            if self._is_calibrating:
+                reader = ShardReader()
+                for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
+                    drop_gradient(shard, reader.managed(parameter.module, parameter.name))
 
     def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         """The scores as ``importance_scores`` takes them, fp32, laid out like the parameters.
@@ -268,6 +299,19 @@ class Criterion(ABC):
     def _check_all_trainable(self, reader: ShardReader, shards: list[LocalShard]) -> None:
         for parameter, shard in zip(self._tracked, shards, strict=True):
             parameter.check_trainable(reader, shard)
+
+    def _check_before_calibrating(self) -> None:
+        if self._is_calibrating:
+            raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
+        reader = ShardReader()
+        for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
+            managed = reader.managed(parameter.module, parameter.name)
+            gradient = available_gradient(shard, managed)
+            if gradient is not None and gradient is not shard.values:
+                raise RuntimeError(
+                    f"{shard.name} has a gradient already, which would count with the first "
+                    "batch; expected none. Call model.zero_grad() before calibrating()."
+                )
 
     def _checked_scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         if not self.num_updates:

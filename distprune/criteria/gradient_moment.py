@@ -114,7 +114,8 @@ class GradientMoment(Criterion):
         flat parameter); HSDP has one all-reduce of the shards in addition, at the end.
         """
         if self.unit == "global_batch":
-            yield
+            with super().calibrating():
+                yield
             return
         if self._sums is not None:
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
@@ -145,7 +146,8 @@ class GradientMoment(Criterion):
 
         With ``unit="rank_batch"`` exactly one backward; ``.grad`` is neither read nor changed, so
         it does not matter when it is zeroed, and whether the wrapper synchronises (``no_sync``).
-        With ``unit="global_batch"``, however many; then ``update(weight)``.
+        With ``unit="global_batch"``, however many; then ``update(weight)``, and inside of
+        ``calibrating`` the gradients are dropped.
 
         Args:
             weight: how much the unit counts, such as its number of tokens; ranks may differ.
@@ -162,10 +164,10 @@ class GradientMoment(Criterion):
         if not scale:
             raise ValueError(f"loss_scale={loss_scale!r}; expected a finite number > 0.")
         if self.unit == "global_batch":
-            yield
             self._loss_scale = scale
             try:
-                self.update(weight)
+                with super().batch(weight):
+                    yield
             finally:
                 self._loss_scale = 1.0
             return

@@ -67,3 +67,11 @@ def available_gradient(shard: LocalShard, managed: Managed | None) -> Tensor | N
             "the embedding with sparse=False."
         )
     return gradient.detach()
+
+
+def drop_gradient(shard: LocalShard, managed: Managed | None) -> None:
+    """Set ``.grad`` to None; of a parameter of FSDP1 those of its whole flat parameter."""
+    if managed is None:
+        shard.parameter.grad = None
+    else:
+        managed.drop_gradient()

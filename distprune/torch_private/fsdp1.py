@@ -223,6 +223,15 @@ class FlatPiece(ManagedRun):
         gradient = flat_param._params[self.number].grad
         return None if gradient is None else gradient.detach()
 
+    def drop_gradient(self) -> None:
+        flat_param = self.handle.flat_param
+        for parameter in (
+            flat_param,
+            *(flat_param._params or ()),
+            *(flat_param._shared_params or ()),
+        ):
+            parameter.grad = None
+
     @property
     def has_unreduced_gradient(self) -> bool:
         gradient = self.handle.flat_param.grad

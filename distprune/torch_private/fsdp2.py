@@ -133,6 +133,9 @@ class ManagedParameter(ManagedDTensor):
         assert isinstance(gradient, DTensor)
         return gradient._local_tensor
 
+    def drop_gradient(self) -> None:
+        self.sharded.grad = None
+
     @property
     def has_unreduced_gradient(self) -> bool:
         gathered = getattr(self.fsdp_param, "_unsharded_param", None)

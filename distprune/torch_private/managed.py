@@ -107,6 +107,10 @@ class Managed(ABC):
         What the last synchronised backward left; not what waits for its reduction.
         """
 
+    @abstractmethod
+    def drop_gradient(self) -> None:
+        """Set ``.grad`` to None, and what else the wrapper keeps together with it."""
+
     @property
     @abstractmethod
     def has_unreduced_gradient(self) -> bool:

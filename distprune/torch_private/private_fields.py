@@ -47,6 +47,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "FlatParameter": (
             "_param_infos", "_shared_param_infos", "_fqns", "_shapes", "_strides",
             "_contiguities", "_shard_param_infos", "_param_extensions", "_params",
+            "_shared_params",
             "_is_padding_mask", "_numels_with_padding",
         ),
     },

@@ -4,12 +4,14 @@ Data are small integers (helpers.criteria_runs), so every sum is exact, and mask
 end to end. The expected scores are written from the papers, on plain tensors.
 """
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import distprune as prune
 from distprune.criteria import SNIP, Custom, GradientMagnitude, Movement
@@ -340,21 +342,29 @@ def test_gradient_scalers_and_clipping(wrapping, how):
         assert num_skipped == 1
 
 
-def without_all_reduce() -> str:
-    """HSDP whose gradients are summed over the shards, and not yet over the replicas."""
-    model = runs.integer_net("hsdp-2x2")
+def unreduced(kind: str) -> str:
+    """Gradients that FSDP2 keeps apart until a later backward reduces them."""
+    wrapping = "hsdp-2x2" if kind == "no all-reduce" else "fsdp2-2"
+    model = runs.integer_net(wrapping)
     batch = runs.batches(model, 1)[0]
-    model = wrappings.wrap(model, "hsdp-2x2")
+    options = {}
+    if kind == "mixed precision":  # kept in the dtype of the reduction
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = wrappings.wrap(model, wrapping, **options)
     criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
-    model.set_requires_all_reduce(False)
-    runs.backward(model, batch, *wrappings.data_rank("hsdp-2x2"))
+    if kind == "no all-reduce":  # summed over the shards, and not yet over the replicas
+        model.set_requires_all_reduce(False)
+    else:
+        model.set_requires_gradient_sync(False)
+    runs.backward(model, batch, *wrappings.data_rank(wrapping))
     with pytest.raises(RuntimeError) as error:
         criterion.update()
     return str(error.value)
 
 
-def test_gradients_without_the_all_reduce_of_hsdp_are_refused():
-    for text in run_ranks(without_all_reduce, 4):
+@pytest.mark.parametrize("kind", ["no all-reduce", "no reduction", "mixed precision"])
+def test_gradients_that_fsdp2_has_not_reduced_are_refused(kind):
+    for text in run_ranks(unreduced, 4 if kind == "no all-reduce" else 2, kind):
         assert text.startswith("l1.weight: a backward without gradient synchronisation")
 
 
@@ -392,3 +402,55 @@ def differences_in_half_precision(wrapping: str) -> list[str]:
 def test_half_precision(wrapping):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences_in_half_precision, size, wrapping))
+
+
+def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
+    """A loop without zero_grad, with a batch that fails in the middle."""
+    one = OneProcess(wrapping)
+    indices = wrappings.local_indices(one.model, wrapping)
+    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    pairs = runs.named_targets(model, runs.WEIGHTS)
+    if kind == "Fisher":
+        criterion = prune.criteria.Fisher(pairs, unit="global_batch")
+    else:
+        criterion = CRITERIA[kind](pairs)
+    part = wrappings.data_rank(wrapping)
+    with criterion.calibrating():
+        for number, batch in enumerate(one.batches):
+            with criterion.batch(weight=1.0):
+                runs.backward(model, batch, *part)
+            one.backward(number)
+            with contextlib.suppress(KeyError), criterion.batch():
+                runs.backward(model, batch, *part)
+                raise KeyError
+    if kind == "Fisher":
+        squares = [
+            sum(unit[position][1] ** 2 for unit in one.units) / torch.tensor(float(NUM_UNITS))
+            for position in range(len(runs.WEIGHTS))
+        ]
+        scores = [
+            square * w.abs() * w.abs() / 2 for square, w in zip(squares, one.weights(), strict=True)
+        ]
+    else:
+        scores = one.scores(kind)
+    expected = dict(zip(runs.WEIGHTS, scores, strict=True))
+    wrong = runs.differing(criterion.scores(), expected, indices)
+    for refused in ("a gradient is left", "inside of itself"):
+        with contextlib.ExitStack() as stack:
+            if refused == "inside of itself":
+                model.zero_grad()
+                stack.enter_context(criterion.calibrating())
+            else:
+                with criterion.batch():  # the optimizer needs these gradients
+                    runs.backward(model, one.batches[0], *part)
+            message = "inside of calibrating" if "itself" in refused else "has a gradient already"
+            with pytest.raises(RuntimeError, match=message), criterion.calibrating():
+                pass
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["SNIP", "Fisher"])
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
+def test_calibration(wrapping, kind):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_of_a_calibration, size, wrapping, kind))
