@@ -22,10 +22,14 @@ from distprune.api.local import random_unstructured as random_unstructured
 from distprune.api.local import remove as remove
 from distprune.api.mask_files import save_masks as save_masks
 from distprune.api.mask_loading import load_masks as load_masks
+from distprune.api.replacing_masks import get_masks as get_masks
+from distprune.api.replacing_masks import set_masks as set_masks
 from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
 from distprune.api.zeros import masks_from_zeros as masks_from_zeros
+from distprune.call.mask_update import MaskUpdate as MaskUpdate
+from distprune.call.mask_update import MaskUpdateReport as MaskUpdateReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport

@@ -39,12 +39,14 @@ class ParameterArguments:
     Attributes:
         parameters: (module, name) pairs, the same on every rank unless ``pipeline_parallel``.
         importance_scores: by (module, name): like the parameter, or whole; None: the values.
+        scores_name: of that argument, for messages.
         pipeline_parallel: the ranks have different lists, which are joined by name.
         facts: arguments that must be equal on all ranks.
     """
 
     parameters: Iterable[tuple[nn.Module, str]]
     importance_scores: Scores | None = None
+    scores_name: str = "importance_scores"
     pipeline_parallel: bool = False
     facts: Sequence[Fact] = ()
 

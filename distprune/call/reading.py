@@ -185,7 +185,9 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
             parameter.is_tied,
             reader.managed(*parameter.places[0]),
             parameter.shard,
-            *_local_scores(scores_of.get(key, ()), parameter.label, parameter.shard),
+            *_local_scores(
+                scores_of.get(key, ()), parameter.label, parameter.shard, arguments.scores_name
+            ),
             parameter.is_named,
         )
         for key, parameter in parameters.items()
@@ -261,7 +263,7 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
 
 
 def _local_scores(
-    scores: Sequence[Any], label: str, shard: LocalShard
+    scores: Sequence[Any], label: str, shard: LocalShard, what: str
 ) -> tuple[Tensor | FactoredScores | None, str]:
     """This rank's part of the scores, and what must be equal on all ranks.
 
@@ -269,12 +271,12 @@ def _local_scores(
     """
     if not scores:
         return None, "none"
-    parts = [part_of_scores(tensor, label, shard) for tensor in scores]
+    parts = [part_of_scores(tensor, label, shard, what) for tensor in scores]
     first, about = parts[0]
     if any(not _are_equal(part, first) for part, _ in parts[1:]):
         raise ValueError(
-            f"{label} is tied, and importance_scores has different scores under several of its "
-            "names; expected them under one name, or equal ones."
+            f"{label} is tied, and {what} has different tensors under several of its names; "
+            "expected one under one name, or equal ones."
         )
     return first, about
 

@@ -248,6 +248,20 @@ def chosen_hook(module: nn.Module, name: str) -> BasePruningMethod:
     return last if present is None else joined(present[1], last)
 
 
+def lasting_hook(module: nn.Module, name: str) -> BasePruningMethod:
+    """:func:`chosen_hook`, but the present hook itself if that stands for a chosen mask already.
+
+    So a mask that is replaced at every step leaves one entry in the container.
+    """
+    present = find_hook(module, name)
+    hook = None if present is None else present[1]
+    last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
+    if type(last) is CustomFromMask and last._is_in_buffer:
+        assert isinstance(hook, BasePruningMethod)
+        return hook
+    return chosen_hook(module, name)
+
+
 def _check_given(call: PruningCall, mask: Tensor) -> None:
     """Refuse factors: torch multiplies them in, and a mask on shards only says what is kept."""
     shard = call.shards[0]

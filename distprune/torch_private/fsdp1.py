@@ -205,6 +205,13 @@ class FlatPiece(ManagedRun):
         return bool(self.handle._uses_param_mixed_precision)
 
     @property
+    def trained(self) -> tuple[Tensor, slice | None]:
+        flat_param, (offset, size) = self.handle.flat_param, self.span
+        if flat_param._params is None:
+            return flat_param, slice(offset, offset + size)
+        return flat_param._params[self.number], None
+
+    @property
     def requires_grad(self) -> bool:
         flat_param = self.handle.flat_param
         params = flat_param._params  # None without use_orig_params

@@ -122,6 +122,10 @@ class ManagedParameter(ManagedDTensor):
         return self.fsdp_param.mp_policy.param_dtype not in (None, self.sharded.dtype)
 
     @property
+    def trained(self) -> tuple[Tensor, slice | None]:
+        return self.sharded, None
+
+    @property
     def requires_grad(self) -> bool:
         return self.sharded.requires_grad
 

@@ -96,6 +96,14 @@ class Managed(ABC):
 
     @property
     @abstractmethod
+    def trained(self) -> tuple[Tensor, slice | None]:
+        """The tensor that an optimizer has, and where the parameter is in it if it has others too.
+
+        Its state has tensors of the same form.
+        """
+
+    @property
+    @abstractmethod
     def requires_grad(self) -> bool:
         """Whether a backward gives the parameter a gradient."""
 

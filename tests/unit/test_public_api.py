@@ -16,11 +16,12 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "FactoredScores", "GlobalMask", "LowestScore", "MaskLoadingReport", "NamedParameter",
-    "ParameterReport", "PruningReport", "VerificationError", "VerificationReport",
-    "VerifiedParameter", "budgets", "checkpoint", "criteria", "dense_gradients", "global_mask",
-    "load_masks", "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select",
-    "shard_masks", "statistics", "verify",
+    "FactoredScores", "GlobalMask", "LowestScore", "MaskLoadingReport", "MaskUpdate",
+    "MaskUpdateReport", "NamedParameter", "ParameterReport", "PruningReport",
+    "VerificationError", "VerificationReport", "VerifiedParameter", "budgets", "checkpoint",
+    "criteria", "dense_gradients", "get_masks", "global_mask", "load_masks", "masks_aside",
+    "masks_from_zeros", "save_masks", "schedule", "select", "set_masks", "shard_masks",
+    "statistics", "verify",
 }  # fmt: skip
 
 

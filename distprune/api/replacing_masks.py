@@ -1,0 +1,274 @@
+"""``set_masks``: masks that may grow as well as shrink; and ``get_masks``.
+
+with prune.dense_gradients(model):
+    ...                                             # choose new masks: drop some, grow others
+    prune.set_masks(parameters, masks, optimizer=optimizer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.naming import unwrap
+from distprune._common.process_groups import world
+from distprune.call.arguments import PruningArguments
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.mask_update import MaskUpdate, MaskUpdateReport
+from distprune.call.run import prune_parameters
+from distprune.masks.checks import check_binary
+from distprune.masks.optimizer_state import Optimizer, ParameterState
+from distprune.masks.replaced import Replaced
+from distprune.methods.builtin import lasting_hook
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+StateRule = Literal["zero", "keep", "reset"]
+Pair = tuple[nn.Module, str]
+
+
+def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
+    """The masks in force, as bool tensors laid out like the parameters. Local.
+
+    Args:
+        parameters: (module, name) pairs, pruned or not.
+
+    Returns:
+        For each pair a new tensor, True = keep: all True if it is not pruned; a DTensor if the
+        parameter is one, and under FSDP1 this rank's run, 1-d. :func:`set_masks` and
+        :func:`global_mask` take them.
+
+    Raises:
+        AttributeError, TypeError, NotImplementedError: a pair that is no parameter, or a layout
+            that is not supported.
+
+    Cost: 1 byte per element.
+    """
+    reader, masks = ShardReader(), []
+    with torch.inference_mode(False), torch.no_grad():
+        for position, pair in enumerate(parameters):
+            module, name = unwrap(pair[0]), pair[1]
+            label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
+            shard = reader.read(module, name, label)
+            local = shard.new_mask(torch.bool).fill_(True)
+            if shard.mask is not None:
+                local.copy_(shard.mask != 0)
+            masks.append(shard.as_parameter_layout(local))
+    return masks
+
+
+def set_masks(
+    parameters: Iterable[Pair],
+    masks: Sequence[Tensor] | Mapping[Any, Tensor],
+    *,
+    optimizer: Optimizer | None = None,
+    state: StateRule = "zero",
+    grown: Literal["zero", "keep"] = "zero",
+    group: ProcessGroup | None = None,
+) -> MaskUpdateReport:
+    """Replace the masks of parameters: elements may be dropped, and grow again. Collective.
+
+    For methods that change their masks while they train (RigL, SET, AC/DC). On every wrapper the
+    new masks act as those of any pruning, checkpoints hold them, and ``verify`` knows them. A
+    parameter that is not pruned yet becomes so. However often the masks change, the pruning
+    container gets one entry. Call it between a backward and the next forward: instead of
+    ``optimizer.step()``, as RigL, or after it.
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; the same on every rank.
+        masks: for each of them a mask, True (or 1) = keep: a sequence in their order, or a mapping
+            from pairs or full names. Each is laid out like its parameter, as those of
+            :func:`global_mask` and :func:`get_masks` are, or whole and equal on all ranks.
+        optimizer: which trains them. Without it, its state stays as it is.
+        state: what becomes of the optimizer's state (momenta, squared gradients): "zero" sets it to
+            zero where an element was dropped or has grown; "keep" leaves it; "reset" forgets the
+            whole state, with the number of steps, of each parameter of which an element was
+            dropped or has grown. State that is not per element ("step", the factors of Adafactor)
+            only changes by "reset".
+        grown: the value that an element has after it has grown: "zero" as in RigL, or "keep", the
+            unmasked value in ``<name>_orig``, which is the one that it had when it was dropped, but
+            for what weight decay has made of it since.
+        group: the ranks that take part; every rank by default.
+
+    Returns:
+        A report with the numbers of dropped and grown elements; the same on every rank.
+
+    Raises:
+        TypeError, ValueError: arguments of a wrong type, masks for other parameters, values other
+            than 0 and 1, replicas that would get different masks, an optimizer without one of
+            the parameters. On every rank; nothing has changed then.
+        RuntimeError: under FSDP, inside a forward or a backward.
+        NotImplementedError: a layout or wrapper that is not supported; "reset" under FSDP1 without
+            ``use_orig_params``, where all parameters of a module share one state.
+
+    Cost: a read and a write of the masks, and with state one of it; memory for 2 or 3 bytes per
+    element for a moment. Four all-reduces, about 100 bytes per parameter.
+
+    Source: RigL, Evci et al., arXiv 1911.11134; SET, Mocanu et al., arXiv 1707.04780.
+    """
+    pairs = list(parameters)
+    method = _GivenMasks(pairs, optimizer, state, grown)
+
+    def make_arguments() -> PruningArguments:
+        return PruningArguments(
+            parameters=pairs,
+            method=method,
+            make_hook=lasting_hook,
+            importance_scores=_by_pair(pairs, masks),
+            scores_name="masks",
+            facts=[
+                ("optimizer", "none" if optimizer is None else "given"),
+                ("state", _checked("state", state, ("zero", "keep", "reset"))),
+                ("grown", _checked("grown", grown, ("zero", "keep"))),
+            ],
+        )
+
+    report = prune_parameters(make_arguments, world(group))
+    with torch.inference_mode(False):
+        for replaced in method.replaced:
+            replaced.apply()
+            replaced.refresh()
+    return MaskUpdateReport(
+        tuple(
+            MaskUpdate(p.name, p.num_elements, p.num_pruned, num_grown, num_dropped)
+            for p, (num_grown, num_dropped) in zip(report.parameters, method.counts, strict=True)
+        ),
+        report.num_ranks,
+        report.num_collectives,
+        report.bytes_sent,
+        report.seconds,
+    )
+
+
+@dataclass
+class _GivenMasks:
+    """Decides for given masks; see arguments.DecidesMasks.
+
+    Attributes:
+        pairs: the caller's.
+        optimizer, state, grown: as for :func:`set_masks`.
+        counts: of every whole parameter, (grown, dropped) elements, once it has decided ...
+        replaced: ... and what is to be done on this rank when the masks are attached.
+    """
+
+    pairs: Sequence[Pair]
+    optimizer: Optimizer | None
+    state: str
+    grown: str
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
+
+    # The masks stand for the scores: those of replicas are compared.
+    READS_VALUES = True
+
+    def decide(self, call: PruningCall) -> Decision:
+        masks: list[Tensor] = []
+        changes: list[tuple[Tensor, Tensor]] = []
+        rows: list[list[int]] = []  # this rank's numbers of grown and dropped elements
+
+        def compare() -> Tensor:
+            for position, shard in enumerate(call.shards):
+                new = call.scores[position]
+                assert isinstance(new, Tensor)
+                check_binary(new, shard.name)
+                keep, before = new != 0, call.start_mask(position) != 0
+                changes.append((keep & ~before, before & ~keep))
+                masks.append(shard.new_mask(call.mask_dtypes[position]).copy_(new))
+                counted = slice(shard.counted.start, shard.counted.stop)
+                rows.append([int(shard.flat(c)[counted].sum()) for c in changes[-1]])
+            return torch.tensor(rows, dtype=torch.int64).view(-1)
+
+        shared = call.communicator.reduce(2 * len(call.shards), compare)
+        self.counts = [(grown, dropped) for grown, dropped in shared.view(-1, 2).tolist()]
+
+        def finish() -> LocalMasks:
+            self.replaced = self._prepare(call.shards, changes)
+            return LocalMasks(masks, [dropped - grown for grown, dropped in rows])
+
+        return Decision(finish)
+
+    def _prepare(
+        self, shards: Sequence[LocalShard], changes: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[Replaced]:
+        """Local: everything that may fail, before a mask is attached."""
+        reader = ShardReader()
+        places: dict[Hashable, list[Pair]] = {}
+        for pair in self.pairs:
+            module, name = unwrap(pair[0]), pair[1]
+            of_pair = [(unwrap(m), n) for m, n in getattr(pair, "places", ((module, name),))]
+            places.setdefault(reader.identity(module, name)[0], []).extend(of_pair)
+        prepared = []
+        for shard, (has_grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
+            if not any(counts):
+                continue
+            kept_state = None
+            of_shard = places[shard.key]
+            if self.optimizer is not None and self.state != "keep":
+                managed = reader.managed(*of_shard[0])
+                kept_state = ParameterState(self.optimizer, shard, managed)
+                if self.state == "reset" and kept_state.is_shared:
+                    raise NotImplementedError(
+                        f"{shard.name}: FSDP1 without use_orig_params has one optimizer state for "
+                        "all parameters of a wrapped module, so state='reset' would reset "
+                        "others too; expected state='zero', or use_orig_params=True."
+                    )
+            is_zero = kept_state is not None and self.state == "zero"
+            prepared.append(
+                Replaced(
+                    of_shard,
+                    shard.values,
+                    has_grown if self.grown == "zero" else None,
+                    kept_state.tensors() if kept_state is not None and is_zero else (),
+                    has_grown | dropped if is_zero else None,
+                    kept_state if self.state == "reset" else None,
+                )
+            )
+        return prepared
+
+
+def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
+    """The masks by (module, name)."""
+    if isinstance(masks, Mapping):
+        by_name = {getattr(pair, "fqn", None): pair for pair in pairs}
+        by_place = {(id(unwrap(module)), name): (module, name) for module, name in pairs}
+        found: dict[Pair, Any] = {}
+        for key, mask in masks.items():
+            pair = by_name.get(key) if isinstance(key, str) else None
+            if pair is None and isinstance(key, tuple) and len(key) == 2:
+                pair = by_place.get((id(unwrap(key[0])), key[1]))
+            if pair is None:
+                raise ValueError(
+                    f"masks has the key {key!r:.100}, which is none of the parameters; expected "
+                    "their full names, or the (module, name) pairs themselves."
+                )
+            found[pair[0], pair[1]] = mask
+    elif isinstance(masks, Sequence):
+        if len(masks) != len(pairs):
+            raise ValueError(
+                f"masks has {len(masks)} elements, for {len(pairs)} parameters; expected one each."
+            )
+        found = {(pair[0], pair[1]): mask for pair, mask in zip(pairs, masks, strict=True)}
+    else:
+        raise TypeError(
+            f"masks is a {type(masks).__name__}; expected a sequence or a mapping of tensors."
+        )
+    for number, (module, name) in enumerate(pairs):
+        mask = found.get((module, name))
+        if not isinstance(mask, Tensor):
+            label = getattr(pairs[number], "fqn", f"{type(module).__name__}.{name} (#{number})")
+            what = "no mask" if mask is None else f"a {type(mask).__name__} for a mask"
+            raise ValueError(f"{label} has {what}; expected a tensor for every parameter.")
+    return found
+
+
+def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{what}={value!r}; expected one of {', '.join(map(repr, allowed))}.")
+    return value

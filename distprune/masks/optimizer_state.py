@@ -1,0 +1,67 @@
+"""What an optimizer keeps of a parameter's elements, such as momenta; on this rank, in place."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from distprune._common.pruned_form import is_dtensor, local_tensor
+from distprune.shards.shard import LocalShard
+from distprune.torch_private.managed import Managed
+
+
+class Optimizer(Protocol):
+    """A torch.optim.Optimizer, or a wrapper around one, as accelerate has it."""
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def param_groups(self) -> Any: ...
+
+
+class ParameterState:
+    """The state of one parameter.
+
+    Args:
+        optimizer: which has the parameter.
+        shard: the parameter.
+        managed: a wrapper's record of it, if it has one.
+
+    Raises:
+        ValueError: the optimizer does not have the parameter, and it is trained.
+    """
+
+    def __init__(self, optimizer: Optimizer, shard: LocalShard, managed: Managed | None) -> None:
+        self._optimizer = optimizer
+        self._trained, self._span = (shard.parameter, None) if managed is None else managed.trained
+        self._shard = shard
+        known = any(p is self._trained for g in optimizer.param_groups for p in g["params"])
+        if not known and self._trained.requires_grad:
+            raise ValueError(
+                f"{shard.name} is none of the optimizer's parameters; expected the optimizer that "
+                "trains it, made after the model was wrapped."
+            )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other parameters have the same state (FSDP1 without use_orig_params)."""
+        return self._span is not None
+
+    def tensors(self) -> list[Tensor]:
+        """Views, N-d, of this rank's part of every tensor that has a value per element."""
+        found = []
+        for key, value in self._optimizer.state.get(self._trained, {}).items():
+            # A parameter of one element has the shape of the number of steps.
+            if key == "step" or not isinstance(value, Tensor):
+                continue
+            if value.shape != self._trained.shape or is_dtensor(value) != is_dtensor(self._trained):
+                continue
+            local = local_tensor(value.detach())
+            found.append(local if self._span is None else local[self._span])
+        return [tensor for tensor in found if tensor.shape == self._shard.values.shape]
+
+    def reset(self) -> None:
+        """Forget everything: the next step begins as the first one does."""
+        self._optimizer.state.pop(self._trained, None)
