@@ -72,3 +72,30 @@ def test_snip_at_initialisation():
         assert [name for name, _ in found] == ["dense", "snip", "random"], output
         assert losses[num_ranks]["snip"] < losses[num_ranks]["random"] - 0.05, output
     assert losses[1]["snip"] == pytest.approx(losses[2]["snip"], abs=0.01)
+
+
+@pytest.mark.slow
+def test_prune_wanda_fsdp2():
+    """Better than by magnitude, which prunes nearly the same trained model."""
+    example = ROOT / "examples" / "prune_wanda_fsdp2.py"
+    losses = []
+    for num_ranks, arguments in ((2, []), (1, ["magnitude"])):
+        _, output = run("launch/torchrun.sh", example, *arguments, NPROC=num_ranks)
+        assert totals(output) == [["262,144", "0", "209,715", "80.00%"]], output
+        found = re.search(r"held-out loss: ([\d.]+) dense, ([\d.]+) pruned", output)
+        losses.append((float(found[1]), float(found[2])))
+    (dense, wanda), (dense_alone, magnitude) = losses
+    assert dense == pytest.approx(dense_alone, abs=0.02)  # what rounding does in the training
+    assert dense < wanda < magnitude - 0.05
+
+
+@pytest.mark.slow
+def test_movement_pruning():
+    """Better than by magnitude, of nearly the same model that was trained before."""
+    example = ROOT / "examples" / "movement_pruning.py"
+    losses = []
+    for num_ranks, arguments in ((2, []), (1, ["magnitude"])):
+        _, output = run("launch/torchrun.sh", example, *arguments, NPROC=num_ranks)
+        assert [row[-1] for row in totals(output)] == ["54.92%", "83.12%", "93.52%", "95.00%"]
+        losses.append(float(re.search(r"held-out loss: ([\d.]+)", output)[1]))
+    assert losses[0] < losses[1] - 0.1
