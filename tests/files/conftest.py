@@ -24,7 +24,7 @@ def made(request, tmp_path_factory):
             patch.setattr(module, "MAX_IN_MEMORY", 50)
         recipe = RECIPES[request.param]
         dtypes = [torch.bfloat16]
-        if request.param in ("global", "layer"):
+        if request.param in ("global", "normalised", "layer"):
             dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
         whole = tensors(dtypes)
         if recipe.pattern:

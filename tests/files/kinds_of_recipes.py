@@ -6,6 +6,7 @@ from distprune.files.recipe import FileRecipe
 
 RECIPES = {
     "global": FileRecipe(0.5),
+    "normalised": FileRecipe(0.5, normalize="rms"),
     "layer": FileRecipe(0.5, "layer"),
     "row": FileRecipe(0.4, "row"),
     "pattern": FileRecipe(pattern="2:4"),

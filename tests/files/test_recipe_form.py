@@ -19,6 +19,14 @@ yaml = pytest.importorskip("yaml")
 FILE_FIELDS = [field.name for field in fields(FileRecipe)]
 FIELDS = [*FILE_FIELDS, "schedule", "select", "limits", "output", "method"]
 RECIPES = [
+    FileRecipe(0.5, normalize="rms"),
+    FileRecipe(
+        groups=(
+            FileRecipe(0.5, include=("a*",), normalize="mean", max_sparsity=0.9),
+            FileRecipe(0.5, include=("b*",)),
+            FileRecipe(0.5, "row", include=("c*",)),
+        )
+    ),
     FileRecipe(0.5),
     FileRecipe(1e-5, include=("re:a\\.b", "*"), exclude=('"quoted": #', "x: {y}"), min_ndim=1),
     FileRecipe(1, scope="layer", score="random", nan="keep", masks=False),

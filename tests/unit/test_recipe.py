@@ -236,6 +236,80 @@ def test_a_recipe_as_plain_values_is_the_same_recipe(recipe):
 
 
 @pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ({"version": 1}, [None]),
+        ({"version": 2}, ["rms"]),
+        ({"version": 1, "normalize": "l2"}, ["l2"]),
+        ({"version": 2, "normalize": "none"}, [None]),
+        ({"version": 2, "scope": "layer"}, [None]),
+        ({"version": 2, "scope": "layer", "normalize": "none"}, [None]),
+        ({"version": 2, "score": "random"}, [None]),
+        ({"version": 2, "method": "random"}, [None]),
+        (
+            {
+                "version": 2,
+                "normalize": "mean",
+                "groups": [
+                    {"select": {}},
+                    {"select": {}, "normalize": "none"},
+                    {"select": {}, "score": "random"},
+                    {"select": {}, "pattern": "2:4"},
+                    {"select": {}, "scope": "row"},
+                ],
+            },
+            ["mean", None, None, None, None],
+        ),
+        (
+            {"version": 2, "scope": "row", "groups": [{"select": {}, "scope": "global"}]},
+            ["rms"],
+        ),
+    ],
+)
+def test_normalize_has_a_default_by_version_where_it_has_an_effect(recipe, expected):
+    parsed = parse_recipe({"sparsity": 0.5, **recipe})
+    assert [group.normalize for group in parsed.groups] == expected
+    assert parse_recipe(parsed.as_mapping()) == parsed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ({"normalize": "RMS"}, "normalize: expected 'rms', 'l2', 'mean' or 'none'"),
+        ({"normalize": None}, "normalize: has no value"),
+        ({"normalize": "rms", "scope": "row"}, "normalize: has no effect with scope 'row'"),
+        ({"normalize": "rms", "score": "random"}, "normalize: has no effect with score 'random'"),
+        (
+            {"groups": [{"select": {}, "score": "random", "normalize": "l2"}]},
+            "groups[0].normalize: has no effect with score 'random'",
+        ),
+        (
+            {"normalize": "l2", "groups": [{"select": {}, "score": "random"}]},
+            "normalize: has no effect in any of the groups",
+        ),
+    ],
+)
+def test_mistakes_in_normalize(recipe, problem):
+    (found,) = problems_of({"version": 2, "sparsity": 0.5, **recipe})
+    assert found.startswith(problem)
+
+
+def test_a_pruner_divides_by_what_the_recipe_says():
+    for version, normalize in ((1, None), (2, "rms")):
+        model, twin = Tiny(), Tiny()
+        for each in (model, twin):
+            with torch.no_grad():
+                each.lm_head.weight.mul_(10)
+        parse_recipe({"version": version, "sparsity": 0.5}).pruner(model).step()
+        prune.global_unstructured(
+            prune.select(twin), prune.L1Unstructured, amount=0.5, normalize=normalize
+        )
+        masks, expected = masks_of(model), masks_of(twin)
+        assert masks.keys() == expected.keys() and len(masks) == 4
+        assert all(torch.equal(masks[name], expected[name]) for name in masks)
+
+
+@pytest.mark.parametrize(
     ("recipe", "what"),
     [
         ({"scope": "layer"}, "scope 'layer'"),
