@@ -4,7 +4,7 @@ A :class:`Communicator` is the set of ranks that take part in one call. What dec
 through all-reduces of int64 tensors, so it runs on any backend, over a process group or over every
 axis of a device mesh, and the order in which ranks are added can not change a result. Sums of
 floats are for statistics: :meth:`Communicator.reduce_floats` of a few numbers, in float64;
-:meth:`Communicator.sum_floats` and :class:`PieceSums` of tensors as large as parameters.
+:meth:`Communicator.sum_floats` and :func:`sum_of_pieces` of tensors as large as parameters.
 
 [Note: all or none] A rank that raises while the others wait in a collective would hang them, and
 its next call would meet their present one. So all work that may fail on one rank alone is a *local
@@ -358,35 +358,17 @@ _reduce_scatter: Callable[..., object] = (
 )
 
 
-class PieceSums:
-    """Sums over a process group of which every rank needs its own piece; counts what it sends.
+def sum_of_pieces(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group of this rank's row: each rank needs its own only.
 
     Args:
-        group: the ranks.
+        pieces: float [ranks, n], contiguous; the same n on every rank.
 
-    Attributes:
-        num_collectives: reduce-scatters so far.
-        bytes_sent: payload of those, per rank.
+    Cost: one reduce-scatter of ``pieces``.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.num_collectives = 0
-        self.bytes_sent = 0
-
-    def of_this_rank(self, pieces: Tensor) -> Tensor:
-        """The sum over all ranks of this rank's row.
-
-        Args:
-            pieces: float [ranks, n], contiguous; the same n on every rank.
-
-        Cost: one reduce-scatter of ``pieces``.
-        """
-        own = pieces.new_empty(pieces.shape[1])
-        _reduce_scatter(own, pieces.view(-1), group=self._group)
-        self.num_collectives += 1
-        self.bytes_sent += pieces.numel() * pieces.element_size()
-        return own
+    own = pieces.new_empty(pieces.shape[1])
+    _reduce_scatter(own, pieces.view(-1), group=group)
+    return own
 
 
 def resolved(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator, PieceSums
+from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune._common.process_groups import over_groups
 from distprune.shards.unaveraged_gradients import LocalGradients
 
@@ -174,7 +174,7 @@ class RankBatchSums:
     def _receiver(self, number: int, leaf: _Leaf) -> Callable[[Tensor], None]:
         def receive(gradient: Tensor) -> None:
             leaf.num_gradients += 1
-            if leaf.pieces is not None:
+            if leaf.shard_group is not None:
                 self._order.update(number.to_bytes(4, "big"))
             factor = 0.0
             if self._batch is None:
@@ -246,15 +246,14 @@ class _Leaf:
         self.gradients = gradients
         self.totals = totals
         self.num_gradients = 0
-        group = gradients.source.shard_group
-        self.pieces = None if group is None else PieceSums(group)
+        self.shard_group = gradients.source.shard_group
 
     def add(self, gradient: Tensor, power: Power, factor: float) -> None:
         """Add a gradient of this rank, and under FSDP those of the ranks that share the leaf.
 
         All of them have to call this, also a rank whose factor is 0.
         """
-        if self.pieces is None:
+        if self.shard_group is None:
             (total,) = self.totals.values()
             if factor:
                 add_moment(total, gradient, power, factor)
@@ -265,7 +264,7 @@ class _Leaf:
             pieces.mul_(factor)
         else:
             pieces.zero_()  # not by a product: inf * 0 is NaN
-        own = self.pieces.of_this_rank(pieces)
+        own = sum_of_pieces(pieces, self.shard_group)
         for position, total in self.totals.items():
             run = own[self.gradients.runs[position]]
             total.view(-1).add_(run.to(total.device))

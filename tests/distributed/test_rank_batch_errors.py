@@ -260,3 +260,17 @@ def test_arguments():
     with pytest.raises(ValueError, match=r"Linear\.weight.*frozen"), criterion.calibrating():
         pass
     assert not layer.weight._backward_hooks
+
+
+def error_of_no_shard(wrapping: str) -> tuple[str, list[str]]:
+    model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
+    try:
+        Fisher([(wrappings.unwrapped(model).l1, "weight")], unit="rank_batch")
+        return "nothing", hooks_left(model)
+    except NotImplementedError as error:
+        return str(error), hooks_left(model)
+
+
+def test_fsdp1_that_does_not_shard_is_refused():
+    ((text, left),) = run_ranks(error_of_no_shard, 1, "fsdp1-1")
+    assert "Linear.weight" in text and "NO_SHARD" in text and left == []

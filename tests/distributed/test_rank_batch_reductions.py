@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune.criteria import Fisher, Taylor, rank_batch
 from distprune.shards import unaveraged_gradients
 from distprune.testing import run_ranks
@@ -100,14 +100,13 @@ def test_what_is_sent(wrapping):
 
 def mean_before_squaring(patch: pytest.MonkeyPatch) -> None:
     def add(self, gradient, power, factor):
-        if self.pieces is None:
+        if self.shard_group is None:
             return right(self, gradient, power, factor)
-        mean = (
-            self.pieces.of_this_rank(self.gradients.source.pieces(gradient)) / dist.get_world_size()
-        )
+        size, pieces = dist.get_world_size(), self.gradients.source.pieces(gradient)
+        mean = sum_of_pieces(pieces, self.shard_group) / size
         for position, total in self.totals.items():
             run = mean[self.gradients.runs[position]]
-            total.view(-1).add_(run.abs() ** power, alpha=factor * dist.get_world_size())
+            total.view(-1).add_(run.abs() ** power, alpha=factor * size)
 
     right = rank_batch._Leaf.add
     patch.setattr(rank_batch._Leaf, "add", add)

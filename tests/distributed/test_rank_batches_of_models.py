@@ -87,10 +87,33 @@ class Experts(nn.Module):
         return self.experts[0](x) + (self.experts[1](x) if x[0, 0] > 0 else 0)
 
 
-MODELS = {
-    model.__name__: model
-    for model in (Net, Tied, Twice, Checkpointed, Reentrant, CheckpointedTwice, Experts)
-}
+class Unused(nn.Module):
+    """One layer that no loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+class OwnOrder(nn.Module):
+    """Rank 1 runs two layers in another order than rank 0; FSDP2 does not care."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 3, bias=False) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self.layers) if dist.get_rank() == 0 else list(self.layers)[::-1]
+        return layers[0](x) + layers[1](x)
+
+
+KINDS = [
+    Net, Tied, Twice, Checkpointed, Reentrant, CheckpointedTwice, Experts, Unused, OwnOrder,
+]  # fmt: skip
+MODELS = {model.__name__: model for model in KINDS}
 
 
 def inputs(rank: int) -> Tensor:
@@ -111,7 +134,9 @@ def wrap(model: nn.Module, wrapper: str) -> nn.Module:
     if wrapper == "fsdp1":
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     if wrapper == "ddp":
-        return DistributedDataParallel(model, find_unused_parameters=isinstance(model, Experts))
+        return DistributedDataParallel(
+            model, find_unused_parameters=isinstance(model, (Experts, Unused))
+        )
     return model
 
 
@@ -141,12 +166,16 @@ def whole(scores: Tensor, shape: torch.Size, is_run: bool = False) -> Tensor:
     return torch.cat(parts).view(shape)
 
 
-def differences(kind: str, wrapper: str, backend: str | None = None) -> list[str]:
+def differences(
+    kind: str, wrapper: str, backend: str | None = None, is_warm: bool = False
+) -> list[str]:
     """Scores after one micro-batch on each rank, beside those of one process."""
     dense = make_model(kind)
     expected = expected_scores(copy.deepcopy(dense), dist.get_world_size())
     model = wrap(copy.deepcopy(dense), wrapper)
     run = model if backend is None else torch.compile(model, backend=backend)
+    if is_warm:  # compiled without hooks
+        run(inputs(dist.get_rank())).square().sum().backward()
     parameters = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
     criterion = Fisher(parameters, unit="rank_batch")
     with criterion.calibrating(), criterion.batch():
@@ -179,8 +208,14 @@ def test_experts_without_tokens_have_gradients_of_zero(wrapper):
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_compiled_models(wrapper):
-    assert_nothing_wrong(run_ranks(differences, 2, "Net", wrapper, "aot_eager"))
+def test_layers_that_no_loss_depends_on(wrapper):
+    assert_nothing_wrong(run_ranks(differences, 2, "Unused", wrapper))
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_compiled_models(wrapper, is_warm):
+    assert_nothing_wrong(run_ranks(differences, 2, "Net", wrapper, "aot_eager", is_warm))
 
 
 def error_of(kind: str, wrapper: str) -> str:
@@ -201,6 +236,17 @@ def test_gradients_in_two_parts_are_refused(wrapper):
     for text in run_ranks(error_of, 2, "CheckpointedTwice", wrapper):
         assert "Linear" in text and "2 gradients in one batch" in text
         assert "use_reentrant=False" in text
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp1"])
+def test_an_order_of_its_own_on_each_rank(wrapper):
+    assert_nothing_wrong(run_ranks(differences, 2, "OwnOrder", wrapper))
+
+
+def test_an_order_of_its_own_on_each_rank_is_refused_under_fsdp2():
+    """The ranks would add up gradients of different parameters."""
+    for text in run_ranks(error_of, 2, "OwnOrder", "fsdp2"):
+        assert "different orders" in text
 
 
 def pruned_differences(wrapping: str) -> list[str]:
