@@ -8,6 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import distprune as prune
+from distprune._common.naming import unwrap
+from distprune.shards.reader import ShardReader
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
@@ -115,6 +117,42 @@ def goes_on(wrapping: str) -> list[bool]:
 def test_a_loaded_criterion_goes_on(wrapping):
     for equal in run_ranks(goes_on, wrappings.world_size(wrapping), wrapping):
         assert equal == [True] * len(runs.WEIGHTS)
+
+
+def boxes_with_padding(use_orig_params: bool) -> list[str]:
+    """Parameters whose boxes are not made of the elements that this rank has, in their order.
+
+    With use_orig_params, FSDP1 pads parameters to 16 bytes, and the last one spans several ranks.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 41))
+    device = torch.device("cpu")
+    model = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=device)
+    pairs = prune.select(model, names=["weight", "bias"])
+    criterion = prune.criteria.SNIP(pairs)
+    tensors = criterion.state_dict()["accumulators"]["sum"]
+    reader, wrong = ShardReader(), []
+    for pair, tensor in zip(pairs, tensors.values(), strict=True):
+        shard = reader.read(unwrap(pair[0]), pair[1], pair.fqn)
+        indices = shard.index(torch.arange(shard.values.numel())).float()
+        whole = torch.arange(shard.numel).float().view(shard.shape)
+        boxes = tensor.local_shards()
+        expected = []
+        for box in boxes:
+            part = whole
+            sizes = zip(box.metadata.shard_offsets, box.metadata.shard_sizes, strict=True)
+            for dim, (offset, size) in enumerate(sizes):
+                part = part.narrow(dim, offset, size)
+            expected += part.reshape(-1).tolist()
+        if expected != indices.tolist():
+            wrong.append(f"{pair.fqn}: boxes of {expected}, and elements {indices.tolist()}")
+    return wrong
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_boxes_of_padded_parameters(size, use_orig_params):
+    assert_nothing_wrong(run_ranks(boxes_with_padding, size, use_orig_params))
 
 
 def misplaced() -> str:
