@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "docs" / "criteria.md"]
+# Those of these pages that have the markers.
+PAGES = [ROOT / "docs" / "criteria.md", ROOT / "README.md"]
 MEASURED = ROOT / "tests" / "distributed" / "criteria.json"
 START, END = "<!-- table of criteria -->", "<!-- /table of criteria -->"
 WRAPPERS = {
@@ -73,14 +74,18 @@ def with_table(page: str, measured: dict) -> str:
     return f"{before}{START}\n{table(measured)}\n{END}{after}"
 
 
+def pages_with_table() -> list[Path]:
+    return [page for page in PAGES if START in page.read_text() and END in page.read_text()]
+
+
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else MEASURED
     measured = json.loads(path.read_text())
-    for page in PAGES:
-        text = page.read_text()
-        if START not in text or END not in text:
-            sys.exit(f"{page} has no {START} and {END} to put the table between")
-        page.write_text(with_table(text, measured))
+    pages = pages_with_table()
+    if not pages:
+        sys.exit(f"no page has {START} and {END} to put the table between")
+    for page in pages:
+        page.write_text(with_table(page.read_text(), measured))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from test_criteria_matrix import measured
 from torch import Tensor
 
 from distprune import criteria
+from distprune._common import collectives
 from distprune.criteria import base, rank_batch
 from distprune.shards import gradients
 from distprune.testing import run_ranks
@@ -95,7 +96,23 @@ def averaged_before_squared() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_sum_over_ranks() -> Iterator[None]:
+    """Every rank uses the inputs that it has seen itself."""
+    plain = collectives.Communicator.reduce_floats
+
+    def local(communicator, size: int, step) -> Tensor:
+        plain(communicator, size, step)
+        return step()
+
+    with mock.patch.object(collectives.Communicator, "reduce_floats", local):
+        yield
+
+
 PLANTED = [
+    (no_sum_over_ranks, "Wanda", "ddp-2"),
+    (no_sum_over_ranks, "STADE", "fsdp2-3"),
+    (no_sum_over_ranks, "RIA", "hsdp-2x2"),
     (mean_of_absolute_values, "SNIP", "ddp-2"),
     (mean_of_absolute_values, "Taylor, power 1, global_batch", "ddp-3"),
     (hook_before_the_wrapper, "SNIP", "ddp-2"),

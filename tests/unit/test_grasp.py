@@ -193,3 +193,16 @@ def test_half_precision_is_refused_by_name(kind, dtype):
     model = classifier(dtype)
     with pytest.raises(NotImplementedError, match=r"Linear.weight \(#0\): .* expected model.float"):
         kind(pairs_of(model), model=model)
+
+
+@pytest.mark.parametrize("kind", ["GraSP", "SynFlow"])
+def test_a_saved_measurement_has_the_same_scores(kind, tmp_path):
+    model, batches = classifier(), batches_of(1)
+    measured = getattr(criteria, kind)(pairs_of(model), model=model)
+    ones = torch.ones(1, 20)
+    measured.measure(runner(model, batches) if kind == "GraSP" else lambda: model(ones))
+    torch.save(measured.state_dict(), tmp_path / "state.pt")
+    restored = getattr(criteria, kind)(pairs_of(model), model=model)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt"))
+    scores = restored.scores()
+    assert all(torch.equal(scores[pair], score) for pair, score in measured.scores().items())
