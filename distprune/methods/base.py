@@ -25,7 +25,7 @@ from distprune.masks.attach import Transaction
 from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, join
-from distprune.methods import mask_functions, ranking
+from distprune.methods import mask_functions, ranking, rankings
 from distprune.methods.combining import combined_mask
 from distprune.methods.describing import describe_argument
 from distprune.selection.keys import Order
@@ -97,7 +97,7 @@ class BasePruningMethod(PruningHook, ABC):
             return mask_functions.elementwise_decision(call, self.compute_mask)
         if self.DISTRIBUTED == "scores":
             amount, compute_scores = _scoring(self)
-            return ranking.rank(call, amount, ranking.by_function(compute_scores))
+            return ranking.rank(call, amount, rankings.by_function(compute_scores))
         if self.DISTRIBUTED == "gather":
             return mask_functions.whole_decision(call, self.compute_mask, gather=not call.is_local)
         if self.DISTRIBUTED is not None:

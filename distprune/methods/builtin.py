@@ -14,7 +14,7 @@ from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
-from distprune.methods import mask_functions, ranking
+from distprune.methods import mask_functions, ranking, rankings
 from distprune.methods.base import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
 
@@ -74,7 +74,7 @@ class RandomUnstructured(BasePruningMethod):
         is_torch = not call.is_limited and call.is_local and not is_distributed()
         if type(self).compute_mask is not _BUILT_IN[RandomUnstructured] or is_torch:
             return super().decide(call)
-        return ranking.rank_at_random(call, self.amount)
+        return ranking.rank(call, self.amount, rankings.AT_RANDOM)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
@@ -107,7 +107,7 @@ class L1Unstructured(BasePruningMethod):
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[L1Unstructured]:
             return super().decide(call)
-        return ranking.rank(call, self.amount, ranking.BY_MAGNITUDE)
+        return ranking.rank(call, self.amount, rankings.BY_MAGNITUDE)
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -149,7 +149,7 @@ class LowestScore(BasePruningMethod):
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[LowestScore]:
             return super().decide(call)
-        return ranking.rank(call, self.amount, ranking.BY_SIGNED_SCORE)
+        return ranking.rank(call, self.amount, rankings.BY_SIGNED_SCORE)
 
     @classmethod
     def apply(  # type: ignore[override]

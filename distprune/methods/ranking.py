@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count
 from distprune._common.collectives import Communicator
-from distprune._common.hashing import draw_seed
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.methods.dividing import bounds_met, divide
+from distprune.methods.rankings import BY_MAGNITUDE, Ranking
 from distprune.selection.candidates import Candidates, KeySource, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import (
     RANDOM_KEYS,
     KeyRange,
     Order,
-    RandomKeys,
     ScoreKeys,
     key_range,
 )
-from distprune.selection.normalizing import Scored, normalized
 from distprune.selection.passes import write_keep, write_masks
-from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
+from distprune.selection.scores import TensorScores
 from distprune.selection.within_bounds import limits_for, select_within
-from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import dim_coordinates, index_map
 from distprune.shards.shard import LocalShard
-
-# The range of all keys, and for every shard of this rank the source of its keys.
-Keys = tuple[KeyRange, Sequence[KeySource]]
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """What a method ranks by.
-
-    Attributes:
-        order: which scores are pruned first.
-        make_scores: a local step: the scores of every shard of this rank.
-    """
-
-    order: Order
-    make_scores: Callable[[PruningCall], Sequence[ScoreSource]]
 
 
 def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
@@ -55,7 +34,7 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     Args:
         call: the parameters.
         amount: how many elements, as a fraction of what is unpruned or a count.
-        ranking: :data:`BY_MAGNITUDE`, :data:`BY_SIGNED_SCORE`, or what :func:`by_function` returns.
+        ranking: what is ranked: see rankings.py.
 
     Raises:
         ValueError: a live score is NaN, or, with a normalisation, infinite; or the bounds or the
@@ -65,84 +44,7 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     Cost: one read of the scores, two more with a normalisation, and one write of the masks when
     the decision is finished.
     """
-    sources: Sequence[ScoreSource] | None = None
-    # With a budget, parameters are not compared, or by scores that a factor does not change.
-    if call.normalize is not None and call.division is None:
-        scored = call.communicator.run(lambda: _scored(call, ranking.make_scores(call)))
-        sources = normalized(scored, call.normalize, call.num_live, call.communicator)
-
-    def make_keys() -> Keys:
-        scores = ranking.make_scores(call) if sources is None else sources
-        dtype = functools.reduce(torch.promote_types, [source.dtype for source in scores])
-        if dtype.is_complex:
-            raise NotImplementedError(
-                f"scores of dtype {dtype} cannot be ranked over several parameters; "
-                "expected real ones. Pass importance_scores=|w| of every parameter."
-            )
-        keys = key_range(dtype, ranking.order)
-        return keys, [ScoreKeys(source, keys) for source in scores]
-
-    return _rank_keys(call, amount, make_keys, is_by_magnitude=ranking is BY_MAGNITUDE)
-
-
-def rank_at_random(call: PruningCall, amount: Amount) -> Decision:
-    """:func:`rank` by random keys that are the same on any sharding of the parameters.
-
-    Every rank draws one number from torch's default CPU generator; the leader's is the seed of all.
-
-    Raises:
-        ValueError: a normalisation, which random keys cannot have; and as :func:`rank`.
-    """
-    if call.normalize is not None:
-        raise ValueError(
-            f"normalize={call.normalize!r} of random scores has no meaning; expected None."
-        )
-    seed = int(call.communicator.leader_of(1, draw_seed)[0])
-
-    def make_keys() -> Keys:
-        sources: list[KeySource] = []
-        offset = 0
-        for shard in call.shards:
-            sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
-            offset += shard.numel
-        return RANDOM_KEYS, sources
-
-    return _rank_keys(call, amount, make_keys, is_by_magnitude=False)
-
-
-def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
-    return [
-        Scored(
-            shard.name,
-            source,
-            None if shard.mask is None else shard.flat(shard.mask),
-            shard.counted,
-            shard.values.device,
-        )
-        for shard, source in zip(call.shards, scores, strict=True)
-    ]
-
-
-def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:
-    """What selection sees of this rank's shards: the elements that their masks leave compete."""
-    return [
-        Candidates(
-            source,
-            None if shard.mask is None else shard.flat(shard.mask),
-            shard.index,
-            shard.counted,
-            shard.values.numel(),
-            shard.numel,
-            shard.values.device,
-        )
-        for shard, source in zip(shards, sources, strict=True)
-    ]
-
-
-def _rank_keys(
-    call: PruningCall, amount: Amount, make_keys: Callable[[], Keys], *, is_by_magnitude: bool
-) -> Decision:
-    """:func:`rank`, by keys. ``make_keys`` is a local step."""
+    make_keys = ranking.prepare(call)
 
     def prepare() -> _Prepared:
         keys, sources = make_keys()
@@ -183,7 +85,7 @@ def _rank_keys(
         finish,
         bound_of=[cut.bound for cut in cuts] if counts is None else bounds_met(call, counts),
         wanted=None if counts is None else counts.wanted,
-        is_by_magnitude=is_by_magnitude
+        is_by_magnitude=ranking is BY_MAGNITUDE
         and is_plain
         and not any(scores is not None for scores in call.scores),
     )
@@ -197,68 +99,20 @@ def _rank_keys(
     )
 
 
-def scores_or_values(
-    shards: Sequence[LocalShard],
-    scores: Sequence[Tensor | FactoredScores | None],
-    *,
-    are_signed: bool,
-) -> list[ScoreSource]:
-    """The given scores of every shard, or its values.
-
-    Args:
-        shards: of this rank.
-        scores: laid out like the shards, or factors; None: the values.
-        are_signed: whether the order of signed scores matters, or that of |score| only.
-    """
-    sources: list[ScoreSource] = []
-    for shard, given in zip(shards, scores, strict=True):
-        if isinstance(given, FactoredScores):
-            sources.append(FactorScores(shard, given, are_signed=are_signed))
-        else:
-            sources.append(TensorScores(shard.flat(shard.values if given is None else given)))
-    return sources
-
-
-def _magnitudes(call: PruningCall) -> list[ScoreSource]:
-    return scores_or_values(call.shards, call.scores, are_signed=False)
-
-
-def _signed_scores(call: PruningCall) -> list[ScoreSource]:
-    for shard, scores in zip(call.shards, call.scores, strict=True):
-        if scores is None and shard.values.numel():
-            raise ValueError(
-                f"{shard.name} has no importance_scores, and the lowest signed values of a weight "
-                "are not its least important ones; expected scores of every parameter, or "
-                "L1Unstructured to rank by magnitude."
-            )
-    return scores_or_values(call.shards, call.scores, are_signed=True)
-
-
-BY_MAGNITUDE = Ranking(Order.MAGNITUDE, _magnitudes)
-BY_SIGNED_SCORE = Ranking(Order.ASCENDING, _signed_scores)
-
-
-def by_function(score: Callable[[Tensor], Tensor]) -> Ranking:
-    """A ranking by a user's elementwise scores, signed.
-
-    Args:
-        score: from values (or importance scores), 1-d, to scores of the same shape.
-    """
-
-    def make_scores(call: PruningCall) -> list[ScoreSource]:
-        sources: list[ScoreSource] = []
-        for position, shard in enumerate(call.shards):
-            flat = shard.flat(call.score_or_value(position))
-            probe = score(flat[:1])
-            if probe.shape != flat[:1].shape:
-                raise ValueError(
-                    f"compute_scores returned shape {tuple(probe.shape)} for a chunk of shape "
-                    f"{tuple(flat[:1].shape)}; expected one score per element."
-                )
-            sources.append(ComputedScores(flat, score, probe.dtype))
-        return sources
-
-    return Ranking(Order.ASCENDING, make_scores)
+def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:
+    """What selection sees of this rank's shards: the elements that their masks leave compete."""
+    return [
+        Candidates(
+            source,
+            None if shard.mask is None else shard.flat(shard.mask),
+            shard.index,
+            shard.counted,
+            shard.values.numel(),
+            shard.numel,
+            shard.values.device,
+        )
+        for shard, source in zip(shards, sources, strict=True)
+    ]
 
 
 def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:

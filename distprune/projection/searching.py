@@ -14,7 +14,8 @@ from distprune._common.hashing import draw_seed
 from distprune.call.arguments import Fact
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.copies import count_copies_on_other_meshes
-from distprune.methods.ranking import candidates_of, scores_or_values
+from distprune.methods.ranking import candidates_of
+from distprune.methods.rankings import scores_or_values
 from distprune.projection.arguments import Items
 from distprune.projection.result import MaskStart
 from distprune.selection.candidates import Candidates, PartCut

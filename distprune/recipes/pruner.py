@@ -9,7 +9,8 @@ import torch
 
 from distprune.api.select import select
 from distprune.methods.builtin import L1Unstructured, RandomUnstructured
-from distprune.methods.ranking import rank_at_random
+from distprune.methods.ranking import rank
+from distprune.methods.rankings import AT_RANDOM
 from distprune.schedule.pruner import ScheduledPruner
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
         def decide(self, call: PruningCall) -> Decision:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return rank_at_random(call, self.amount)
+                return rank(call, self.amount, AT_RANDOM)
 
     # Ranks compare the names of their methods.
     SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"
