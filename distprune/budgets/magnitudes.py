@@ -146,14 +146,16 @@ def as_float(total: int) -> float:
 
 def squares_of(keys: Array, common: KeyRange, exponent: int) -> Array:
     """float64: (magnitude / 2**exponent)**2 of keys, rounded once."""
-    values = _magnitudes(torch.from_numpy(keys), common).numpy()
-    squares: Array = np.square(np.ldexp(values, -exponent))
+    values = _magnitudes_on_cpu(keys, common)
+    for scale in _scales(-exponent):
+        values *= scale
+    squares: Array = np.square(values, out=values)
     return squares
 
 
 def magnitude_of(key: int, common: KeyRange) -> float:
     """The magnitude that a key stands for."""
-    return float(_magnitudes(torch.tensor([key]), common)[0])
+    return float(_magnitudes_on_cpu(np.array([key]), common)[0])
 
 
 def _magnitudes(keys: Tensor, common: KeyRange) -> Tensor:
@@ -161,6 +163,16 @@ def _magnitudes(keys: Tensor, common: KeyRange) -> Tensor:
     if common.is_float:
         keys = keys.to(common.dtype).view(common.value_dtype)
     return keys.double()
+
+
+def _magnitudes_on_cpu(keys: Array, common: KeyRange) -> Array:
+    """The same by numpy, without torch's threads: a new array."""
+    if not common.is_float:
+        return keys.astype(np.float64)
+    if common.value_dtype is torch.bfloat16:  # numpy has none: it is the upper half of a float32
+        return (keys.astype(np.int32) << 16).view(np.float32).astype(np.float64)
+    bits = keys.astype(f"i{common.dtype.itemsize}", copy=False)
+    return bits.view(f"f{common.dtype.itemsize}").astype(np.float64)
 
 
 def _largest_of(part: Candidates, span: range, scratch: Scratch) -> int:
