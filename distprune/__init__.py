@@ -51,6 +51,7 @@ __all__ = [
     "criteria",
     "custom_from_mask",
     "dense_gradients",
+    "dynamic",
     "get_masks",
     "global_mask",
     "global_unstructured",

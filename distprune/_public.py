@@ -6,6 +6,7 @@
 from distprune import budgets as budgets
 from distprune import checkpoint as checkpoint
 from distprune import criteria as criteria
+from distprune import dynamic as dynamic
 from distprune import schedule as schedule
 from distprune import statistics as statistics
 from distprune._common import amount

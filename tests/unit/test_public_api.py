@@ -19,9 +19,9 @@ OURS = {
     "FactoredScores", "GlobalMask", "LowestScore", "MaskLoadingReport", "MaskUpdate",
     "MaskUpdateReport", "NamedParameter", "ParameterReport", "PruningReport",
     "VerificationError", "VerificationReport", "VerifiedParameter", "budgets", "checkpoint",
-    "criteria", "dense_gradients", "get_masks", "global_mask", "load_masks", "masks_aside",
-    "masks_from_zeros", "save_masks", "schedule", "select", "set_masks", "shard_masks",
-    "statistics", "verify",
+    "criteria", "dense_gradients", "dynamic", "get_masks", "global_mask", "load_masks",
+    "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select", "set_masks",
+    "shard_masks", "statistics", "verify",
 }  # fmt: skip
 
 
