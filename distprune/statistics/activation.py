@@ -73,10 +73,11 @@ class ActivationStatistics(CollectedInputs):
         NotImplementedError: a parameter whose layer's input is not seen or not known: fused
             experts, nn.MultiheadAttention, embeddings, layers with a forward of their own. On
             every rank.
-        ValueError: ranks with different parameters.
+        ValueError: ranks with different parameters; a pattern that matches none.
 
     Cost: 16 bytes per input feature on every rank, and as many on the wire when statistics are
-    asked for. A forward reads each input once more, in fp64, chunk by chunk.
+    asked for; about 100 bytes per parameter on the wire when the object is made. A forward reads
+    each input once more, in fp64, chunk by chunk.
     """
 
     def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:

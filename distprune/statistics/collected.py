@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import NamedParameter, unwrap
+from distprune._common.patterns import check_pattern, matcher
 from distprune._common.process_groups import world
 from distprune.call.arguments import ParameterArguments
 from distprune.call.reading import read_parameters
@@ -45,6 +46,7 @@ class CollectedInputs:
         with self._communicator.exclusively():
             _, targets = read_parameters(self._arguments, self._communicator)
             self._local = local_statistics(targets, self._communicator)
+            self._communicator.run(self._check_patterns)
         self._is_named = all(target.is_named or not target.places for target in targets)
         self._position = {
             (id(module), name): position
@@ -247,6 +249,15 @@ class CollectedInputs:
                 )
             positions.append(position)
         return positions
+
+    def _check_patterns(self) -> None:
+        for pattern in self._allow_empty:
+            check_pattern(pattern)
+            if not any(map(matcher(pattern), (parameter.label for parameter in self._local))):
+                raise ValueError(
+                    f"allow_empty: {pattern!r} matches no parameter; expected globs or 're:' "
+                    f"patterns for names such as {self._local[0].label}."
+                )
 
     def _check_names(self) -> None:
         if not self._is_named:

@@ -263,6 +263,12 @@ def test_an_expert_without_tokens_is_allowed_when_asked_for():
         assert statistics.num_tokens() == {"expert.weight": 0, "other.weight": 2}
 
 
+@pytest.mark.parametrize("pattern", ["experts.*", "re:(", "re:other"])
+def test_a_pattern_that_matches_nothing_is_refused(pattern):
+    with pytest.raises(ValueError, match=r"allow_empty|missing|unterminated"):
+        ActivationStatistics(prune.select(nn.Sequential(nn.Linear(3, 3))), allow_empty=pattern)
+
+
 def test_hooks_change_nothing_and_are_removed_after_an_error():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     expected = model(torch.ones(2, 3))
