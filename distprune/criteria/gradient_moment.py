@@ -41,7 +41,8 @@ class GradientMoment(Criterion):
     wrapper has averaged it over the ranks.
 
     The weight w is read when ``scores()`` is called, whatever it was when gradients were collected.
-    Pruned elements have score 0.
+    Pruned elements have score 0. A parameter that no loss depends on has gradient 0 (an expert
+    without tokens).
 
     [Note: a mean] What ``update`` and ``batch`` add up is ``weight * |g|^p``, and the scores divide
     by the sum of the weights. Weights are the token counts of the batches, where these differ.
@@ -52,7 +53,8 @@ class GradientMoment(Criterion):
         group: the ranks that take part; every rank by default. With ``unit="rank_batch"`` also
             the data-parallel ranks of parameters that FSDP does not shard: those of plain and DDP
             modules, by default every rank; those under tensor parallelism, by default none if
-            their mesh has all ranks (and it must be given if not).
+            their mesh has all ranks (and it must be given if not). For experts that only some
+            ranks have: a criterion of their own, with the group of the ranks that have them.
     """
 
     ACCUMULATORS = ("moment",)
@@ -65,13 +67,19 @@ class GradientMoment(Criterion):
         group: ProcessGroup | None = None,
     ) -> None:
         self.unit: Unit = checked_unit(unit)
+        self._sums: RankBatchSums | None = None
         self._power: Power = 2
         self._factor = 1.0
         super().__init__(parameters, group=group)
 
     def reset(self) -> None:
+        """Forget all units, and the error that ended a calibration.
+
+        Raises:
+            RuntimeError: inside of ``calibrating``.
+        """
+        self._check_between()
         super().reset()
-        self._sums: RankBatchSums | None = None
         self._loss_scale = 1.0
         # By position: the ranks of parameters may differ, and so the batches that they saw.
         self._weights = [0.0] * len(self._tracked)
@@ -111,7 +119,8 @@ class GradientMoment(Criterion):
         lives. On the wire, on plain and DDP modules: one all-reduce of these at the end; under TP:
         none without ``group``. Under FSDP: in each backward one reduce-scatter of 4 bytes per
         element of each whole parameter, and so much memory for one parameter at a time (FSDP1: one
-        flat parameter); HSDP has one all-reduce of the shards in addition, at the end.
+        flat parameter); HSDP has one all-reduce of the shards in addition, at the end. Gradients
+        in low precision are converted one at a time.
         """
         if self.unit == "global_batch":
             with super().calibrating():
@@ -201,6 +210,16 @@ class GradientMoment(Criterion):
         self._check_complete()
         return super().state_dict()
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: see :meth:`Criterion.load_state_dict`.
+
+        Raises:
+            RuntimeError: inside of ``calibrating``.
+        """
+        self._check_between()
+        super().load_state_dict(state)
+        self._is_incomplete = False
+
     def _plain_state(self) -> dict[str, Any]:
         weights = {p.key: w for p, w in zip(self._tracked, self._weights, strict=True)}
         # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
@@ -270,12 +289,15 @@ class GradientMoment(Criterion):
             ("parameters", names),
         ]
 
-    def _check_complete(self) -> None:
+    def _check_between(self) -> None:
         if self._sums is not None:
             raise RuntimeError(
                 "the ranks have not added up what they saw yet; expected a call after "
                 "calibrating()."
             )
+
+    def _check_complete(self) -> None:
+        self._check_between()
         if self._is_incomplete:
             raise RuntimeError(
                 f"calibrating() of this {type(self).__name__} ended with an error, so that a part "

@@ -84,6 +84,10 @@ def state_inside(criterion, model, backward) -> None:
     criterion.state_dict()
 
 
+def reset_inside(criterion, model, backward) -> None:
+    criterion.reset()
+
+
 def negative_weight(criterion, model, backward) -> None:
     with criterion.batch(weight=-1):
         backward()
@@ -107,6 +111,7 @@ MISTAKES = {
     calibrating_inside: r"calibrating\(\) inside of calibrating\(\)",
     scores_inside: r"after calibrating\(\)",
     state_inside: r"after calibrating\(\)",
+    reset_inside: r"after calibrating\(\)",
     negative_weight: "weight=-1",
     loss_scale_of_zero: "loss_scale=0",
     update: "unit='rank_batch'",

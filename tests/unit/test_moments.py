@@ -41,10 +41,14 @@ def test_rank_batches():
 
 
 def test_global_batches_are_what_grad_holds():
-    """Here .grad piles up: [1, -2], then [4, 0]."""
+    """Outside of calibrating() .grad piles up: [1, -2], then [4, 0]."""
     module = Scaled([2.0, -1.0, 5.0])
     criterion = Taylor([(module, "weight")], unit="global_batch")
-    assert scores_of(criterion, module, BATCHES) == [4 * (1 + 3 * 16) / 4, 1.0, 0.0]
+    for weight, x in BATCHES:
+        with criterion.batch(weight=weight):
+            module(x).backward()
+    (scores,) = criterion.scores().values()
+    assert scores.tolist() == [4 * (1 + 3 * 16) / 4, 1.0, 0.0]
     assert criterion.num_updates == 2 and criterion.total_weight == 4
 
 
