@@ -1,4 +1,4 @@
-"""Make the table of criteria of the documentation from what test_criteria_matrix.py measured.
+"""Make the tables of criteria of the documentation from what test_criteria_matrix.py measured.
 
 python tests/distributed/make_criteria_table.py [criteria.json]
 """
@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those of these pages that have the markers.
-PAGES = [ROOT / "docs" / "criteria.md", ROOT / "README.md"]
+PAGE, README = ROOT / "docs" / "criteria.md", ROOT / "README.md"
 MEASURED = ROOT / "tests" / "distributed" / "criteria.json"
 START, END = "<!-- table of criteria -->", "<!-- /table of criteria -->"
 WRAPPERS = {
@@ -57,6 +56,21 @@ def table(measured: dict) -> str:
     return "\n".join(lines)
 
 
+def short_table(measured: dict) -> str:
+    """Markdown: per criterion what it reads and sends, and how exact it is on all wrappers."""
+    by_criterion: dict[str, list[dict]] = {}
+    for row in measured["results"]:
+        by_criterion.setdefault(row["criterion"], []).append(row)
+    kinds = tuple(kind for of_wrapper in WRAPPERS.values() for kind in of_wrapper)
+    lines = ["| criterion | reads | sends | scores, beside one process |", "|---|---|---|---|"]
+    lines += [
+        f"| {title} | {measured['about'][title]['reads']} | {measured['about'][title]['wire']} | "
+        f"{_cell(rows, kinds)} |"
+        for title, rows in by_criterion.items()
+    ]
+    return "\n".join(lines)
+
+
 def _cell(rows: list[dict], kinds: tuple[str, ...]) -> str:
     """How exact a criterion is on some wrappers; empty if it was not measured there."""
     mine = [row for row in rows if row["wrapping"].split("-")[0] in kinds]
@@ -67,25 +81,22 @@ def _cell(rows: list[dict], kinds: tuple[str, ...]) -> str:
     return ("exact, " if not on_integers else "") + (f"{largest:.0e}" if largest else "0")
 
 
-def with_table(page: str, measured: dict) -> str:
-    """A page with a new table between its markers."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table(measured)}\n{END}{after}"
-
-
-def pages_with_table() -> list[Path]:
-    return [page for page in PAGES if START in page.read_text() and END in page.read_text()]
+def pages_with_tables(measured: dict) -> dict[Path, str]:
+    """Each page as it is to be, with its table between the markers."""
+    pages = {}
+    for page, make in ((PAGE, table), (README, short_table)):
+        text = page.read_text()
+        if START not in text or END not in text:
+            sys.exit(f"{page} has no {START} and {END} to put the table between")
+        before, _, rest = text.partition(START)
+        pages[page] = f"{before}{START}\n{make(measured)}\n{END}{rest.partition(END)[2]}"
+    return pages
 
 
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else MEASURED
-    measured = json.loads(path.read_text())
-    pages = pages_with_table()
-    if not pages:
-        sys.exit(f"no page has {START} and {END} to put the table between")
-    for page in pages:
-        page.write_text(with_table(page.read_text(), measured))
+    for page, text in pages_with_tables(json.loads(path.read_text())).items():
+        page.write_text(text)
 
 
 if __name__ == "__main__":
