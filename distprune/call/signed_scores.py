@@ -31,3 +31,16 @@ def check_order(scores: object, method: object) -> None:
             "lowest are to be pruned, and negative ones first. Expected "
             "pruning_method=prune.LowestScore, which is criterion.pruning_method."
         )
+
+
+def check_signed(scores: object, is_signed: bool) -> None:
+    """Refuse signed scores where they would be ranked by their absolute values.
+
+    Raises:
+        TypeError: says which argument to pass.
+    """
+    if isinstance(scores, SignedScores) and not is_signed:
+        raise TypeError(
+            "scores are those of a signed criterion, and signed=False ranks |score|; expected "
+            "signed=True."
+        )

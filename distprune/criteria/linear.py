@@ -132,9 +132,10 @@ class Movement(GlobalBatchCriterion):
     gradient was computed, so call ``update`` before the optimizer's step. ``weight`` is the factor
     of the step, such as its learning rate.
 
-    While a schedule prunes, collect gradients inside ``prune.dense_gradients``, as the paper does:
-    otherwise the scores of pruned elements do not move. (Masks of this library never let pruned
-    elements return, so these scores are only for you to look at.)
+    On a model that is pruned already, collect gradients inside ``prune.dense_gradients``, as the
+    paper does: otherwise the scores of pruned elements do not move. In a ``ScheduledPruner`` these
+    never return. With ``global_mask(pairs, k, scores=..., signed=True)`` and ``set_masks``, masks
+    are chosen anew among all elements, as in the paper.
 
     Source: Sanh et al., Movement pruning, NeurIPS 2020, arXiv 2005.07683, equation 3.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.process_groups import world
+from distprune.call.signed_scores import check_signed
 from distprune.projection.arguments import RANDOM, Scores, TensorLike, read_items, start_of
 from distprune.projection.result import GlobalMask, MaskStart
 from distprune.projection.searching import Problem, Reading, finish, select
@@ -134,6 +135,7 @@ def global_mask(
     communicator = world(group)
 
     def read() -> Reading:
+        check_signed(scores, bool(signed))
         items = read_items(
             tensors, k, scores=scores, candidates=candidates, groups=groups,
             communicator=communicator,
