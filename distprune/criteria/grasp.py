@@ -129,13 +129,8 @@ class GraSP(MeasuredCriterion):
         pairs = list(zip(shards, direction, strict=True))
 
         def largest() -> Tensor:
-            found = [0.0, 0.0]
-            for shard, vector in pairs:
-                if vector.numel():
-                    found[0] = max(found[0], float(shard.values.abs().max()))
-                    found[1] = max(found[1], float(vector.abs().max()))
             # Bits of doubles >= 0 are in the order of their values.
-            return torch.tensor(found, dtype=torch.float64).view(torch.int64)
+            return torch.cat([_largest(t.values for t, _ in pairs), _largest(direction)])
 
         found = communicator.reduce(2, largest, "max").view(torch.float64).tolist()
         exponents = [exact_sums.exponent_of(value) for value in found]
@@ -159,6 +154,13 @@ class GraSP(MeasuredCriterion):
                     f"{type(self).__name__} would be; expected {what} other than zero."
                 )
         return math.ldexp(1.0, round(math.log2(self._step * norms[0] / norms[1])))
+
+
+def _largest(tensors: Iterable[Tensor]) -> Tensor:
+    """The bits of the largest |value| of all tensors: int64 [1]."""
+    found = [tensor.abs().max().double() for tensor in tensors if tensor.numel()]
+    zero = torch.zeros(1, dtype=torch.float64)
+    return (torch.stack(found).max().cpu().view(1) if found else zero).view(torch.int64)
 
 
 @dataclass(frozen=True)

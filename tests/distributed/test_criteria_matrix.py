@@ -150,9 +150,11 @@ def test_what_is_not_computed_in_a_dtype_is_refused_by_name(title):
 
 def test_the_documentation_has_the_table_that_was_measured():
     measured_rows = json.loads(make_criteria_table.MEASURED.read_text())
-    covered = {(row["criterion"], row["wrapping"]) for row in measured_rows["results"]}
-    wanted = set(product(ENTRIES, wrappings.sampled(WRAPPINGS)))
-    assert covered == wanted, "run this file with --write-criteria"
+    covered = {
+        (row["criterion"], wrappings.kind_of(row["wrapping"])) for row in measured_rows["results"]
+    }
+    kinds = {wrappings.kind_of(wrapping) for wrapping in WRAPPINGS}
+    assert covered == set(product(ENTRIES, kinds)), "run this file with --write-criteria"
     about = json.loads(json.dumps({title: entry.about for title, entry in ENTRIES.items()}))
     assert measured_rows["about"] == about, "run this file with --write-criteria"
     for page, text in make_criteria_table.pages_with_tables(measured_rows).items():
