@@ -166,12 +166,25 @@ def prune_here(source, target, fields):
     return verifying.verify(target, source).problems
 
 
+GROUPS = (
+    FileRecipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
+    FileRecipe(0.4, include=("layers.2*",)),
+    FileRecipe(0.25, include=("layers.9*",), normalize="rms"),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("normalize", STATISTICS)
-def test_any_number_of_ranks_writes_the_same_bytes(tmp_path, normalize):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sparsity": 0.5, "normalize": "rms", "max_sparsity": 0.8},
+        {"sparsity": 0.5, "normalize": "l2"},
+        {"groups": GROUPS},
+    ],
+)
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path, fields):
     tensors = weights("mixed")
     source = save(tmp_path / "source", tensors)
-    fields = {"sparsity": 0.5, "normalize": normalize, "max_sparsity": 0.8}
     for size in (1, 2, 3):
         found = run_ranks(prune_here, size, source, tmp_path / f"target{size}", fields)
         assert found == [()] * size
