@@ -114,7 +114,9 @@ class ActivationStatistics(CollectedInputs):
         """
         return self._scores(parameters, factors.stade)
 
-    def ria(self, power: float = 0.5) -> dict[NamedParameter, FactoredScores]:
+    def ria(
+        self, parameters: Pairs | None = None, *, power: float = 0.5
+    ) -> dict[NamedParameter, FactoredScores]:
         """Scores of RIA: relative importance of a weight, and activations. Collective.
 
         (|w_ij| / sum_i |w_ij| + |w_ij| / sum_j |w_ij|) * (root mean square of x_j) ** power, with
@@ -122,6 +124,7 @@ class ActivationStatistics(CollectedInputs):
         as many matrices. As for :meth:`wanda`, the norm is divided by the number of tokens.
 
         Args:
+            parameters: some of the parameters; by default all.
             power: of the norm; the paper's a.
 
         Returns, Raises: as :meth:`wanda`.
@@ -132,17 +135,19 @@ class ActivationStatistics(CollectedInputs):
         Source: Zhang et al., "Plug-and-play: an efficient post-training pruning method for large
         language models", ICLR 2024.
         """
-        totals = self._labelled(None)
+        totals = self._labelled(parameters)
+        asked = [parameter for parameter in self._local if parameter.label in totals]
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
-            layouts = [parameter.layout for parameter in self._local]
-            sums = magnitudes_along(self._read_weights(), layouts, self._communicator)
+            targets = [target for target in self._read_weights() if target.label in totals]
+            layouts = [parameter.layout for parameter in asked]
+            sums = magnitudes_along(targets, layouts, self._communicator)
         warn_of_empty(totals, self._communicator)
         return self._by_pair(
             {
                 parameter.label: factors.ria(
                     totals[parameter.label], parameter.layout, magnitudes, power
                 )
-                for parameter, magnitudes in zip(self._local, sums, strict=True)
+                for parameter, magnitudes in zip(asked, sums, strict=True)
             }
         )
 
