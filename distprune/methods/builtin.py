@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,32 +82,46 @@ class RandomUnstructured(BasePruningMethod):
         return super().apply(module, name, amount=amount)
 
 
-class L1Unstructured(BasePruningMethod):
-    """Prunes the elements of smallest magnitude; equal ones by ascending index.
+class _Ranked(BasePruningMethod):
+    """What methods have in common that prune the elements that come first in an order.
 
     Args:
         amount: a fraction of what is unpruned in [0, 1], or a count.
+
+    Attributes:
+        RANKING: of the elements of several parameters; its order is also that inside of one.
     """
 
     PRUNING_TYPE = "unstructured"
-    IGNORES_SIGN = True
+    RANKING: ClassVar[rankings.ByScore]
 
     def __init__(self, amount: Amount) -> None:
         validate_amount(amount)
         self.amount = amount
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
-        """Zero the ``k`` elements of smallest |t|; NaN rank last, as in torch."""
+        """Zero the ``k`` elements of ``t`` that come first; NaN rank last, as in torch."""
         k = checked_count(self.amount, t.nelement())
         mask = default_mask.clone(memory_format=torch.contiguous_format)
         if k:
-            ranking.zero_lowest(mask, t, k, Order.MAGNITUDE)
+            ranking.zero_lowest(mask, t, k, self.RANKING.order)
         return mask
 
     def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not _BUILT_IN[L1Unstructured]:
+        if type(self).compute_mask is not _BUILT_IN[_Ranked]:
             return super().decide(call)
-        return ranking.rank(call, self.amount, rankings.BY_MAGNITUDE)
+        return ranking.rank(call, self.amount, self.RANKING)
+
+
+class L1Unstructured(_Ranked):
+    """Prunes the elements of smallest magnitude; equal ones by ascending index.
+
+    Args:
+        amount: a fraction of what is unpruned in [0, 1], or a count.
+    """
+
+    IGNORES_SIGN = True
+    RANKING = rankings.BY_MAGNITUDE
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -121,7 +135,7 @@ class L1Unstructured(BasePruningMethod):
         return super().apply(module, name, amount=amount, importance_scores=importance_scores)
 
 
-class LowestScore(BasePruningMethod):
+class LowestScore(_Ranked):
     """Prunes the elements of the lowest scores, signed: -2 before -1 before 1.
 
     For scores whose sign counts, such as those of movement pruning and of GraSP
@@ -132,24 +146,7 @@ class LowestScore(BasePruningMethod):
         amount: a fraction of what is unpruned in [0, 1], or a count.
     """
 
-    PRUNING_TYPE = "unstructured"
-
-    def __init__(self, amount: Amount) -> None:
-        validate_amount(amount)
-        self.amount = amount
-
-    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
-        """Zero the ``k`` lowest elements of ``t``; NaN rank last."""
-        k = checked_count(self.amount, t.nelement())
-        mask = default_mask.clone(memory_format=torch.contiguous_format)
-        if k:
-            ranking.zero_lowest(mask, t, k, Order.ASCENDING)
-        return mask
-
-    def decide(self, call: PruningCall) -> Decision:
-        if type(self).compute_mask is not _BUILT_IN[LowestScore]:
-            return super().decide(call)
-        return ranking.rank(call, self.amount, rankings.BY_SIGNED_SCORE)
+    RANKING = rankings.BY_SIGNED_SCORE
 
     @classmethod
     def apply(  # type: ignore[override]
@@ -272,6 +269,5 @@ def _check_given(call: PruningCall, mask: Tensor) -> None:
 # To tell whether a subclass, or an assignment to the class, replaced the mask of a method.
 _BUILT_IN: dict[type[BasePruningMethod], Callable[..., Tensor]] = {
     RandomUnstructured: RandomUnstructured.compute_mask,
-    L1Unstructured: L1Unstructured.compute_mask,
-    LowestScore: LowestScore.compute_mask,
+    _Ranked: _Ranked.compute_mask,
 }
