@@ -99,7 +99,9 @@ def test_any_sharding_gives_the_counts_of_a_sort(data):
     k = data.draw(st.integers(sum(lowest), sum(highest)), "k")
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
     expected = lamp_by_sorting(tensors, lives, k, lowest, highest)
-    assert lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype) == expected
+    # Keys are stored between passes, or visited again.
+    with mock.patch.object(lamp, "_STORED", data.draw(st.sampled_from([0, 10, 1 << 22]))):
+        assert lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype) == expected
 
 
 def lamp_in_floats(arrays, k):
@@ -140,7 +142,7 @@ def test_weights_of_many_scales(kind, dtype):
     tensors = [(scaled(kind, generator, s) * (i + 1)).to(dtype) for i, s in enumerate(shapes)]
     lives = [torch.ones(shape, dtype=torch.bool) for shape in shapes]
     sizes = [math.prod(shape) for shape in shapes]
-    for k in (1, 2, 100, 3000, 5000, 9000, sum(sizes) - 6, sum(sizes) - 1):
+    for k in (1, 100, 5000, 9000, sum(sizes) - 6):
         expected = lamp_in_floats([tensor.numpy() for tensor in tensors], k)
         found = lamp_of(
             tensors, lives, k, [0] * 5, sizes, ["rows", "columns", "grid", "rows", "hybrid"], 4,
@@ -183,16 +185,6 @@ def test_the_operations_of_other_devices():
         expected = lamp_by_sorting(tensors, lives, k, [0] * 3, highest)
         with mock.patch.object(memory, "takes_numpy", lambda device: False):
             assert lamp_of(tensors, lives, k, [0] * 3, highest, ["rows"] * 3, 2) == expected
-
-
-def test_keys_that_are_not_stored_are_visited_again(monkeypatch):
-    monkeypatch.setattr(lamp, "_STORED", 50)
-    generator = torch.Generator().manual_seed(6)
-    tensors = [torch.randn(60, 40, generator=generator) * (i + 1) for i in range(3)]
-    lives = [torch.ones(60, 40, dtype=torch.bool)] * 3
-    for k in (10, 2000, 6000):
-        expected = lamp_by_sorting(tensors, lives, k, [0] * 3, [2400] * 3)
-        assert lamp_of(tensors, lives, k, [0] * 3, [2400] * 3, ["rows"] * 3, 2) == expected
 
 
 def test_traffic_is_kilobytes_per_parameter():
