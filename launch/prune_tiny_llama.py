@@ -10,34 +10,50 @@ mask element differs, or when the saved model has other zeros than reported.
 
 With `--schedule cubic` the model is pruned gradually while it is trained instead, and a run
 that was killed goes on from its last checkpoint when it is started again.
+
+With `--criterion magnitude snip ...` it makes a table instead: held-out loss by criterion, scope
+and sparsity. Each cell is a pruning of the same trained model, and is checked in the same way.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from tiny_llama.checkpoints import remove_checkpoints
+from tiny_llama.comparison import compare_criteria
+from tiny_llama.comparison_results import (
+    ComparisonResults,
+    comparison_tables,
+    mask_sentence,
+    write_comparison,
+)
 from tiny_llama.data import load_corpus
-from tiny_llama.figures import draw_layers, draw_loss
+from tiny_llama.figures import draw_comparison, draw_layers, draw_loss
 from tiny_llama.gradual import prune_while_training
-from tiny_llama.mask_check import compare_with_single_process
+from tiny_llama.mask_check import compare_with_single_process, count_differing_of_cells
 from tiny_llama.processes import join, leave
 from tiny_llama.pruning import prune_in_rounds, remove_masks
 from tiny_llama.results import Results, loss_table, mask_table, write_results
 from tiny_llama.saving import count_kept_zeros, find_faults, save_model
-from tiny_llama.settings import parse_settings
+from tiny_llama.settings import Settings, parse_settings
 from tiny_llama.training import Trainer
 
 
 def main() -> None:
     settings = parse_settings()
-    output = settings.output
-    scratch = output / "single_process"  # what the single process reads and writes
+    scratch = settings.output / "single_process"  # what the single process reads and writes
     scratch.mkdir(parents=True, exist_ok=True)
     job = join()
     job.say(f"{job.num_ranks} ranks on {job.device.type}, {settings.wrap}; losses in nats per byte")
-
     trainer = Trainer.for_wrap(settings.wrap, load_corpus(settings.held_out_windows), job)
+    run = compare if settings.criteria else prune_and_save
+    leave(job, failed=run(settings, trainer, scratch))
+
+
+def prune_and_save(settings: Settings, trainer: Trainer, scratch: Path) -> bool:
+    """Prune by magnitude and at random, save the model, check both; True if a check failed."""
+    job, output = trainer.job, settings.output
     prune_model = prune_in_rounds if settings.schedule == "rounds" else prune_while_training
     outcome = prune_model(settings, trainer, scratch)
     pruned_model, steps = outcome.model, outcome.steps
@@ -71,7 +87,22 @@ def main() -> None:
         job.say(f"FAILED: {results.num_differing} mask elements differ; faults: {faults}")
     elif settings.schedule != "rounds":
         remove_checkpoints(settings, job)
-    leave(job, failed=results.failed)
+    return results.failed
+
+
+def compare(settings: Settings, trainer: Trainer, scratch: Path) -> bool:
+    """Prune by each of --criterion over each of --scope; True if a mask differs."""
+    job = trainer.job
+    comparison = compare_criteria(settings, trainer, scratch)
+    job.say(f"a single process repeats {len(comparison.cells)} prunings")
+    counts = count_differing_of_cells(comparison.cells, settings, job, scratch)
+    results = ComparisonResults(comparison, *counts, time.monotonic() - job.started)
+    if job.rank == 0:
+        draw_comparison(comparison, settings, settings.output / "loss_by_criterion.png")
+        write_comparison(results, trainer.corpus, settings, job)
+    job.say(f"{comparison_tables(results, settings)}\n")
+    job.say(f"{mask_sentence(results)}; results in {settings.output}")
+    return results.num_differing > 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The job's two pictures."""
+"""The job's pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from .comparison import Comparison
 from .results import Results
+from .settings import Settings
 
 COLOURS = {"magnitude": "#0b6e99", "random": "#c8553d"}
 
@@ -54,6 +56,31 @@ def draw_layers(results: Results, file: Path) -> None:
     axes.set_title("Where global magnitude pruning prunes")
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=len(steps), frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def draw_comparison(comparison: Comparison, settings: Settings, file: Path) -> None:
+    """What pruning costs before any fine-tuning: a panel per sparsity, a row per criterion."""
+    sparsities, criteria = settings.sparsities, settings.criteria
+    figure = Figure(figsize=(4 * len(sparsities), 2 + 0.32 * len(criteria)), layout="constrained")
+    panels = figure.subplots(1, len(sparsities), sharey=True, squeeze=False)[0]
+    colours = colormaps["viridis"](np.linspace(0, 0.9, len(settings.scopes)))
+    rows = np.arange(len(criteria))
+    for axes, sparsity in zip(panels, sparsities, strict=True):
+        for scope, colour in zip(settings.scopes, colours, strict=True):
+            cells = [comparison.cell(name, scope, sparsity) for name in criteria]
+            costs = [np.nan if c is None else c.loss_pruned - comparison.loss_dense for c in cells]
+            # A logarithm needs a smallest cost; pruning may even lower the loss a little.
+            axes.plot(np.maximum(costs, 1e-3), rows, "o", color=colour, alpha=0.8, label=scope)
+        axes.set_xscale("log")
+        axes.set_title(f"{100 * sparsity:g} % pruned")
+        axes.set_xlabel("held-out loss, minus that of the dense\nmodel (nats per byte)")
+        axes.grid(alpha=0.25)
+    panels[0].set_yticks(rows, criteria)
+    panels[0].invert_yaxis()  # in the order of the table
+    handles, labels = panels[0].get_legend_handles_labels()
+    num_columns = 2 * len(sparsities)
+    figure.legend(handles, labels, loc="outside lower center", ncols=num_columns, frameon=False)
     figure.savefig(file, dpi=150)
 
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .comparison import Cell
 from .processes import Job, run_alone, sum_over_ranks
 from .pruning import PruningStep
 from .settings import Settings
@@ -41,14 +42,61 @@ def compare_with_single_process(
     comparisons = []
     with safe_open(folder / MASKS_FILE, framework="pt") as lone_masks:
         for step in steps:
-            num_compared = num_differing = 0
-            for name, mask in step.masks.items():
-                local, lone = _same_part(mask, lone_masks.get_tensor(f"{step.key}/{name}"))
-                num_compared += local.numel()
-                num_differing += int((local != lone.to(local)).sum())
-            counts = sum_over_ranks(job, num_compared), sum_over_ranks(job, num_differing)
+            counts = _count_differing(step.masks, step.key, lone_masks, job)
             comparisons.append(MaskComparison(step.method, step.sparsity, *counts))
     return comparisons
+
+
+def count_differing_of_cells(
+    cells: list[Cell], settings: Settings, job: Job, folder: Path
+) -> tuple[int, int]:
+    """Repeat all prunings of a comparison in a lone child process.
+
+    Args:
+        folder: with the weights and scores of the comparison.
+
+    Returns:
+        Mask elements compared and differing, over all cells and ranks.
+    """
+    if job.rank == 0:
+        facts = [
+            {"criterion": cell.criterion, "scope": cell.scope, "key": cell.key,
+             "amount": cell.report.num_pruned_now}
+            for cell in cells
+        ]  # fmt: skip
+        plan = {
+            "exclude": list(settings.exclude),
+            "seed": settings.seed,
+            "masks_file": MASKS_FILE,
+            "cells": facts,
+        }
+        plan_file = folder / "plan.json"
+        plan_file.write_text(json.dumps(plan, indent=2))
+        run_alone("tiny_llama.lone_comparison", str(plan_file))
+    dist.barrier()
+    with safe_open(folder / MASKS_FILE, framework="pt") as lone_masks:
+        counts = [_count_differing(cell.masks, cell.key, lone_masks, job) for cell in cells]
+    return sum(compared for compared, _ in counts), sum(differing for _, differing in counts)
+
+
+def _count_differing(
+    masks: dict[str, Tensor], key: str, lone_masks: safe_open, job: Job
+) -> tuple[int, int]:
+    """Compare what each rank holds of the masks of one pruning. Collective.
+
+    Args:
+        masks: this rank's, by parameter name.
+        key: of the pruning; the single process saved its masks as `{key}/{parameter}`.
+
+    Returns:
+        Elements compared and differing, summed over ranks.
+    """
+    num_compared = num_differing = 0
+    for name, mask in masks.items():
+        local, lone = _same_part(mask, lone_masks.get_tensor(f"{key}/{name}"))
+        num_compared += local.numel()
+        num_differing += int((local != lone.to(local)).sum())
+    return sum_over_ranks(job, num_compared), sum_over_ranks(job, num_differing)
 
 
 def _plan(steps: list[PruningStep], settings: Settings) -> dict[str, object]:

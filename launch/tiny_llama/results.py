@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import shlex
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import torch
-import transformers
 
 from .data import BATCH, WINDOW, Corpus
+from .document import command_line, machine_facts, markdown_table
 from .mask_check import MaskComparison
 from .processes import Job
 from .pruning import PruningStep
@@ -58,7 +51,7 @@ def loss_table(results: Results) -> str:
         ]
         numbers = [f"{loss:.3f}" for loss in (*losses, dense)]
         rows.append((f"{magnitude.percent} %", f"{magnitude.report.num_pruned:,}", *numbers))
-    return _markdown(rows)
+    return markdown_table(rows)
 
 
 def mask_table(results: Results) -> str:
@@ -67,7 +60,7 @@ def mask_table(results: Results) -> str:
     for found in results.comparisons:
         pruning = f"{found.method}, {100 * found.sparsity:g} %"
         rows.append((pruning, f"{found.num_compared:,}", f"{found.num_differing:,}"))
-    return _markdown(rows)
+    return markdown_table(rows)
 
 
 def write_results(results: Results, corpus: Corpus, settings: Settings, job: Job) -> None:
@@ -79,7 +72,7 @@ def write_results(results: Results, corpus: Corpus, settings: Settings, job: Job
     numbers = {
         "settings": {**asdict(settings), "output": str(settings.output)},
         "num_ranks": job.num_ranks,
-        "machine": _machine(job),
+        "machine": machine_facts(job),
         "loss_dense": results.loss_dense,
         "losses_trained_on": results.losses_trained_on,
         "steps": [{name: getattr(step, name) for name in kept} for step in results.steps],
@@ -99,7 +92,7 @@ def _document(results: Results, corpus: Corpus, settings: Settings, job: Job) ->
     differing = f"{results.num_differing} MASK ELEMENTS DIFFER"
     masks = differing if results.num_differing else "every mask is the single process's"
     saved = "; ".join(results.faults) or "exactly the reported zeros, and the same loss"
-    machine = "\n".join(f"- {what}: {value}" for what, value in _machine(job).items())
+    machine = "\n".join(f"- {what}: {value}" for what, value in machine_facts(job).items())
     return f"""# Pruning a small Llama, `--wrap {settings.wrap}`, {job.num_ranks} ranks
 
 ## Held-out loss, nats per byte
@@ -135,7 +128,7 @@ Replicas count once per rank.
 - seconds: {results.seconds:.0f}
 
 ```
-{_command(job)}
+{command_line(job)}
 ```
 """
 
@@ -152,40 +145,3 @@ def _how(settings: Settings) -> str:
         f"{settings.steps} steps, with\n{settings.finetune_steps} more steps after its end; "
         '"after fine-tuning" is measured before the next pruning, or at the end.'
     )
-
-
-def _machine(job: Job) -> dict[str, str]:
-    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else _processor()
-    cores, threads = os.cpu_count(), torch.get_num_threads()
-    return {
-        "device": f"{device}; {cores} CPU cores, threads per rank: {threads}",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}",
-    }
-
-
-def _processor() -> str:
-    """The CPU's name where the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _command(job: Job) -> str:
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(job.num_ranks)]
-    launcher = torchrun if "TORCHELASTIC_RUN_ID" in os.environ else ["python"]
-    return shlex.join([*launcher, os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-
-
-def _markdown(rows: list[tuple[str, ...]]) -> str:
-    """Aligned, so that it reads well in a terminal too; the first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: tuple[str, ...]) -> str:
-        text, *numbers = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        return " | ".join(["| " + text, *(n.strip().rjust(len(n)) for n in numbers)]) + " |"
-
-    rules = ["-" * (width + 1) for width in widths]
-    rule = "|" + rules[0] + "-|" + ":|".join(rules[1:]) + ":|"
-    return "\n".join([line(rows[0]), rule, *map(line, rows[1:])])

@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from .data import HELD_OUT_WINDOWS
+from .scopes import SCOPES
+from .scoring import CRITERIA
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class Settings:
     schedule: str
     checkpoint_every: int
     held_out_windows: int
+    criteria: tuple[str, ...]  # to compare; none: prune by magnitude and at random
+    scopes: tuple[str, ...]
+    calibration_batches: int
 
 
 def parse_settings() -> Settings:
@@ -46,6 +51,12 @@ def parse_settings() -> Settings:
             "expected --steps >= 4 and --checkpoint-every >= 1 with a schedule, "
             f"got {parsed.steps} and {parsed.checkpoint_every}"
         )
+    if parsed.criterion and parsed.schedule != "rounds":
+        parser.error("--criterion prunes in one shot; expected it without --schedule")
+    if not parsed.criterion and (parsed.scope or parsed.calibration_batches is not None):
+        parser.error("--scope and --calibration-batches go with --criterion")
+    if parsed.calibration_batches is not None and parsed.calibration_batches < 1:
+        parser.error(f"expected --calibration-batches >= 1, got {parsed.calibration_batches}")
     if parsed.sparsities is None:
         parsed.sparsities = [0.5, 0.7, 0.9] if parsed.schedule == "rounds" else [0.9]
     if parsed.schedule != "rounds" and len(parsed.sparsities) != 1:
@@ -67,6 +78,9 @@ def parse_settings() -> Settings:
         parsed.schedule,
         parsed.checkpoint_every,
         parsed.held_out_windows,
+        tuple(parsed.criterion),
+        tuple(parsed.scope or SCOPES),
+        8 if parsed.calibration_batches is None else parsed.calibration_batches,
     )
 
 
@@ -94,6 +108,26 @@ def _parser() -> argparse.ArgumentParser:
         help="rounds: train, then prune in rounds with fine-tuning between; linear and cubic: "
         "prune gradually while training, and continue after the last checkpoint in --output if "
         "an earlier run was killed",
+    )
+    parser.add_argument(
+        "--criterion",
+        choices=CRITERIA,
+        nargs="+",
+        default=[],
+        help="compare these criteria instead: prune copies of one trained model in one shot, over "
+        "each --scope, to each of --sparsities",
+    )
+    parser.add_argument(
+        "--scope",
+        choices=SCOPES,
+        nargs="+",
+        help="over what --criterion ranks: all weights as they are, all of them after a division "
+        "by each parameter's rms, or each parameter alone with a budget (default: every scope)",
+    )
+    parser.add_argument(
+        "--calibration-batches",
+        type=int,
+        help="batches of training text from which criteria learn (default 8)",
     )
     parser.add_argument(
         "--steps",

@@ -56,8 +56,9 @@ class Trainer:
         *,
         steps: int,
         seed: int,
-        label: str,
+        label: str | None,
         first: int = 0,
+        before_step: Callable[[int], None] | None = None,
         after_step: Callable[[int], None] | None = None,
     ) -> None:
         """Train in place, on batches that only the seed decides.
@@ -66,8 +67,11 @@ class Trainer:
 
         Args:
             steps: of the whole training.
+            label: what the progress is printed with; None prints nothing.
             first: the step to begin with, counted from 0, if the others are done already.
-            after_step: called after each step with its number, counted from 0.
+            before_step: called with the step's number, counted from 0, when the gradients are
+                there and the optimizer has not used them yet.
+            after_step: called with the same number after each step.
         """
         model.train()
         parts = batches(
@@ -78,9 +82,11 @@ class Trainer:
                 group["lr"] = optimizer.defaults["lr"] * _relative_rate(step, steps)
             loss = language_loss(model, tokens.to(self.job.device))
             loss.backward()
+            if before_step is not None:
+                before_step(step - 1)
             optimizer.step()
             optimizer.zero_grad()
-            if step % 50 == 0 or step == steps:
+            if label is not None and (step % 50 == 0 or step == steps):
                 text = f"{label}: step {step}/{steps}, training loss"
                 self.job.say(f"{text} {_mean_over_ranks(loss.detach()):.3f}")
             if after_step is not None:
