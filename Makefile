@@ -1,6 +1,7 @@
 # Sets up a .venv in this checkout and works in it. Safe to run again.
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
+#   make prune ARGS=@configs/tiny_llama_criteria.args   compare criteria on such a model instead
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute

@@ -63,7 +63,7 @@ def draw_comparison(comparison: Comparison, settings: Settings, file: Path) -> N
     """What pruning costs before any fine-tuning: a panel per sparsity, a row per criterion."""
     sparsities, criteria = settings.sparsities, settings.criteria
     figure = Figure(figsize=(4 * len(sparsities), 2 + 0.32 * len(criteria)), layout="constrained")
-    panels = figure.subplots(1, len(sparsities), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(sparsities), sharex=True, sharey=True, squeeze=False)[0]
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(settings.scopes)))
     rows = np.arange(len(criteria))
     for axes, sparsity in zip(panels, sparsities, strict=True):
@@ -73,6 +73,8 @@ def draw_comparison(comparison: Comparison, settings: Settings, file: Path) -> N
             # A logarithm needs a smallest cost; pruning may even lower the loss a little.
             axes.plot(np.maximum(costs, 1e-3), rows, "o", color=colour, alpha=0.8, label=scope)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_title(f"{100 * sparsity:g} % pruned")
         axes.set_xlabel("held-out loss, minus that of the dense\nmodel (nats per byte)")
         axes.grid(alpha=0.25)
