@@ -31,6 +31,7 @@ PARTS = (
     "one_process",
     "ranks",
     "criteria",
+    "projection",
     "verifying",
     "training_step",
     "adversarial",

@@ -12,7 +12,7 @@ from examples_of_pages import DOCS, ROOT
 import distprune
 
 MAX_FRAMES = 10  # from global_unstructured to any kernel
-MODULES = ("budgets", "criteria", "schedule", "statistics", "checkpoint", "testing")
+MODULES = ("budgets", "criteria", "dynamic", "schedule", "statistics", "checkpoint", "testing")
 PACKAGE = ROOT / "distprune"
 NOT_OF_THE_REPOSITORY = {"DST/distprune/", "build/", "dist/", "test_pruning.py", "torch.py"}
 

@@ -99,3 +99,17 @@ def test_movement_pruning():
         assert [row[-1] for row in totals(output)] == ["54.92%", "83.12%", "93.52%", "95.00%"]
         losses.append(float(re.search(r"held-out loss: ([\d.]+)", output)[1]))
     assert losses[0] < losses[1] - 0.1
+
+
+@pytest.mark.slow
+def test_projections():
+    """Exactly 10 % are left, on shards, too; masks that move learn more than those that do not."""
+    example = ROOT / "examples" / "projections.py"
+    _, output = run("launch/torchrun.sh", example, "static", "RigL", "ADMM")
+    found = re.findall(
+        r"^(\w+): ([\d,]+) weights left, held-out loss ([\d.]+)", output, re.MULTILINE
+    )
+    assert [name for name, _, _ in found] == ["static", "RigL", "ADMM"], output
+    assert all(count == "26,214" for _, count, _ in found)
+    losses = {name: float(loss) for name, _, loss in found}
+    assert losses["RigL"] < losses["static"] - 0.02, output
