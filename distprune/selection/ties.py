@@ -55,5 +55,7 @@ def cut_ties(
         return histogram
 
     while not descent.is_done:
-        descent, _ = narrowed(descent, (yield descent.num_bins, count_bins))
+        descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
+        if descent.rank == num_ties - 1:  # all ties of the bin are pruned, as if there are few
+            return descent.high + 1
     return descent.low + 1

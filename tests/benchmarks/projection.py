@@ -71,9 +71,9 @@ def tables(options: Options) -> Iterator[Table]:
          "extra bytes per local element"],
         rows,
         [
-            Verdict(Bound(f"{at}: a call with a start, times the first", 0.95),
+            Verdict(Bound(f"{at}: a call with a start, times the first", 1.05),
                     ratios["with a start"]),
-            Verdict(Bound(f"{at}: a call with a start, collectives", 5),
+            Verdict(Bound(f"{at}: a call with a start, collectives", 6),
                     first["collectives"]["with a start"]),
             Verdict(Bound(f"{at}: a call with a start, KiB", 60), first["KiB"]["with a start"]),
             Verdict(Bound(f"{at}: a call with a wrong start, times the first", 2),
