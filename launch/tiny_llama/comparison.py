@@ -149,10 +149,12 @@ class _Table:
         for module, name in self.parameters:
             prune.remove(module, name)
         set_model_state_dict(self.model, dict(self.trained))  # it renames keys in what it is given
-        losses = f"{loss_pruned:.3f}, fine-tuned {loss_finetuned:.3f}"
+        losses = f"loss {loss_pruned:.3f}"
+        if self.settings.finetune_steps:
+            losses += f", fine-tuned {loss_finetuned:.3f}"
         self.trainer.job.say(
             f"{criterion}, {scope}, {100 * sparsity:g} %: {amount:,} of {self.num_elements:,} "
-            f"pruned, loss {losses if self.settings.finetune_steps else f'{loss_pruned:.3f}'}"
+            f"pruned, {losses}"
         )
         return Cell(criterion, scope, sparsity, masks, report, loss_pruned, loss_finetuned)
 
