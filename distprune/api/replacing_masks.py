@@ -113,10 +113,11 @@ def set_masks(
 
     Source: RigL, Evci et al., arXiv 1911.11134; SET, Mocanu et al., arXiv 1707.04780.
     """
-    pairs = list(parameters)
+    pairs: list[Pair] = []
     method = _GivenMasks(pairs, optimizer, state, grown)
 
     def make_arguments() -> PruningArguments:
+        pairs.extend(parameters)
         return PruningArguments(
             parameters=pairs,
             method=method,

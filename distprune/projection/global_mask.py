@@ -125,9 +125,10 @@ def global_mask(
             its module. Named, on every rank.
 
     Cost: one read of the scores (two of tensors with replicas, which are compared), and one write
-    of the masks, 1 byte per element. A dozen all-reduces, about 100 KB in all whatever the size of
-    the tensors; with a good ``start`` 4 to 6, about 50 KB. The searches of several groups share
-    their all-reduces, with about 100 KB for each group.
+    of the masks, 1 byte per element and a little more for a moment. About ten all-reduces, 80 KB in
+    all whatever the size of the tensors; with a good ``start`` 4 to 6, 12 to 33 KB. Tensors that
+    have replicas or candidates need one more, of 24 bytes per tensor. The searches of several
+    groups share their all-reduces, with as many bytes for each group.
 
     Source: the projection is that of ADMM (Boyd et al., 2011; ELSA, 2025) and of iterative hard
     thresholding (Blumensath and Davies, arXiv 0805.0510).
