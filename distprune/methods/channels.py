@@ -1,32 +1,24 @@
-"""Structured masks: whole channels of one parameter, ranked over the shards of each channel.
-
-[Note: exact norms] A floating-point sum depends on its order, and so on the
-sharding: two channels whose norms differ in the last digits could change places.
-Here the terms of a channel are rounded once to a common binary grid, 62 bits wide
-including room for the sum, and added as integers. Integer sums have no order, so one
-process and any sharding rank the same norms.
-"""
+"""Structured masks: whole channels of one parameter, ranked over the shards of each channel."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count, resolve_count
-from distprune._common.collectives import Communicator, Op
+from distprune._common.collectives import Communicator
 from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.methods.channel_norms import ChannelRows, joint_norms
 from distprune.methods.ranking import zero_lowest
 from distprune.selection.keys import Order
 from distprune.selection.passes import count_live
 
 # Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
 USES_VECTOR_NORM = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-_BLOCK = 1 << 20  # elements whose float64 terms are held at a time
 
 
 def channel_norms(
@@ -53,70 +45,12 @@ def channel_norms(
     Returns:
         float64 [num_channels]; NaN where a channel has one, the same on every rank.
 
-    Cost: two reads; three all-reduces of 8 bytes per channel. See [Note: exact norms].
+    Cost: two reads; two all-reduces of 8 bytes per channel. See channel_norms.[Note: exact norms].
     """
-    rows = rows.detach() if counted else rows[:0]
-    coordinates = coordinates[: rows.shape[0]]
-
-    def reduce_blocks(
-        start: float,
-        dtype: torch.dtype,
-        block_result: Callable[[Tensor, Tensor], Tensor],
-        combine: str,
-    ) -> Tensor:
-        """Per-channel reduction of this rank's blocks of rows, float64 [rows, elements]."""
-        result = torch.full((num_channels,), start, dtype=dtype)
-        for first, block in _row_blocks(rows):
-            where = coordinates[first : first + block.shape[0]]
-            reduced = block_result(block.flatten(1).abs().double(), where).cpu()
-            result.scatter_reduce_(0, where, reduced, combine)
-        return result
-
-    if n == 0:
-        nonzero = communicator.reduce(
-            num_channels,
-            lambda: reduce_blocks(
-                0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), "sum"
-            ),
-        )
-        return nonzero.double()
-    if math.isinf(n):
-        # Non-negative doubles are in the order of their bits; so is NaN, above them.
-        largest = n > 0
-
-        def extremes() -> Tensor:
-            return reduce_blocks(
-                0.0 if largest else math.inf,
-                torch.float64,
-                (lambda x, _: x.amax(1)) if largest else (lambda x, _: x.amin(1)),
-                "amax" if largest else "amin",
-            ).view(torch.int64)
-
-        op: Op = "max" if largest else "min"
-        return communicator.reduce(num_channels, extremes, op).view(torch.float64)
-
-    def largest_terms() -> Tensor:
-        tops = reduce_blocks(0.0, torch.float64, lambda x, _: _terms(x, n).amax(1), "amax")
-        return tops.view(torch.int64)
-
-    tops = communicator.reduce(num_channels, largest_terms, "max").view(torch.float64)
-    finite = tops.isfinite()
-    _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
-    # Every term is below 2**exponent; their sum on this grid stays below 2**62.
-    shifts = 62 - math.ceil(math.log2(max(channel_size, 1))) - exponents.clamp(min=-900)
-
-    grid = _power_of_two(shifts)
-
-    def grid_sums(x: Tensor, where: Tensor) -> Tensor:
-        scaled = _terms(x, n) * grid[where].to(x.device).unsqueeze(1)
-        return scaled.nan_to_num(0.0, 0.0, 0.0).round().long().sum(1)
-
-    sums = communicator.reduce(
-        num_channels, lambda: reduce_blocks(0, torch.int64, grid_sums, "sum")
-    )
-    powers = sums.double() * _power_of_two(-shifts)
-    norms = powers.sqrt() if n == 2 else powers if n == 1 else powers.pow(1.0 / n)
-    return torch.where(finite, norms, tops)
+    counted_rows = rows.detach() if counted else rows[:0]
+    part = ChannelRows(counted_rows, coordinates[: counted_rows.shape[0]])
+    sizes = torch.full((num_channels,), channel_size)
+    return joint_norms([lambda: part], n, sizes, communicator)
 
 
 def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Decision:
@@ -253,23 +187,3 @@ def _live_channels(call: PruningCall, channel_dim: int) -> Tensor:
         return counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
 
     return call.communicator.reduce(shard.shape[channel_dim], count) > 0
-
-
-def _terms(magnitudes: Tensor, n: float) -> Tensor:
-    if n == 1:
-        return magnitudes
-    return magnitudes * magnitudes if n == 2 else magnitudes.pow(n)
-
-
-def _power_of_two(exponents: Tensor) -> Tensor:
-    """Exact float64 powers; torch.ldexp computes them in float32."""
-    return torch.from_numpy(np.ldexp(1.0, exponents.numpy()))
-
-
-def _row_blocks(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, block of rows) with at most about a million elements, or one row."""
-    if rows.numel() == 0:
-        return
-    height = max(1, _BLOCK * rows.shape[0] // rows.numel())
-    for first in range(0, rows.shape[0], height):
-        yield first, rows[first : first + height]

@@ -1,0 +1,160 @@
+"""Norms of channels, and of channels that several parameters share, over all ranks.
+
+[Note: exact norms] A floating-point sum depends on its order, and so on the
+sharding: two channels whose norms differ in the last digits could change places.
+Here the terms of a channel are rounded once to a common binary grid, 62 bits wide
+including room for the sum, and added as integers. Integer sums have no order, so one
+process and any sharding rank the same norms.
+
+[Note: powers] torch.pow of float64 rounds an element differently at the end of a
+vector than inside of it, where the exponent is no small integer; numpy's does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common.collectives import Communicator, Op
+from distprune._common.memory import takes_numpy
+
+_BLOCK = 1 << 20  # elements whose float64 terms are held at a time
+
+
+@dataclass(frozen=True)
+class ChannelRows:
+    """Elements of one rank as rows that each belong to one channel.
+
+    Attributes:
+        rows: [rows, ...], floating point.
+        channels: int64 [rows], the channel of each row; several may share one.
+        mask: of the shape of ``rows``: where it is 0, elements count as 0; None: all count.
+    """
+
+    rows: Tensor
+    channels: Tensor
+    mask: Tensor | None = None
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(|values| as float64 [rows, elements], channels), about a million elements at a time."""
+        if self.rows.numel() == 0:
+            return
+        height = max(1, _BLOCK * self.rows.shape[0] // self.rows.numel())
+        for first in range(0, self.rows.shape[0], height):
+            part = slice(first, first + height)
+            block = self.rows[part].flatten(1).abs().double()
+            if self.mask is not None:
+                block = block.masked_fill(self.mask[part].flatten(1) == 0, 0.0)
+            yield block, self.channels[part]
+
+
+# Makes the rows of one parameter; called once per read, so that one is in memory at a time.
+ReadRows = Callable[[], ChannelRows]
+
+
+def joint_norms(
+    parts: Sequence[ReadRows], n: float, channel_sizes: Tensor, communicator: Communicator
+) -> Tensor:
+    """The L_n norm of every channel over all its elements, in all parameters and on all ranks.
+
+    Args:
+        parts: a local step per parameter, which may fail: what this rank counts of it.
+        n: order of the norm: any number, 0 (non-zero elements) and +-inf included.
+        channel_sizes: int64 [channels]: elements of each whole channel.
+        communicator: the ranks that hold the parts.
+
+    Returns:
+        float64 [channels]; NaN where a channel has one, the same on every rank.
+
+    Cost: two reads and two all-reduces of 8 bytes per channel; one of each for n = 0 and +-inf.
+    """
+    num_channels = channel_sizes.numel()
+
+    def reduce_blocks(
+        start: float,
+        dtype: torch.dtype,
+        block_result: Callable[[Tensor, Tensor], Tensor],
+        combine: str,
+    ) -> Tensor:
+        """Per-channel reduction of this rank's blocks."""
+        result = torch.full((num_channels,), start, dtype=dtype)
+        for read in parts:
+            for block, channels in read().blocks():
+                reduced = block_result(block, channels).cpu()
+                result.scatter_reduce_(0, channels, reduced, combine)
+        return result
+
+    if n == 0:
+        nonzero = communicator.reduce(
+            num_channels,
+            lambda: reduce_blocks(
+                0, torch.int64, lambda x, _: torch.count_nonzero(x, dim=1), "sum"
+            ),
+        )
+        return nonzero.double()
+    if math.isinf(n):
+        # Non-negative doubles are in the order of their bits; so is NaN, above them.
+        largest = n > 0
+
+        def extremes() -> Tensor:
+            return reduce_blocks(
+                0.0 if largest else math.inf,
+                torch.float64,
+                (lambda x, _: x.amax(1)) if largest else (lambda x, _: x.amin(1)),
+                "amax" if largest else "amin",
+            ).view(torch.int64)
+
+        op: Op = "max" if largest else "min"
+        return communicator.reduce(num_channels, extremes, op).view(torch.float64)
+
+    def largest_terms() -> Tensor:
+        tops = reduce_blocks(0.0, torch.float64, lambda x, _: _powers(x, n).amax(1), "amax")
+        return tops.view(torch.int64)
+
+    tops = communicator.reduce(num_channels, largest_terms, "max").view(torch.float64)
+    finite = tops.isfinite()
+    _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
+    # Every term is below 2**exponent; their sum on this grid stays below 2**62.
+    shifts = 62 - _bits_of_sizes(channel_sizes) - exponents.clamp(min=-900)
+    grid = _power_of_two(shifts)
+
+    def grid_sums(x: Tensor, where: Tensor) -> Tensor:
+        scaled = _powers(x, n) * grid[where].to(x.device).unsqueeze(1)
+        return scaled.nan_to_num(0.0, 0.0, 0.0).round().long().sum(1)
+
+    sums = communicator.reduce(
+        num_channels, lambda: reduce_blocks(0, torch.int64, grid_sums, "sum")
+    )
+    powers = sums.double() * _power_of_two(-shifts)
+    return _roots(torch.where(finite, powers, tops), n)
+
+
+def _bits_of_sizes(sizes: Tensor) -> Tensor:
+    """ceil(log2(size)), 0 of an empty channel. Exact: sizes are below 2**53."""
+    _, bits = torch.frexp((sizes.clamp(min=1) - 1).double())
+    return bits
+
+
+def _powers(magnitudes: Tensor, n: float) -> Tensor:
+    if n == 1:
+        return magnitudes
+    if n == 2:
+        return magnitudes * magnitudes
+    if not takes_numpy(magnitudes.device):
+        return magnitudes.pow(n)
+    with np.errstate(divide="ignore", over="ignore", under="ignore"):
+        return torch.from_numpy(np.power(magnitudes.contiguous().numpy(), n))  # [Note: powers]
+
+
+def _roots(powers: Tensor, n: float) -> Tensor:
+    return powers.sqrt() if n == 2 else _powers(powers, 1.0 / n)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Exact float64 powers; torch.ldexp computes them in float32."""
+    return torch.from_numpy(np.ldexp(1.0, exponents.numpy()))
