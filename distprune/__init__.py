@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BasePruningMethod",
+    "ChannelGroup",
+    "ChannelGroupReport",
+    "ChannelPart",
     "CustomFromMask",
     "FactoredScores",
     "GlobalMask",
@@ -43,6 +46,7 @@ __all__ = [
     "PruningReport",
     "RandomStructured",
     "RandomUnstructured",
+    "StructuredReport",
     "VerificationError",
     "VerificationReport",
     "VerifiedParameter",
@@ -54,6 +58,7 @@ __all__ = [
     "dynamic",
     "get_masks",
     "global_mask",
+    "global_structured",
     "global_unstructured",
     "identity",
     "is_pruned",

@@ -12,6 +12,7 @@ from distprune import statistics as statistics
 from distprune._common import amount
 from distprune._common.naming import NamedParameter as NamedParameter
 from distprune.api.dense_gradients import dense_gradients as dense_gradients
+from distprune.api.global_structured import global_structured as global_structured
 from distprune.api.global_unstructured import global_unstructured as global_unstructured
 from distprune.api.local import custom_from_mask as custom_from_mask
 from distprune.api.local import identity as identity
@@ -29,11 +30,15 @@ from distprune.api.select import select as select
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
 from distprune.api.zeros import masks_from_zeros as masks_from_zeros
+from distprune.call.channel_groups import ChannelGroup as ChannelGroup
+from distprune.call.channel_groups import ChannelPart as ChannelPart
 from distprune.call.mask_update import MaskUpdate as MaskUpdate
 from distprune.call.mask_update import MaskUpdateReport as MaskUpdateReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
+from distprune.call.structured_report import ChannelGroupReport as ChannelGroupReport
+from distprune.call.structured_report import StructuredReport as StructuredReport
 from distprune.methods import structured
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer

@@ -16,10 +16,11 @@ TORCH = {
     "random_structured", "random_unstructured", "remove",
 }  # fmt: skip
 OURS = {
-    "FactoredScores", "GlobalMask", "LowestScore", "MaskLoadingReport", "MaskUpdate",
-    "MaskUpdateReport", "NamedParameter", "ParameterReport", "PruningReport",
-    "VerificationError", "VerificationReport", "VerifiedParameter", "budgets", "checkpoint",
-    "criteria", "dense_gradients", "dynamic", "get_masks", "global_mask", "load_masks",
+    "ChannelGroup", "ChannelGroupReport", "ChannelPart", "FactoredScores", "GlobalMask",
+    "LowestScore", "MaskLoadingReport", "MaskUpdate", "MaskUpdateReport", "NamedParameter",
+    "ParameterReport", "PruningReport", "StructuredReport", "VerificationError",
+    "VerificationReport", "VerifiedParameter", "budgets", "checkpoint", "criteria",
+    "dense_gradients", "dynamic", "get_masks", "global_mask", "global_structured", "load_masks",
     "masks_aside", "masks_from_zeros", "save_masks", "schedule", "select", "set_masks",
     "shard_masks", "statistics", "verify",
 }  # fmt: skip

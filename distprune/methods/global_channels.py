@@ -1,0 +1,315 @@
+"""The decision of ``global_structured``: whole channels, ranked over all groups and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common.amount import Amount
+from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.collapse import collapsed, is_nearly_empty
+from distprune._common.exact_sums import Normalization
+from distprune.call.channel_groups import ChannelGroup, ChannelPart
+from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.structured_report import ChannelGroupReport
+from distprune.methods.channel_norms import ChannelRows, ReadRows, joint_norms
+from distprune.methods.channel_order import ChannelCut, Flags, Unit, cut_channels, normalized
+from distprune.selection.passes import count_live
+from distprune.shards.shard import LocalShard
+
+_SHOWN = 5
+
+
+@dataclass
+class GlobalStructured:
+    """Prunes the channels of the lowest norms; see arguments.DecidesMasks.
+
+    Attributes:
+        groups: the caller's. Part i of all groups together is parameter i of the call.
+        amount, n, unit, normalize, min_sparsity, max_sparsity: as for ``global_structured``.
+        reports: what was decided of each group, once it has decided ...
+        collapsed: ... and the names of the groups of which hardly anything is left.
+    """
+
+    groups: Sequence[ChannelGroup]
+    amount: Amount
+    n: float
+    unit: Unit
+    normalize: Normalization | None
+    min_sparsity: SparsityBound | None
+    max_sparsity: SparsityBound | None
+    reports: list[ChannelGroupReport] = field(default_factory=list)
+    collapsed: list[str] = field(default_factory=list)
+
+    READS_VALUES = True
+
+    def decide(self, call: PruningCall) -> Decision:
+        parts = _numbered(self.groups, call)
+        group_sizes = _group_sizes(self.groups, parts)
+        _check_scores(self.groups, parts, call)
+        bounds = self._agree_on_bounds(call, group_sizes)
+        sizes = _channel_sizes(self.groups, parts, group_sizes, ranked_only=False)
+        ranked_sizes = _channel_sizes(self.groups, parts, group_sizes, ranked_only=True)
+        num_live = _count_live(call, parts, sizes)
+        norms = joint_norms(
+            [part.reader(call) for part in parts if part.counts],
+            self.n,
+            ranked_sizes,
+            call.communicator,
+        )
+        names = [group.label for group in self.groups]
+        # From here to the masks every rank does the same with the same numbers.
+        scores, live = norms.numpy(), num_live.numpy() > 0
+        _refuse(np.isnan(scores) & live, "contain NaN; expected numbers", names, group_sizes)
+        if self.normalize is not None:
+            what = f"are infinite, which normalize={self.normalize!r} cannot divide"
+            _refuse(np.isinf(scores) & live, what, names, group_sizes)
+            ends = np.cumsum(group_sizes)[:-1]
+            scores = normalized(scores, np.split(live, ends), self.normalize)
+        cut = cut_channels(scores, num_live.numpy(), group_sizes, self.amount, self.unit, bounds)
+        self._report(names, group_sizes, live, cut, sizes, bounds)
+        return Decision(
+            lambda: _write(call, parts, torch.from_numpy(cut.dropped)),
+            threshold=cut.threshold,
+            num_ties=cut.num_ties,
+            num_ties_pruned=cut.num_ties_pruned,
+        )
+
+    def _agree_on_bounds(self, call: PruningCall, group_sizes: Sequence[int]) -> Bounds | None:
+        if self.min_sparsity is None and self.max_sparsity is None:
+            return None
+        bounded = [
+            Bounded(group.label, (group.label,), size, (size,))
+            for group, size in zip(self.groups, group_sizes, strict=True)
+        ]
+        return call.communicator.run(
+            lambda: to_bounds(bounded, self.min_sparsity, self.max_sparsity),
+            lambda bounds: [("bounds of the groups", str(bounds))],
+        )
+
+    def _report(
+        self,
+        names: Sequence[str],
+        group_sizes: Sequence[int],
+        live: Flags,
+        cut: ChannelCut,
+        sizes: Tensor,
+        bounds: Bounds | None,
+    ) -> None:
+        self.reports, first = [], 0
+        for name, size in zip(names, group_sizes, strict=True):
+            of_group = slice(first, first + size)
+            self.reports.append(
+                ChannelGroupReport(
+                    name,
+                    size,
+                    size - int(live[of_group].sum()),
+                    int(cut.dropped[of_group].sum()),
+                    int(sizes[first]) if size else 0,
+                )
+            )
+            first += size
+        emptied = collapsed([(group.num_channels, group.num_pruned) for group in self.reports])
+        floors = [0] * len(names) if bounds is None else bounds.lowest
+        self.collapsed = [
+            names[i]
+            for i in emptied
+            # Not by an earlier call, and not because the caller asked for it.
+            if self.reports[i].num_pruned_now
+            and not is_nearly_empty(
+                group_sizes[i], max(floors[i], self.reports[i].num_pruned_before)
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A ChannelPart of a call.
+
+    Attributes:
+        part: the caller's.
+        position: of its parameter in the call.
+        shard: this rank's part of it.
+        dim: counted from the front.
+        first: number of the group's first channel among those of all groups.
+        num_channels: of the whole parameter.
+    """
+
+    part: ChannelPart
+    position: int
+    shard: LocalShard
+    dim: int
+    first: int
+    num_channels: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts for the norm."""
+        return self.part.is_ranked
+
+    @property
+    def channel_size(self) -> int:
+        """Elements of one channel."""
+        return self.shard.numel // max(1, self.num_channels)
+
+    def channels(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """A local tensor as rows, a view, and the number of the channel of each row."""
+        rows, coordinates = self.shard.channels(local, self.dim)
+        rows = rows.unsqueeze(1) if rows.ndim == 1 else rows
+        return rows, self.first + coordinates // self.part.size
+
+    def reader(self, call: PruningCall) -> ReadRows:
+        """Makes the rows of the scores, those that this rank counts."""
+
+        def read() -> ChannelRows:
+            values = call.score_or_value(self.position).detach()
+            rows, channels = self.channels(values)
+            mask = None if self.shard.mask is None else self.channels(self.shard.mask)[0]
+            if self.shard.replica:
+                return ChannelRows(rows[:0], channels[:0])
+            return ChannelRows(rows, channels, mask)
+
+        return read
+
+
+def _numbered(groups: Sequence[ChannelGroup], call: PruningCall) -> list[_Part]:
+    parts: list[_Part] = []
+    first = 0
+    for group in groups:
+        num_channels = 0
+        for part in group.parts:
+            shard = call.shards[len(parts)]
+            dim = _checked_dim(part, shard)
+            num_channels, rest = divmod(shard.shape[dim], part.size)
+            if rest:
+                raise ValueError(
+                    f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along dim "
+                    f"{part.dim}; expected a multiple of size={part.size}."
+                )
+            parts.append(_Part(part, len(parts), shard, dim, first, num_channels))
+        first += num_channels
+    return parts
+
+
+def _checked_dim(part: ChannelPart, shard: LocalShard) -> int:
+    ndim = len(shard.shape)
+    if not -ndim <= part.dim < ndim:
+        raise IndexError(
+            f"{shard.name}: dim={part.dim} is out of range for a parameter of shape "
+            f"{tuple(shard.shape)}; expected {-ndim} <= dim < {ndim}."
+        )
+    return part.dim % ndim
+
+
+def _by_group(groups: Sequence[ChannelGroup], parts: Sequence[_Part]) -> list[list[_Part]]:
+    rest = iter(parts)
+    return [[next(rest) for _ in group.parts] for group in groups]
+
+
+def _group_sizes(groups: Sequence[ChannelGroup], parts: Sequence[_Part]) -> list[int]:
+    """The channels of every group."""
+    sizes = []
+    for group, of_group in zip(groups, _by_group(groups, parts), strict=True):
+        if len({part.num_channels for part in of_group}) > 1:
+            each = ", ".join(
+                f"{part.num_channels} of {part.shard.name} ({part.shard.shape[part.dim]} indices "
+                f"along dim {part.part.dim}, size={part.part.size})"
+                for part in of_group
+            )
+            raise ValueError(
+                f"the parts of group {group.label} have different numbers of channels: {each}; "
+                "expected the same. Check dim and size of each part."
+            )
+        sizes.append(of_group[0].num_channels)
+    return sizes
+
+
+def _channel_sizes(
+    groups: Sequence[ChannelGroup],
+    parts: Sequence[_Part],
+    group_sizes: Sequence[int],
+    *,
+    ranked_only: bool,
+) -> Tensor:
+    """int64 [channels]: elements of each whole channel."""
+    of_groups = [
+        sum(part.channel_size for part in of_group if part.counts or not ranked_only)
+        for of_group in _by_group(groups, parts)
+    ]
+    return torch.tensor(of_groups).repeat_interleave(torch.tensor(group_sizes))
+
+
+def _check_scores(
+    groups: Sequence[ChannelGroup], parts: Sequence[_Part], call: PruningCall
+) -> None:
+    for group, of_group in zip(groups, _by_group(groups, parts), strict=True):
+        ranked = [part for part in of_group if part.counts]
+        missing = [p.shard.name for p in ranked if call.scores[p.position] is None]
+        if missing and len(missing) < len(ranked):
+            raise ValueError(
+                f"importance_scores has scores of some parameters of group {group.label}, and none "
+                f"of {', '.join(missing)}; expected scores of all that are ranked, or of none. "
+                "is_ranked=False leaves a part out of the norm."
+            )
+        for part in ranked:
+            scores = call.scores[part.position]
+            tensor = scores if isinstance(scores, Tensor) else part.shard.values
+            if not tensor.dtype.is_floating_point:
+                raise NotImplementedError(
+                    f"{part.shard.name}: scores of dtype {tensor.dtype}; expected floating point."
+                )
+
+
+def _count_live(call: PruningCall, parts: Sequence[_Part], sizes: Tensor) -> Tensor:
+    """int64 [channels]: unpruned elements of each, over all ranks."""
+    masked = [part for part in parts if part.shard.mask is not None]
+    if not masked:
+        return sizes
+
+    def count() -> Tensor:
+        counts = torch.zeros(sizes.shape, dtype=torch.int64)
+        for part in masked:
+            mask = part.shard.mask
+            if mask is not None and not part.shard.replica:
+                rows, channels = part.channels(mask)
+                pruned = (rows == 0).flatten(1).sum(1)
+                counts.index_add_(0, channels, pruned.cpu())
+        return counts
+
+    return sizes - call.communicator.reduce(sizes.numel(), count)
+
+
+def _write(call: PruningCall, parts: Sequence[_Part], dropped: Tensor) -> LocalMasks:
+    masks, num_pruned = [], []
+    for part in parts:
+        shard = part.shard
+        mask = call.start_mask(part.position)
+        flat = shard.flat(mask)
+        num_live = count_live(flat, shard.counted)
+        rows, channels = part.channels(mask)
+        rows[dropped[channels].to(mask.device)] = 0
+        masks.append(mask)
+        num_pruned.append(num_live - count_live(shard.flat(mask), shard.counted))
+    return LocalMasks(masks, num_pruned)
+
+
+def _refuse(wrong: Flags, what: str, names: Sequence[str], group_sizes: Sequence[int]) -> None:
+    """Raise ValueError with the names and channels of scores that are wrong."""
+    if not wrong.any():
+        return
+    ends = np.cumsum(group_sizes)[:-1]
+    bad = [
+        (name, np.flatnonzero(of_group).tolist())
+        for name, of_group in zip(names, np.split(wrong, ends), strict=True)
+        if of_group.any()
+    ]
+    shown = "; ".join(
+        f"{name}, channels {', '.join(map(str, channels[:_SHOWN]))}"
+        f"{', ...' if len(channels) > _SHOWN else ''}"
+        for name, channels in bad[:_SHOWN]
+    )
+    raise ValueError(f"the norms of {shown} {what}.")
