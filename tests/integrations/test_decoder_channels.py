@@ -1,0 +1,161 @@
+"""The preset of channels names those of transformers' own classes: without them, nothing else."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import distprune as prune
+from distprune.integrations.channels import FAMILIES, decoder_channels
+from distprune.testing import run_ranks
+from helpers.comparisons import assert_nothing_wrong
+from helpers.tiny_transformers import tiny_model
+from helpers.wrappings import local
+
+_SIZES = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# By family: the class, and what its config has besides. head_dim differs from hidden / heads.
+CLASSES = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralForCausalLM", {"head_dim": 8}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", {"head_dim": 8}),
+    "gemma3_text": ("Gemma3ForCausalLM", {"head_dim": 8}),
+}
+
+
+def grouped_model(family):
+    """A tiny model in which two query heads share each key-value head."""
+    name, more = CLASSES[family]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**_SIZES, **more))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def test_every_family_has_a_class_here():
+    assert set(CLASSES) == set(FAMILIES)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_channel_reaches_the_output_through_its_own_parts_only(family):
+    """Whatever goes into a pruned channel, nothing comes out of it; and the others do not change.
+
+    So the groups are right: the model with the channels masked computes what it computes with the
+    outputs of the same channels set to zero where they enter down_proj and o_proj.
+    """
+    model = grouped_model(family)
+    expected = copy.deepcopy(model)
+    groups = decoder_channels(model)
+    assert [group.name for group in groups] == [
+        f"model.layers.{layer}.{part}" for layer in (0, 1) for part in ("self_attn", "mlp")
+    ]
+    prune.global_structured(groups, amount=0.4, normalize="rms", min_sparsity=0.3)
+    for group in groups:
+        last = [part for part in group.parts if part.dim == 1]
+        assert len(last) == 1
+        dead = (last[0].parameter[0].weight_mask == 0).all(0)
+        assert 0 < int(dead.sum()) < dead.numel() and int(dead.sum()) % last[0].size == 0
+        layer = expected.get_submodule(last[0].label.removesuffix(".weight"))
+
+        def without(_, args, dead=dead):
+            return (args[0].masked_fill(dead, 0.0),)
+
+        layer.register_forward_pre_hook(without)
+    tokens = torch.arange(3, 19).view(2, 8)
+    torch.testing.assert_close(model(tokens).logits, expected(tokens).logits)
+    # Rows that were left would be seen by no output: those of the masked channels are all masked.
+    for group in groups:
+        for part in group.parts:
+            mask = getattr(part.parameter[0], f"{part.parameter[1]}_mask")
+            rows = mask.movedim(part.dim, 0).flatten(1) if mask.ndim > 1 else mask.unsqueeze(1)
+            of_channel = rows.unflatten(0, (-1, part.size)).flatten(1)
+            assert ((of_channel == 0).all(1) | (of_channel == 1).all(1)).all(), part.label
+    assert prune.verify(model).ok
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_of_the_parts(family):
+    model = grouped_model(family)
+    config = model.config
+    for group in decoder_channels(model):
+        counts = {getattr(*part.parameter).shape[part.dim] // part.size for part in group.parts}
+        is_heads = group.name.endswith("self_attn")
+        assert counts == {config.num_key_value_heads if is_heads else config.intermediate_size}
+        biases = {part.label for part in group.parts if not part.is_ranked}
+        held = {
+            f"{group.name}.{name}"
+            for name, _ in model.get_submodule(group.name).named_parameters()
+            if name.endswith("bias") and not name.startswith(("o_proj", "down_proj"))
+        }
+        assert biases == held
+
+
+def test_parts_are_chosen():
+    model = tiny_model("llama")
+    assert {g.name[-3:] for g in decoder_channels(model, heads=False)} == {"mlp"}
+    assert {g.name[-9:] for g in decoder_channels(model, neurons=False)} == {"self_attn"}
+    with pytest.raises(ValueError, match="heads=False"):
+        decoder_channels(model, heads=False, neurons=False)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt2", "phi3", "bert"])
+def test_other_families_are_refused(family):
+    with pytest.raises(NotImplementedError, match="family"):
+        decoder_channels(tiny_model(family))
+
+
+def test_layers_that_are_not_linear_are_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj = torch.nn.Identity()
+    with pytest.raises(NotImplementedError, match=r"layers\.1\.mlp\.up_proj is a Identity"):
+        decoder_channels(model)
+
+
+def differences(wrapper: str) -> list[str]:
+    """Pruned on two ranks, beside one process: whole masks for every parameter."""
+    dense = grouped_model("qwen2")
+    groups = decoder_channels(dense)
+    own = torch.distributed.new_group([0]), torch.distributed.new_group([1])
+    arguments = {"amount": 0.4, "n": 1, "normalize": "mean"}
+    model = copy.deepcopy(dense)
+    alone = prune.global_structured(groups, group=own[torch.distributed.get_rank()], **arguments)
+    if wrapper == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    sharded = decoder_channels(model)
+    report = prune.global_structured(sharded, **arguments)
+    wrong = [] if report.groups == alone.groups else [f"{report.groups} is not {alone.groups}"]
+    for group, whole in zip(sharded, groups, strict=True):
+        for part, one in zip(group.parts, whole.parts, strict=True):
+            (mask,) = prune.get_masks([part.parameter])
+            keep = getattr(one.parameter[0], f"{one.parameter[1]}_mask") == 1
+            if wrapper == "fsdp2":
+                equal = torch.equal(mask.full_tensor(), keep)
+            else:
+                counts = torch.tensor([int(local(mask).sum()), local(mask).numel()])
+                torch.distributed.all_reduce(counts)
+                equal = counts.tolist() == [int(keep.sum()), keep.numel()]
+            if not equal:
+                wrong.append(part.label)
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1"])
+def test_wrapped_models_have_the_same_groups(wrapper):
+    assert_nothing_wrong(run_ranks(differences, 2, wrapper))
