@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from distprune._common.element_groups import n_of_m as n_of_m
 from distprune._common.patterns import check_pattern
 
 # What the magnitudes of a tensor are divided by.
@@ -23,20 +23,6 @@ def choice_text(choices: Sequence[str | int], value: object) -> str:
     """The choices, with the one that is close to a value."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
     return listed(choices) + (f" (did you mean {close[0]!r}?)" if close else "")
-
-
-def n_of_m(value: Any) -> tuple[int, int]:
-    """ "2:4" as (2, 4).
-
-    Raises:
-        ValueError: with what was expected.
-    """
-    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
-    n, m = map(int, match.groups()) if match else (0, 0)
-    if not 0 < n < m:
-        # Without quotes, YAML may read it as a number to the base of 60.
-        raise ValueError('how many of how many are kept, such as "2:4", in quotes')
-    return n, m
 
 
 def compile_pattern(pattern: str) -> None:

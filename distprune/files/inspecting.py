@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.scanning import Scanner
 from distprune.files.checkpoints.special_values import count_special, is_countable
 from distprune.files.formats.header import TensorEntry
-from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
+from distprune.files.selecting.layouts import Layouts, UnknownLayout
 
 
 @dataclass

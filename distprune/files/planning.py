@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distprune._common.amount import resolve_count
+from distprune._common.element_groups import Layout
 from distprune._common.natural_order import natural_key
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.disk.listing import OtherFile
@@ -23,7 +24,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.grouping import limits_of, select_groups
-from distprune.files.selecting.layouts import Layout, Layouts
+from distprune.files.selecting.layouts import Layouts
 from distprune.files.selecting.policy import Verdict
 
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
@@ -171,7 +172,10 @@ def _plan_group(
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     num_elements = sum(entry.numel for entry in entries)
     of_tensors = [layouts.of(entry) if recipe.goes_along_inputs else None for entry in entries]
-    counts = [_groups(*pair, recipe) for pair in zip(entries, of_tensors, strict=True)]
+    rule = recipe.group_rule
+    counts = [
+        rule.counts(entry.numel, layout) for entry, layout in zip(entries, of_tensors, strict=True)
+    ]
     if recipe.is_together:
         num_to_prune = _count_of(recipe, num_elements)
     else:
@@ -184,19 +188,6 @@ def _plan_group(
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
-
-
-def _groups(entry: TensorEntry, layout: Layout | None, recipe: FileRecipe) -> tuple[int, int]:
-    """How many groups a tensor has, and how many elements each of them loses."""
-    if recipe.kept_of is not None:
-        kept, group = recipe.kept_of
-        return entry.numel // group, group - kept
-    if recipe.scope == "layer":
-        return 1, _count_of(recipe, entry.numel)
-    if layout is not None:  # scope "row"
-        outputs = layout.outputs
-        return outputs, _count_of(recipe, entry.numel // outputs)
-    return 0, 0
 
 
 def _count_of(recipe: FileRecipe, num_elements: int) -> int:

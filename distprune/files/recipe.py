@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from distprune._common.element_groups import GroupRule, Scope
 from distprune._recipe_form.imports import check
 from distprune._recipe_form.problems import Problems, RecipeError
 from distprune._recipe_form.values import Statistic, n_of_m
@@ -21,7 +22,6 @@ from distprune.files.formats.yaml_text import yaml_text
 if TYPE_CHECKING:
     from distprune._recipe_form.form import RecipeForm
 
-Scope = Literal["global", "layer", "row"]
 Score = Literal["magnitude", "random"]
 
 
@@ -111,7 +111,7 @@ class FileRecipe:
     @property
     def is_together(self) -> bool:
         """Whether all tensors are ranked together, not each of them or each row on its own."""
-        return self.scope == "global" and self.pattern is None
+        return self.group_rule.is_together
 
     @property
     def is_normalizable(self) -> bool:
@@ -141,9 +141,14 @@ class FileRecipe:
         return n_of_m(self.pattern)
 
     @property
+    def group_rule(self) -> GroupRule:
+        """Which groups of elements are ranked on their own, and how many each of them loses."""
+        return GroupRule(self.scope, self.sparsity, self.kept_of)
+
+    @property
     def goes_along_inputs(self) -> bool:
         """Whether it matters along which dimension the inputs of a tensor lie."""
-        return self.pattern is not None or self.scope == "row"
+        return self.group_rule.goes_along_inputs
 
     def as_mapping(self) -> dict[str, Any]:
         """The keys of a recipe file, every default filled in; ``parse_recipe`` reads them again.

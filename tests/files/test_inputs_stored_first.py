@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
+from distprune._common import element_groups
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.checks import side_by_side
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
-from distprune.files.ranking import columns, groups, streaming
+from distprune.files.ranking import columns, streaming
 from distprune.files.recipe import FileRecipe
 from distprune.files.results import rewriting
 from distprune.files.selecting.layouts import Layouts
@@ -91,7 +92,7 @@ def expected(tensors, turned, way):
 def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
     if request.param == "in stripes":
-        monkeypatch.setattr(groups, "_STRIPE", 24)
+        monkeypatch.setattr(element_groups, "_STRIPE", 24)
     if request.param != "in pieces":
         yield
         return

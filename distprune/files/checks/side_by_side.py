@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from distprune._common.element_groups import Groups
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, MaskLayout, read_keep
 from distprune.files.checks.boundary import Boundary
 from distprune.files.checks.findings import Findings
 from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
-from distprune.files.ranking.groups import Groups, groups_of
+from distprune.files.ranking.groups import groups_of
 from distprune.files.ranking.keys import Array
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
 from distprune.files.ranking.units import CopyUnit, Span, SpanUnit

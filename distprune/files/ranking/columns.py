@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distprune.files.ranking.groups import Groups
+from distprune._common.element_groups import Groups
 from distprune.files.ranking.keys import Array
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
 

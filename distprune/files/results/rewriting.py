@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distprune._common.element_groups import Groups
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.disk.access import WRITE
 from distprune.files.disk.open_files import OpenFiles, write_from
@@ -16,7 +17,7 @@ from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.cutting import Cutting
 from distprune.files.ranking.group_cuts import GroupCuts
-from distprune.files.ranking.groups import Groups, groups_of
+from distprune.files.ranking.groups import groups_of
 from distprune.files.ranking.histograms import descent_to, key_histogram, narrowed
 from distprune.files.ranking.keys import Array
 from distprune.files.ranking.lowest import Quota, Threshold

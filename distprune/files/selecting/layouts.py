@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from distprune._common import element_groups
+from distprune._common.element_groups import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
@@ -39,31 +40,6 @@ from distprune.files.selecting.matching import matched
 
 class UnknownLayout(SelectionError):
     """The input dimension of a tensor is not known, or two sources of it disagree."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A tensor as [outer, inputs, columns, kernel], row-major.
-
-    An output is a pair of an index of ``outer`` and one of ``columns``; it sums over ``inputs`` and
-    ``kernel``. A matrix [out, in] is (out, in, 1, 1); [in, out] is (1, in, out, 1); a convolution
-    [out, in, *kernel] is (out, in, 1, product of kernel).
-    """
-
-    outer: int
-    inputs: int
-    columns: int = 1
-    kernel: int = 1
-
-    @property
-    def outputs(self) -> int:
-        """The number of outputs."""
-        return self.outer * self.columns
-
-    @property
-    def stride(self) -> int:
-        """The distance of neighbours along the inputs, in elements."""
-        return self.columns * self.kernel
 
 
 class Layouts:
@@ -227,39 +203,15 @@ class Layouts:
 
 
 def layout_along(entry: TensorEntry, dims: Sequence[int]) -> Layout:
-    """The layout of a tensor whose outputs sum over these dimensions.
-
-    Args:
-        entry: the tensor.
-        dims: the dimension that N:M patterns run along. If outputs also sum over the last
-            dimensions, as over the kernel of a convolution, these follow. Negative dimensions count
-            from the end.
+    """:func:`distprune._common.element_groups.layout_along` of a stored tensor.
 
     Raises:
         UnknownLayout: the tensor has no such dimensions, or they do not make a layout.
     """
-    shape, ndim = entry.shape, len(entry.shape)
-    inner = [dim + ndim if dim < 0 else dim for dim in dims]
-    kernel = inner[1:]
-    is_good = (
-        bool(inner)
-        and all(0 <= dim < ndim for dim in inner)
-        and kernel == list(range(ndim - len(kernel), ndim))
-        and (not kernel or inner[0] < kernel[0])
-    )
-    if not is_good:
-        raise UnknownLayout(
-            f"tensor {entry.name} has the shape {list(shape)}, and input_dims says {list(dims)}; "
-            "expected one of its dimensions, counted from 0, and after it, for a convolution, "
-            "those of the kernel: the last ones."
-        )
-    first, start = inner[0], ndim - len(kernel)
-    return Layout(
-        math.prod(shape[:first]),
-        shape[first],
-        math.prod(shape[first + 1 : start]),
-        math.prod(shape[start:]),
-    )
+    try:
+        return element_groups.layout_along(f"tensor {entry.name}", entry.shape, dims)
+    except ValueError as error:
+        raise UnknownLayout(str(error)) from error
 
 
 def model_types(config: Mapping[str, Any], depth: int = 4) -> set[str]:

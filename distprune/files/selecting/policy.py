@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.default_selection import ADAPTER, reason_to_keep
-from distprune.files.selecting.layouts import Layout, Layouts, UnknownLayout
+from distprune.files.selecting.layouts import Layouts, UnknownLayout
 from distprune.files.selecting.matching import matched
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -160,12 +161,8 @@ def _layout_problems(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> 
             f"tensor {entry.name} {list(entry.shape)} has {layout.stride} elements between "
             f"neighbouring inputs; expected {_MAX_STRIDE} at most. Exclude it."
         ]
-    if recipe.kept_of is not None and layout.inputs % recipe.kept_of[1]:
-        return [
-            f"tensor {entry.name} has {layout.inputs} inputs (shape {list(entry.shape)}), which "
-            f"{recipe.kept_of[1]} does not divide: {recipe.pattern} does not fit. Exclude it."
-        ]
-    return []
+    problem = recipe.group_rule.misfit(f"tensor {entry.name}", entry.shape, layout)
+    return [] if problem is None else [problem]
 
 
 def _adapter_problems(

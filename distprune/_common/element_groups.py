@@ -1,0 +1,276 @@
+"""Groups of elements of one tensor that are ranked on their own: the rule of live models and files.
+
+Scope "layer" has one group, scope "row" one for each output: the elements that it sums over. A
+pattern N:M cuts the inputs of each output into groups of M, of which N are kept; of a convolution,
+each position of the kernel has groups of its own. Scope "global" has no groups.
+
+Every group loses the same number of elements: the lowest ones in the order (key, row-major index).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from distprune._common.amount import resolve_count
+
+Array = np.ndarray
+Scope = Literal["global", "layer", "row"]
+
+# Elements that are ranked at a time if groups are interleaved, because ranking copies them.
+_STRIPE = 1 << 19
+# Shorter rows are not partitioned: to compare all pairs is five times as fast.
+_FEW = 16
+
+
+def n_of_m(value: Any) -> tuple[int, int]:
+    """ "2:4" as (2, 4).
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
+    n, m = map(int, match.groups()) if match else (0, 0)
+    if not 0 < n < m:
+        # Without quotes, YAML may read it as a number to the base of 60.
+        raise ValueError('how many of how many are kept, such as "2:4", in quotes')
+    return n, m
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor as [outer, inputs, columns, kernel], row-major.
+
+    An output is a pair of an index of ``outer`` and one of ``columns``; it sums over ``inputs`` and
+    ``kernel``. A matrix [out, in] is (out, in, 1, 1); [in, out] is (1, in, out, 1); a convolution
+    [out, in, *kernel] is (out, in, 1, product of kernel).
+    """
+
+    outer: int
+    inputs: int
+    columns: int = 1
+    kernel: int = 1
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs."""
+        return self.outer * self.columns
+
+    @property
+    def stride(self) -> int:
+        """The distance of neighbours along the inputs, in elements."""
+        return self.columns * self.kernel
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one tensor.
+
+    The tensor is a sequence of blocks [length, columns, kernel], row-major. A block has a group for
+    each column; with one column, it is a group itself. N:M = 2:4 with inputs stored first, that is
+    length 4, columns 3, kernel 1::
+
+        a b c        elements of the same letter are one group of 4 inputs; each letter is the
+        a b c        column of an output
+        a b c
+        a b c
+
+    Attributes:
+        length, columns, kernel: of a block.
+        num_pruned: elements that each group loses.
+    """
+
+    length: int
+    columns: int
+    kernel: int
+    num_pruned: int
+
+    @property
+    def size(self) -> int:
+        """Elements of a group."""
+        return self.length * self.kernel
+
+    @property
+    def block(self) -> int:
+        """Elements of the shortest run of whole groups."""
+        return self.size * self.columns
+
+    @property
+    def stride(self) -> int:
+        """Elements of a block for one step along its length."""
+        return self.columns * self.kernel
+
+    def lowest(self, keys: Array) -> Array:
+        """Which elements are pruned.
+
+        Args:
+            keys: 1-d, of whole blocks.
+
+        Returns:
+            bool, like keys.
+        """
+        if self.columns == 1:
+            return lowest_in_rows(keys.reshape(-1, self.size), self.num_pruned).reshape(-1)
+        blocks = keys.reshape(-1, self.length, self.columns, self.kernel)
+        lowest = np.empty(blocks.shape, dtype=bool)
+        num_blocks = max(_STRIPE // self.block, 1)
+        num_columns = max(_STRIPE // self.size, 1)
+        for first in range(0, len(blocks), num_blocks):
+            for column in range(0, self.columns, num_columns):
+                part = np.s_[first : first + num_blocks, :, column : column + num_columns]
+                apart = blocks[part].swapaxes(1, 2)
+                rows = lowest_in_rows(apart.reshape(-1, self.size), self.num_pruned)
+                lowest[part] = rows.reshape(apart.shape).swapaxes(1, 2)
+        return lowest.reshape(-1)
+
+
+def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layout:
+    """The layout of a tensor whose outputs sum over these dimensions.
+
+    Args:
+        label: of the tensor, for messages.
+        shape: of the tensor.
+        dims: the dimension that N:M patterns run along. If outputs also sum over the last
+            dimensions, as over the kernel of a convolution, these follow. Negative dimensions count
+            from the end.
+
+    Raises:
+        ValueError: the tensor has no such dimensions, or they do not make a layout.
+    """
+    ndim = len(shape)
+    inner = [dim + ndim if dim < 0 else dim for dim in dims]
+    kernel = inner[1:]
+    is_good = (
+        bool(inner)
+        and all(0 <= dim < ndim for dim in inner)
+        and kernel == list(range(ndim - len(kernel), ndim))
+        and (not kernel or inner[0] < kernel[0])
+    )
+    if not is_good:
+        raise ValueError(
+            f"{label} has the shape {list(shape)}, and input_dims says {list(dims)}; "
+            "expected one of its dimensions, counted from 0, and after it, for a convolution, "
+            "those of the kernel: the last ones."
+        )
+    first, start = inner[0], ndim - len(kernel)
+    return Layout(
+        math.prod(shape[:first]),
+        shape[first],
+        math.prod(shape[first + 1 : start]),
+        math.prod(shape[start:]),
+    )
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """Which groups a tensor has, and how many elements each of them loses.
+
+    Attributes:
+        scope: what is ranked together, without a pattern.
+        sparsity: of every group, in [0, 1]; with a pattern, what a schedule allows so far, or
+            None.
+        kept_of: (N, M) of the pattern.
+    """
+
+    scope: Scope
+    sparsity: float | None
+    kept_of: tuple[int, int] | None
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all tensors are ranked together, without groups."""
+        return self.scope == "global" and self.kept_of is None
+
+    @property
+    def goes_along_inputs(self) -> bool:
+        """Whether it matters along which dimension the inputs of a tensor lie."""
+        return self.kept_of is not None or self.scope == "row"
+
+    def misfit(self, label: str, shape: Sequence[int], layout: Layout) -> str | None:
+        """Why the pattern does not fit a tensor: only groups of full length are made."""
+        if self.kept_of is None or layout.inputs % self.kept_of[1] == 0:
+            return None
+        n, m = self.kept_of
+        return (
+            f"{label} has {layout.inputs} inputs (shape {list(shape)}), which {m} does not divide: "
+            f"{n}:{m} does not fit. Exclude it."
+        )
+
+    def counts(self, numel: int, layout: Layout | None) -> tuple[int, int]:
+        """How many groups a tensor has, and how many elements each of them loses.
+
+        The sparsity of a group becomes a count with halves to even: each layer and each row by
+        itself, so that the total may differ from the sparsity of all by half an element per group.
+        """
+        if self.kept_of is not None:
+            kept, group = self.kept_of
+            most = group - kept
+            wanted = most if self.sparsity is None else resolve_count(self.sparsity, group)
+            return numel // group, min(wanted, most)
+        if self.is_together:
+            return 0, 0
+        assert self.sparsity is not None
+        if self.scope == "layer":
+            return 1, resolve_count(self.sparsity, numel)
+        assert layout is not None
+        size = numel // layout.outputs if layout.outputs else 0
+        return layout.outputs, resolve_count(self.sparsity, size)
+
+    def groups(self, numel: int, layout: Layout | None, num_pruned: int) -> Groups:
+        """The groups of a tensor, or of whole groups of it that lie like a tensor.
+
+        Args:
+            numel: elements.
+            layout: where the inputs are, if the rule goes along them.
+            num_pruned: elements that each group loses, from :meth:`counts`.
+        """
+        if self.kept_of is not None:
+            assert layout is not None
+            return Groups(self.kept_of[1], layout.stride, 1, num_pruned)
+        if layout is None or not self.goes_along_inputs:
+            return Groups(numel, 1, 1, num_pruned)
+        if layout.columns == 1:
+            return Groups(layout.inputs * layout.kernel, 1, 1, num_pruned)
+        return Groups(layout.inputs, layout.columns, layout.kernel, num_pruned)
+
+
+def lowest_in_rows(keys: Array, k: int) -> Array:
+    """The k lowest keys of every row; among equal ones those further left.
+
+    Args:
+        keys: [rows, n].
+
+    Returns:
+        bool [rows, n], k of them True in each row.
+    """
+    if k == 0:
+        return np.zeros(keys.shape, dtype=bool)
+    if k == keys.shape[1]:
+        return np.ones(keys.shape, dtype=bool)
+    if keys.shape[1] <= _FEW:
+        return _lowest_of_few(keys, k)
+    threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
+    lowest = keys < threshold
+    ties = keys == threshold
+    num_missing = k - np.count_nonzero(lowest, axis=1, keepdims=True)
+    if not np.array_equal(num_missing, np.count_nonzero(ties, axis=1, keepdims=True)):
+        ties &= np.cumsum(ties, axis=1, dtype=np.int32) <= num_missing
+    lowest |= ties
+    return lowest
+
+
+def _lowest_of_few(keys: Array, k: int) -> Array:
+    """:func:`lowest_in_rows` by comparing all pairs of a row, in all rows at once."""
+    columns = np.ascontiguousarray(keys.T)
+    num_earlier = np.zeros(columns.shape, dtype=np.uint8)
+    for left in range(len(columns)):
+        for right in range(left + 1, len(columns)):
+            is_lower = columns[right] < columns[left]
+            num_earlier[left] += is_lower
+            num_earlier[right] += ~is_lower
+    return np.ascontiguousarray((num_earlier < k).T)
