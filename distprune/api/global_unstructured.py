@@ -11,12 +11,14 @@ from torch import nn
 
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
+from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
 from distprune.call.arguments import PruningArguments
 from distprune.call.collapse import warn_of_collapse
+from distprune.call.grouping import InputDims, to_rule
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
 from distprune.call.signed_scores import check_order
@@ -43,6 +45,9 @@ def global_unstructured(
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     normalize: Normalization | None = None,
+    scope: Scope = "global",
+    pattern: str | None = None,
+    input_dims: InputDims | None = None,
 ) -> PruningReport: ...
 
 
@@ -59,6 +64,24 @@ def global_unstructured(
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     normalize: Normalization | None = None,
+    scope: Scope = "global",
+    pattern: str | None = None,
+    input_dims: InputDims | None = None,
+) -> PruningReport: ...
+
+
+# A pattern says how many elements are pruned.
+@overload
+def global_unstructured(
+    parameters: Iterable[tuple[nn.Module, str]],
+    pruning_method: type[BasePruningMethod],
+    importance_scores: Scores | None = None,
+    *,
+    pattern: str,
+    group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
+    normalize: Normalization | None = None,
+    input_dims: InputDims | None = None,
 ) -> PruningReport: ...
 
 
@@ -75,6 +98,9 @@ def global_unstructured(
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     normalize: Normalization | None = None,
+    scope: Scope = "global",
+    pattern: str | None = None,
+    input_dims: InputDims | None = None,
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> PruningReport: ...
@@ -92,6 +118,9 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     normalize: Normalization | None = None,
+    scope: Scope = "global",
+    pattern: str | None = None,
+    input_dims: InputDims | None = None,
     **kwargs: Any,
 ) -> PruningReport:
     """Prune many parameters together: one ranking over all of them, and over all ranks.
@@ -151,6 +180,18 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             them as they are, as torch does: on pretrained language models this empties some
             parameters, and "rms" is the better choice. A statistic is an exact sum, and the result
             is rounded once to float32 (float64 for float64 scores): the same on any sharding.
+        scope: what is ranked together: "global" all parameters; "layer" each parameter by itself;
+            "row" the elements that each output sums over: a row of a Linear, a column of
+            transformers' Conv1D, a filter of a convolution. With the last two, ``amount`` is a
+            fraction: the sparsity of every layer or row after the call, rounded to a count by
+            itself, halves to even. Elements that are pruned already count, and stay pruned. For
+            methods that rank, as the bounds; with neither these nor a budget.
+        pattern: "N:M" instead of an amount: of every M neighbours along the inputs, N are kept; of
+            a convolution, at each position of the kernel. M has to divide the number of inputs.
+        input_dims: where the inputs of a parameter lie, if its module does not say it, as for
+            stacked experts: by (module, name), or by pattern for full names, the dimension that an
+            output sums over, and for a convolution those of the kernel. The first key that matches
+            counts.
         kwargs: for the method: whatever else it accepts.
 
     Returns:
@@ -178,7 +219,10 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
     more per parameter whose bound decides. With a budget there is no common ranking but one of
     each parameter, side by side: about 70 KB per parameter, and 12 KB more for "lamp", which reads
-    the scores two or three times more.
+    the scores two or three times more. The scope "layer" costs as much as a budget. Rows and
+    groups of N:M that are whole on a rank take one read, and memory for a chunk or, where they are
+    columns, for a matrix of up to 4M elements. Those that the sharding cuts (row-wise TP, the edges
+    of FSDP1's runs) take a read for every four bits of a key, and 1 to 2 KiB of all-reduces each.
     """
     report = prune_parameters(
         lambda: global_arguments(
@@ -191,6 +235,9 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
             max_sparsity=max_sparsity,
             pipeline_parallel=pipeline_parallel,
             normalize=normalize,
+            scope=scope,
+            pattern=pattern,
+            input_dims=input_dims,
             **kwargs,
         ),
         world(group),
@@ -210,6 +257,9 @@ def global_arguments(
     max_sparsity: SparsityBound | None = None,
     pipeline_parallel: bool = False,
     normalize: Normalization | None = None,
+    scope: Scope = "global",
+    pattern: str | None = None,
+    input_dims: InputDims | None = None,
     **kwargs: Any,
 ) -> PruningArguments:
     """The arguments of :func:`global_unstructured`, checked, with the method made. Local."""
@@ -225,7 +275,17 @@ def global_arguments(
         )
     check_normalization(normalize)
     rule = to_budget(budget)
-    has_amount = amount is not None or rule is None or not rule.gives_total
+    group_rule = to_rule(scope, pattern, amount)
+    if group_rule is not None and (rule is not None or not (min_sparsity is max_sparsity is None)):
+        what = "budget" if rule is not None else "min_sparsity and max_sparsity"
+        raise ValueError(
+            f"{what} beside {'scope' if pattern is None else 'pattern'}="
+            f"{scope if pattern is None else pattern!r}; expected one of them: each decides how "
+            "much of every parameter is pruned."
+        )
+    has_amount = amount is not None or not (
+        pattern is not None or (rule is not None and rule.gives_total)
+    )
     if amount is not None or not has_amount:
         # Without an amount the budget gives the total, and the method's own is not used.
         kwargs = {"amount": 0 if amount is None else amount, **kwargs}
@@ -251,12 +311,15 @@ def global_arguments(
         max_sparsity=max_sparsity,
         pipeline_parallel=pipeline_parallel,
         normalize=normalize,
+        group_rule=group_rule,
+        input_dims=input_dims,
     )
 
 
 # Keywords of global_unstructured that are not for the method.
 _OWN_KEYWORDS = (
     "group", "budget", "min_sparsity", "max_sparsity", "pipeline_parallel", "normalize",
+    "scope", "pattern", "input_dims",
 )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ from torch import nn
 
 from distprune._common.amount import Amount
 from distprune._common.bounds import SparsityBound
+from distprune._common.element_groups import GroupRule
 from distprune._common.exact_sums import Normalization
 from distprune.budgets.base import Budget
 from distprune.call.context import Decision, PruningCall
+from distprune.call.grouping import InputDims
 from distprune.masks.hook import PruningHook
 from distprune.shards.target import Scores
 
@@ -67,6 +69,8 @@ class PruningArguments(ParameterArguments):
         normalize: what the scores of each parameter are divided by, if anything.
         budget: how the pruned elements are divided among the parameters; None: by the ranking.
         has_amount: whether the caller gave an amount; without one, the budget gives the total.
+        group_rule: which groups are ranked on their own; None: all parameters together.
+        input_dims: dimensions that outputs sum over, where modules do not say it.
     """
 
     method: DecidesMasks
@@ -77,6 +81,8 @@ class PruningArguments(ParameterArguments):
     normalize: Normalization | None = None
     budget: Budget | None = None
     has_amount: bool = True
+    group_rule: GroupRule | None = None
+    input_dims: InputDims | None = None
 
     @property
     def has_bounds(self) -> bool:
@@ -91,4 +97,5 @@ class PruningArguments(ParameterArguments):
             ("bounds on the sparsity of parameters", bounds),
             ("normalize", str(self.normalize)),
             ("budget", "none" if self.budget is None else repr(self.budget)),
+            ("scope or pattern", str(self.group_rule)),
         ]

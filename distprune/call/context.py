@@ -12,6 +12,7 @@ from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune._common.exact_sums import Normalization
 from distprune.budgets.base import Division
+from distprune.call.grouping import Grouping
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
@@ -33,6 +34,7 @@ class PruningCall:
             they are ranked as they are.
         division: divides the pruned elements among the parameters; None: the ranking does.
         has_amount: whether the caller gave an amount; without one the division gives the total.
+        grouping: the groups that are ranked on their own; None: all parameters together.
     """
 
     shards: Sequence[LocalShard]
@@ -44,6 +46,7 @@ class PruningCall:
     normalize: Normalization | None = None
     division: Division | None = None
     has_amount: bool = True
+    grouping: Grouping | None = None
 
     @property
     def is_local(self) -> bool:
@@ -52,8 +55,8 @@ class PruningCall:
 
     @property
     def is_limited(self) -> bool:
-        """Whether single parameters have bounds, or a budget divides what is pruned."""
-        return self.bounds is not None or self.division is not None
+        """Whether anything but one free ranking divides what is pruned among the parameters."""
+        return self.bounds is not None or self.division is not None or self.grouping is not None
 
     def score_or_value(self, position: int) -> Tensor:
         """The given scores of a parameter, or its values; N-d.

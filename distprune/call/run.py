@@ -20,6 +20,7 @@ from distprune.call.attaching import attach_masks
 from distprune.call.collapse import find_collapsed
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.context import Decision, PruningCall
+from distprune.call.grouping import agree_on_grouping
 from distprune.call.reading import agree_on_bounds, agree_on_division, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.shards.target import Target
@@ -44,6 +45,13 @@ def prune_parameters(
         arguments, targets = read_parameters(make_arguments, communicator)
         bounds = agree_on_bounds(arguments, targets, communicator)
         division = agree_on_division(arguments, targets, communicator)
+        grouping = agree_on_grouping(
+            arguments.group_rule,
+            arguments.input_dims,
+            targets,
+            communicator,
+            pipeline_parallel=arguments.pipeline_parallel,
+        )
         method = arguments.method
         with torch.no_grad():
             num_live = count_live_and_compare(targets, method.READS_VALUES, communicator)
@@ -58,6 +66,7 @@ def prune_parameters(
                     normalize=arguments.normalize,
                     division=division,
                     has_amount=arguments.has_amount,
+                    grouping=grouping,
                 )
             )
         if (bounds is not None or division is not None) and decision.bound_of is None:
@@ -66,6 +75,12 @@ def prune_parameters(
                 f"{type(method).__name__} does not rank elements by a score, so {what} no meaning "
                 "for it; expected a method that does, such as L1Unstructured, RandomUnstructured, "
                 "or your own with DISTRIBUTED = 'scores'."
+            )
+        if grouping is not None and decision.bound_of is None:
+            raise NotImplementedError(
+                f"{type(method).__name__} does not rank elements by a score, so scope and pattern "
+                "have no meaning for it; expected a method that does, such as L1Unstructured, "
+                "RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
             )
         if arguments.normalize is not None and decision.bound_of is None:
             raise NotImplementedError(

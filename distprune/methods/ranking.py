@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from distprune._common.amount import Amount, checked_count
+from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.grouping import Grouping
 from distprune.methods.dividing import bounds_met, divide
 from distprune.methods.rankings import BY_MAGNITUDE, Ranking
 from distprune.selection.candidates import Candidates, KeySource, PartCut
 from distprune.selection.cut import Selection, select_lowest
+from distprune.selection.in_groups import GroupedParts, prune_in_groups
 from distprune.selection.keys import (
     RANDOM_KEYS,
     KeyRange,
@@ -61,6 +64,8 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
+    if call.grouping is not None:
+        return _ranked_in_groups(call, call.grouping, prepared)
     k = None if not call.has_amount else checked_count(amount, sum(call.num_live))
     k, bounds, counts = divide(call, k, parts, keys)
     names = [shard.name for shard in call.shards]
@@ -97,6 +102,42 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         num_ties=selection.num_ties,
         num_ties_pruned=selection.num_ties_pruned,
     )
+
+
+def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared) -> Decision:
+    """Rank every group by itself: layers as parameters with exact counts, others group by group."""
+    names = [shard.name for shard in call.shards]
+    sizes = [shard.numel for shard in call.shards]
+    if not grouping.rule.goes_along_inputs:
+        counts = [grouping.rule.counts(size, None)[1] for size in sizes]
+        # What is pruned already counts, and stays.
+        ends = tuple(
+            max(count, size - live)
+            for count, size, live in zip(counts, sizes, call.num_live, strict=True)
+        )
+        k = sum(ends) - sum(sizes) + sum(call.num_live)
+        limits = limits_for(k, Bounds(ends, ends), sizes, call.num_live)
+        cuts, _ = select_within(
+            prepared.parts, names, call.num_live, k, prepared.keys, call.communicator, limits
+        )
+
+        def finish() -> LocalMasks:
+            return LocalMasks(
+                prepared.masks, write_masks(prepared.parts, cuts, prepared.flat_masks)
+            )
+
+        return Decision(finish, bound_of=[None] * len(cuts))
+    grouped = GroupedParts(
+        prepared.parts,
+        names,
+        grouping.parameters,
+        call.num_live,
+        prepared.flat_masks,
+        prepared.keys,
+        call.communicator,
+    )
+    num_pruned = prune_in_groups(grouped)
+    return Decision(lambda: LocalMasks(prepared.masks, num_pruned), bound_of=[None] * len(names))
 
 
 def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:

@@ -61,8 +61,9 @@ class ByScore:
                 On every rank.
         """
         sources: Sequence[ScoreSource] | None = None
-        # With a budget, parameters are not compared, or by scores that a factor does not change.
-        if call.normalize is not None and call.division is None:
+        # With a budget, a scope or a pattern, parameters are not compared, or by scores that a
+        # factor does not change.
+        if call.normalize is not None and call.division is None and call.grouping is None:
             scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: self._keys(self.make_scores(call) if sources is None else sources)

@@ -10,10 +10,12 @@ from torch import nn
 
 from distprune._common.amount import resolve_count
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune.budgets.base import Budget
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
+from distprune.call.grouping import InputDims, to_rule
 from distprune.call.report import ParameterReport
 from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
@@ -30,7 +32,7 @@ class Group:
         parameters: (module, name) pairs.
         schedule, pruning_method, min_sparsity, max_sparsity, pipeline_parallel, normalize: as
             for ``ScheduledPruner``.
-        budget: as there.
+        budget, scope, pattern, input_dims: as there.
 
     Attributes:
         names: per pair, the full name, or the parameter's name and position if that is unknown.
@@ -51,8 +53,22 @@ class Group:
         pipeline_parallel: bool = False,
         normalize: Normalization | None = None,
         budget: BudgetLike | None = None,
+        scope: Scope = "global",
+        pattern: str | None = None,
+        input_dims: InputDims | None = None,
     ) -> None:
         check_normalization(normalize)
+        self.scope: Scope = scope
+        self.pattern = pattern
+        self.input_dims = input_dims
+        _check_scope(schedule, scope, pattern)
+        if not self.is_together and (
+            budget is not None or min_sparsity is not None or max_sparsity is not None
+        ):
+            raise ValueError(
+                f"scope={scope!r}, pattern={pattern!r} beside a budget or bounds; expected one of "
+                "them: each decides how much of every parameter is pruned."
+            )
         self.budget = _scheduled(to_budget(budget))
         self.parameters = parameters
         self.normalize: Normalization | None = normalize
@@ -123,6 +139,11 @@ class Group:
     def num_to_prune(self, target: float, entries: Sequence[ParameterReport]) -> int:
         """Elements to prune to reach a target; negative if more are pruned already."""
         return self._count(target) - sum(entry.num_pruned for entry in entries)
+
+    @property
+    def is_together(self) -> bool:
+        """Whether one ranking goes over all parameters."""
+        return self.scope == "global" and self.pattern is None
 
     def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
         """Whether a target is smaller than the sum of the floors, but may still grow.
@@ -231,6 +252,19 @@ def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group
             f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
         )
     return Group(**values)
+
+
+def _check_scope(schedule: Schedule, scope: Scope, pattern: str | None) -> None:
+    """Raise ValueError for a scope or a pattern that is none, or that the schedule cannot meet."""
+    rule = to_rule(scope, pattern, None if pattern is not None or scope == "global" else 0.0)
+    if rule is None or rule.kept_of is None or schedule.ends_at is None:
+        return
+    n, m = rule.kept_of
+    if resolve_count(float(schedule.ends_at), m) != m - n:
+        raise ValueError(
+            f"{schedule} ends at a sparsity of {schedule.ends_at}, and pattern={pattern!r} prunes "
+            f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
+        )
 
 
 def _scheduled(budget: Budget | None) -> Budget | None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from distprune._common.bounds import SparsityBound
 from distprune._common.collectives import Communicator
+from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.budgets.given import BudgetLike
-from distprune.call.arguments import ParameterArguments
+from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.collapse import warn_of_collapse
+from distprune.call.grouping import InputDims
 from distprune.call.importance_scores import without_others
 from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned, prune_parameters
@@ -56,8 +59,8 @@ class ScheduledPruner:
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; or, for groups with budgets of
             their own, dicts with "parameters" and, where they differ from the arguments below,
-            "schedule", "pruning_method", "min_sparsity", "max_sparsity", "normalize" and "budget",
-            like the param groups of an optimizer.
+            "schedule", "pruning_method", "min_sparsity", "max_sparsity", "normalize", "budget",
+            "scope", "pattern" and "input_dims", like the param groups of an optimizer.
         schedule: the sparsity at each step; may be left out if every group has one.
         pruning_method: a class, as for ``global_unstructured``; its ``amount`` is the count.
         importance_scores: as for ``global_unstructured``: a mapping, or a function without
@@ -78,6 +81,10 @@ class ScheduledPruner:
             ``global_unstructured``.
         budget: divides each target among the parameters, as for ``global_unstructured``. Of a
             mapping to sparsities only the ratios matter, because the schedule gives the totals.
+        scope, pattern, input_dims: as for ``global_unstructured``. With the scope "layer" or "row"
+            every layer or row has the sparsity of the schedule, rounded by itself. With a pattern
+            N:M each group of M has lost round(sparsity * M) elements, at most M - N; the schedule
+            has to end at (M - N) / M.
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
@@ -101,6 +108,9 @@ class ScheduledPruner:
         verify_every: int | None = None,
         normalize: Normalization | None = None,
         budget: BudgetLike | None = None,
+        scope: Scope = "global",
+        pattern: str | None = None,
+        input_dims: InputDims | None = None,
     ) -> None:
         defaults = {
             "pipeline_parallel": pipeline_parallel,
@@ -110,6 +120,9 @@ class ScheduledPruner:
             "max_sparsity": max_sparsity,
             "normalize": normalize,
             "budget": budget,
+            "scope": scope,
+            "pattern": pattern,
+            "input_dims": input_dims,
         }
         self._groups: list[Group] = make_groups(parameters, defaults)
         if not (
@@ -281,6 +294,8 @@ class ScheduledPruner:
 
         entries = count_pruned(make_arguments, communicator)
         group.join_stages(entries)
+        if not group.is_together:
+            return self._prune_in_groups(group, target, self._scores(position, communicator))
         count = group.num_to_prune(target, entries)
         if count <= 0:
             group.target = target
@@ -307,6 +322,33 @@ class ScheduledPruner:
             return report
         # While the target grows, floors are passed as ceilings; report them as min_sparsity.
         return with_floors(report)
+
+    def _prune_in_groups(
+        self, group: Group, target: float, scores: Scores | None
+    ) -> PruningReport | None:
+        """Give every layer, row or group of a pattern the target; None if none loses an element."""
+
+        def make_arguments() -> PruningArguments:
+            arguments = global_arguments(
+                group.parameters,
+                group.pruning_method,
+                scores,
+                amount=None if group.pattern is not None else float(target),
+                pipeline_parallel=self._is_pipeline_parallel,
+                normalize=group.normalize,
+                scope=group.scope,
+                pattern=group.pattern,
+                input_dims=group.input_dims,
+            )
+            assert arguments.group_rule is not None
+            rule = replace(arguments.group_rule, sparsity=float(target))
+            return replace(arguments, group_rule=rule, amount=float(target))
+
+        if target <= group.target:
+            return None
+        report = prune_parameters(make_arguments, world(self._process_group))
+        group.target = target
+        return report
 
     def _scores(self, position: int, communicator: Communicator) -> Scores | None:
         """The scores of one group, from the mapping for all groups."""

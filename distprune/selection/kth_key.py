@@ -235,11 +235,20 @@ class KthKeySearch:
             for name, live, count in zip(self.names, self.num_live, not_nan, strict=True)
             if count < live
         ]
-        raise ValueError(
-            f"the scores of {', '.join(where)} are NaN; expected numbers for every unpruned "
-            "element. NaN has no place in a ranking: repair the weights, or mask them first "
-            "with custom_from_mask."
-        )
+        raise nan_error(where)
+
+
+def nan_error(where: Sequence[str]) -> ValueError:
+    """What to raise for live scores that are NaN.
+
+    Args:
+        where: per parameter that has some, its name and how many.
+    """
+    return ValueError(
+        f"the scores of {', '.join(where)} are NaN; expected numbers for every unpruned "
+        "element. NaN has no place in a ranking: repair the weights, or mask them first "
+        "with custom_from_mask."
+    )
 
 
 def _around(start: Start, low: int, high: int) -> Around:

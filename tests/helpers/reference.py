@@ -107,3 +107,46 @@ def _copies(like: Sequence[Tensor], masks: Sequence[Tensor] | None) -> list[Tens
     if masks is None:
         return [torch.ones(tensor.shape, dtype=torch.bool) for tensor in like]
     return [(mask != 0).clone(memory_format=torch.contiguous_format) for mask in masks]
+
+
+def prune_in_groups(
+    scores: Tensor,
+    groups: Sequence[Sequence[int]],
+    num_pruned: int,
+    mask: Tensor | None = None,
+    key: Callable[[float], float] = abs,
+) -> Tensor:
+    """Mask after each group has lost its elements of lowest |score|, lower indices first.
+
+    Args:
+        scores: of one parameter.
+        groups: row-major indices of the elements of each group.
+        num_pruned: of each group; elements that ``mask`` has pruned already count.
+    """
+    (keep,) = _copies([scores], None if mask is None else [mask])
+    flat, values = keep.view(-1), scores.detach().double().flatten().tolist()
+    for group in groups:
+        left = sorted((key(values[i]), i) for i in group if flat[i])
+        for _, index in left[: max(0, num_pruned - (len(group) - len(left)))]:
+            flat[index] = False
+    return keep
+
+
+def rows_of(shape: Sequence[int], inputs: Sequence[int]) -> list[list[int]]:
+    """Row-major indices of the elements that each output sums over.
+
+    Args:
+        inputs: the dimensions that an output sums over.
+    """
+    outputs = [dim for dim in range(len(shape)) if dim not in inputs]
+    size = 1
+    for dim in inputs:
+        size *= shape[dim]
+    index = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
+    return index.permute(*outputs, *inputs).reshape(-1, size).tolist()
+
+
+def groups_along(shape: Sequence[int], dim: int, m: int) -> list[list[int]]:
+    """Row-major indices of each m neighbours along a dimension."""
+    index = torch.arange(torch.Size(shape).numel()).view(tuple(shape))
+    return index.movedim(dim, -1).reshape(-1, m).tolist()

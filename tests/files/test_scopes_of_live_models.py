@@ -1,0 +1,76 @@
+"""The file path and the live path give the same masks for the same weights."""
+
+from contextlib import closing
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import distprune as prune
+from distprune._common.natural_order import natural_key
+from distprune.files import planning, pruning
+from distprune.files.checkpoints.mask_files import open_masks, read_keep
+from distprune.files.disk.open_files import OpenFiles
+from distprune.files.recipe import FileRecipe
+from helpers.models import target, values
+
+CHOICES = [
+    {"scope": "layer", "sparsity": 0.35},
+    {"scope": "row", "sparsity": 0.3},
+    {"scope": "row", "sparsity": 0.7},
+    {"pattern": "2:4"},
+    {"pattern": "1:2"},
+    {"pattern": "4:8"},
+    {"pattern": "3:4"},
+]
+
+
+class Shapes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(24, 10)
+        self.conv = nn.Conv2d(8, 6, 3)
+        self.turned = nn.ConvTranspose2d(8, 5, 2)
+        self.experts = nn.Module()
+        self.experts.weight = nn.Parameter(torch.zeros(3, 5, 16))
+        self.raw = nn.Module()
+        self.raw.matrix = nn.Parameter(torch.zeros(16, 7))  # [in, out]
+
+
+INPUT_DIMS = {"experts.weight": 2, "raw.matrix": 0}
+
+
+@pytest.mark.parametrize("data", ["normal", "few", "equal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_masks(tmp_path, data, dtype):
+    generator = torch.Generator().manual_seed(1)
+    model = Shapes().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(values(data, parameter.shape, dtype, generator))
+    source = tmp_path / "model"
+    source.mkdir()
+    save_file(dict(model.state_dict()), source / "model.safetensors")
+    names = [name for name, p in model.named_parameters() if p.ndim > 1]
+    names.sort(key=natural_key)
+    for number, choice in enumerate(CHOICES):
+        recipe = FileRecipe(include=tuple(names), input_dims=INPUT_DIMS, **choice)
+        result = tmp_path / f"result-{number}"
+        pruning.prune(planning.plan(source, recipe), result)
+        live = Shapes().to(dtype)
+        live.load_state_dict(model.state_dict())
+        arguments = {key: value for key, value in choice.items() if key != "sparsity"}
+        if "sparsity" in choice:
+            arguments["amount"] = choice["sparsity"]
+        pairs = [prune.NamedParameter(*target(live, name), name) for name in names]
+        report = prune.global_unstructured(
+            pairs, prune.L1Unstructured, input_dims=INPUT_DIMS, **arguments
+        )
+        masks = open_masks(result)
+        with closing(OpenFiles(0)) as files:
+            for name, pair in zip(names, pairs, strict=True):
+                mask = getattr(pair[0], pair[1] + "_mask").bool()
+                keep = read_keep(masks, files, name, 0, mask.numel()).reshape(mask.shape)
+                assert torch.equal(mask, torch.from_numpy(keep)), (choice, name)
+        assert report.num_pruned == planning.plan(source, recipe).num_to_prune

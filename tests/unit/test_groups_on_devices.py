@@ -1,0 +1,97 @@
+"""The operations of other devices, large blocks and cut groups give the masks of the oracle."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune._common import memory
+from distprune.selection import group_places, in_groups
+from helpers import reference
+from helpers.models import values
+
+CASES = [
+    (nn.Linear(12, 7), (1,)),
+    (nn.Conv2d(12, 5, 3), (1, 2, 3)),
+    (nn.ConvTranspose2d(12, 5, 2), (0, 2, 3)),
+    (nn.Conv1d(24, 6, 2, groups=2), (1, 2)),
+]
+
+
+@pytest.fixture(params=["blocks", "no block fits", "small chunks", "other device", "channels_last"])
+def how(request, monkeypatch):
+    if request.param == "no block fits":
+        monkeypatch.setattr(group_places, "_MAX_BLOCK", 1)
+        monkeypatch.setattr(group_places, "_CHUNK", 7)
+    elif request.param == "small chunks":
+        monkeypatch.setattr(in_groups, "_CHUNK", 30)
+    elif request.param == "other device":
+        monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
+    return request.param
+
+
+@pytest.mark.parametrize("data", ["few", "equal", "normal"])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_equal_to_the_oracle(how, data, number):
+    layer, inputs = CASES[number]
+    generator = torch.Generator().manual_seed(number)
+    weight = values(data, layer.weight.shape, torch.float32, generator)
+    keep = None
+    layer = type(layer)(*_arguments(layer))
+    if how == "channels_last" and weight.ndim == 4:
+        layer = layer.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    for arguments in ({"scope": "row", "amount": 0.4}, {"pattern": "1:3"}, {"pattern": "1:4"}):
+        if "pattern" in arguments:
+            n, m = map(int, arguments["pattern"].split(":"))
+            groups, count = reference.groups_along(weight.shape, inputs[0], m), m - n
+        else:
+            groups = reference.rows_of(weight.shape, inputs)
+            count = round(0.4 * len(groups[0]))
+        keep = reference.prune_in_groups(weight, groups, count, keep)
+        prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, **arguments)
+        assert torch.equal(layer.weight_mask.bool(), keep), arguments
+
+
+def _arguments(layer):
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    kernel = layer.kernel_size
+    if layer.transposed:
+        return layer.in_channels, layer.out_channels, kernel
+    return layer.in_channels, layer.out_channels, kernel, 1, 0, 1, layer.groups
+
+
+def test_a_transposed_convolution_with_groups_sums_over_the_inputs_of_a_group():
+    layer = nn.ConvTranspose1d(4, 6, 2, groups=2)  # weight [4, 3, 2]
+    weight = layer.weight.detach().clone()
+    index = torch.arange(24).view(2, 2, 3, 2)  # groups, inputs, outputs, kernel
+    rows = index.permute(0, 2, 1, 3).reshape(6, 4).tolist()
+    prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, scope="row", amount=0.5)
+    assert torch.equal(layer.weight_mask.bool(), reference.prune_in_groups(weight, rows, 2))
+
+
+@pytest.mark.parametrize(
+    "numbers, count",
+    [
+        ([], 0), ([5], 1), (range(0, 100, 1), 1), (range(7, 100, 13), 1),
+        ([3, 5, 13, 15, 23, 25], 3),
+        ([0, 1, 2, 10, 11, 12], 2), ([1, 2, 4, 8, 16], 3),
+    ],
+)  # fmt: skip
+def test_progressions_hold_every_number_once(numbers, count):
+    progressions = group_places.to_progressions(np.array(numbers, dtype=np.int64))
+    assert group_places.union([progressions]).tolist() == list(numbers)
+    assert sum(number for _, _, number in progressions) == len(numbers)
+    assert len(progressions) == count
+
+
+def test_random_progressions_hold_every_number_once():
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        chosen = np.flatnonzero(generator.random(40) < generator.random())
+        progressions = group_places.to_progressions(chosen)
+        assert sum(number for _, _, number in progressions) == len(chosen)
+        assert group_places.union([progressions]).tolist() == chosen.tolist()
