@@ -1,5 +1,7 @@
 """One model, many meshes: sharded, replicated, frozen and absent parameters in one ranking."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +101,57 @@ def problems(kind: str) -> list[str]:
 )
 def test_the_masks_are_those_of_one_process(kind, size):
     assert_nothing_wrong(run_ranks(problems, size, kind))
+
+
+def channel_groups(model: nn.Module) -> list[prune.ChannelGroup]:
+    """Rows of l1 with columns of l2, two by two; l3 alone."""
+    joint = [
+        prune.ChannelPart(target(model, "l1.weight"), 0, 2),
+        prune.ChannelPart(target(model, "l1.bias"), 0, 2, is_ranked=False),
+        prune.ChannelPart(target(model, "l2.weight"), 1, 2),
+    ]
+    alone = [prune.ChannelPart(target(model, "l3.weight"), 1)]
+    return [prune.ChannelGroup(joint, "joint"), prune.ChannelGroup(alone, "alone")]
+
+
+def problems_of_channels(kind: str) -> list[str]:
+    """Twice, since the second call counts what the first has left."""
+    wrong, rank = [], dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    for data, n in (("normal", 2), ("few", 1), ("equal", 2.5)):
+        dense = fill(Net((6, 12, 6, 6)), data, "float32")
+        model = copy.deepcopy(dense)
+        mix(model, kind)
+        for amount in (3, 0.5):
+            expected = prune.global_structured(
+                channel_groups(dense), amount=amount, n=n, group=alone
+            )
+            report = prune.global_structured(channel_groups(model), amount=amount, n=n)
+            if report.groups != expected.groups or report.threshold != expected.threshold:
+                wrong.append(f"{data}: {report.groups} is not {expected.groups}")
+            counts = [entry.num_pruned for entry in report.parameters]
+            if counts != [entry.num_pruned for entry in expected.parameters]:
+                wrong.append(f"{data}: {counts}")
+        for name in ("l1.weight", "l1.bias", "l2.weight", "l3.weight"):
+            module, parameter = target(model, name)
+            keep = dense.get_buffer(name + "_mask").bool()
+            mask = getattr(module, parameter + "_mask")
+            if kind.startswith("fsdp1") and name.startswith("l1"):
+                parts = [torch.empty(0, dtype=torch.bool)] * dist.get_world_size()
+                dist.all_gather_object(parts, mask)
+                mask = torch.cat(parts).view(keep.shape)
+            mask = whole(mask)
+            if mask is not None and not torch.equal(mask, keep):
+                wrong.append(f"{data}: {name}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("halves", 4), ("fsdp1, fsdp2, plain", 2), ("outside", 3)],
+)
+def test_channels_of_many_meshes_are_those_of_one_process(kind, size):
+    assert_nothing_wrong(run_ranks(problems_of_channels, size, kind))
 
 
 def single_functions_outside() -> list[str]:
