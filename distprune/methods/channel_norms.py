@@ -23,7 +23,7 @@ from torch import Tensor
 from distprune._common.collectives import Communicator, Op
 from distprune._common.memory import takes_numpy
 
-_BLOCK = 1 << 20  # elements whose float64 terms are held at a time
+_BLOCK = 1 << 17  # elements whose float64 terms are held at a time
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class ChannelRows:
     mask: Tensor | None = None
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(|values| as float64 [rows, elements], channels), about a million elements at a time."""
+        """(|values| [rows, elements], channels), about a hundred thousand elements at a time."""
         if self.rows.numel() == 0:
             return
         height = max(1, _BLOCK * self.rows.shape[0] // self.rows.numel())
         for first in range(0, self.rows.shape[0], height):
             part = slice(first, first + height)
-            block = self.rows[part].flatten(1).abs().double()
+            block = self.rows[part].flatten(1).abs()
             if self.mask is not None:
                 block = block.masked_fill(self.mask[part].flatten(1) == 0, 0.0)
             yield block, self.channels[part]
@@ -97,35 +97,37 @@ def joint_norms(
             ),
         )
         return nonzero.double()
+    # The largest power is that of the largest element, or of the smallest.
+    largest = n > 0
+
+    def extremes() -> Tensor:
+        found = reduce_blocks(
+            0.0 if largest else math.inf,
+            torch.float64,
+            (lambda x, _: x.amax(1).double()) if largest else (lambda x, _: x.amin(1).double()),
+            "amax" if largest else "amin",
+        )
+        # Non-negative doubles are in the order of their bits; NaN is above them, or, as -1, below.
+        bits = found.view(torch.int64)
+        return bits if largest else bits.masked_fill_(found.isnan(), -1)
+
+    op: Op = "max" if largest else "min"
+    extreme = communicator.reduce(num_channels, extremes, op).view(torch.float64)
     if math.isinf(n):
-        # Non-negative doubles are in the order of their bits; so is NaN, above them.
-        largest = n > 0
-
-        def extremes() -> Tensor:
-            return reduce_blocks(
-                0.0 if largest else math.inf,
-                torch.float64,
-                (lambda x, _: x.amax(1)) if largest else (lambda x, _: x.amin(1)),
-                "amax" if largest else "amin",
-            ).view(torch.int64)
-
-        op: Op = "max" if largest else "min"
-        return communicator.reduce(num_channels, extremes, op).view(torch.float64)
-
-    def largest_terms() -> Tensor:
-        tops = reduce_blocks(0.0, torch.float64, lambda x, _: _powers(x, n).amax(1), "amax")
-        return tops.view(torch.int64)
-
-    tops = communicator.reduce(num_channels, largest_terms, "max").view(torch.float64)
+        return extreme
+    tops = _powers(extreme, n)
     finite = tops.isfinite()
+    all_finite = bool(finite.all())
     _, exponents = torch.frexp(torch.where(finite, tops, 0.0))
     # Every term is below 2**exponent; their sum on this grid stays below 2**62.
     shifts = 62 - _bits_of_sizes(channel_sizes) - exponents.clamp(min=-900)
     grid = _power_of_two(shifts)
 
     def grid_sums(x: Tensor, where: Tensor) -> Tensor:
-        scaled = _powers(x, n) * grid[where].to(x.device).unsqueeze(1)
-        return scaled.nan_to_num(0.0, 0.0, 0.0).round().long().sum(1)
+        scaled = _powers(x.double(), n) * grid[where].to(x.device).unsqueeze(1)
+        if not all_finite:
+            scaled.nan_to_num_(0.0, 0.0, 0.0)
+        return scaled.round_().long().sum(1)
 
     sums = communicator.reduce(
         num_channels, lambda: reduce_blocks(0, torch.int64, grid_sums, "sum")

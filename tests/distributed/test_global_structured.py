@@ -40,7 +40,7 @@ def channel(tensor, dim, size, c):
 
 
 def oracle(scores, keeps, amount, n, unit="channels", normalize=None):
-    """Masks and pruned channels after a loop over whole tensors.
+    """Pruned channels of each group after a loop over whole tensors, and the largest norm of them.
 
     Args:
         scores, keeps: by name; the masks are changed.
@@ -68,14 +68,16 @@ def oracle(scores, keeps, amount, n, unit="channels", normalize=None):
         ranked += [(norm / (divisor or 1.0), position, c, group) for c, norm in norms.items()]
     budget = amount if isinstance(amount, int) else round(amount * sum(costs.values()))
     pruned = dict.fromkeys(GROUPS, 0)
-    for _, _, c, group in sorted(ranked):
+    threshold = None
+    for score, _, c, group in sorted(ranked):
         budget -= costs[group, c]
         if budget < 0:
             break
         pruned[group] += 1
+        threshold = score
         for name, dim, size, _ in GROUPS[group]:
             channel(keeps[name], dim, size, c).fill_(False)
-    return pruned
+    return pruned, threshold
 
 
 CASES = [
@@ -121,11 +123,16 @@ def differences(wrapping: str, case: dict) -> list[str]:
     wrong = []
     for call, amount in enumerate((0.3, 2 if case.get("unit") != "elements" else 40)):
         report = prune.global_structured(groups, amount=amount, importance_scores=given, **case)
-        expected = oracle(whole, keeps, amount, case["n"], case.get("unit"), case.get("normalize"))
+        expected, top = oracle(
+            whole, keeps, amount, case["n"], case.get("unit"), case.get("normalize")
+        )
         wrong += wrong_masks(model, {name: keeps[name] for name in names}, indices, f"call {call}")
         found = {group.name: group.num_pruned_now for group in report.groups}
         if found != expected:
             wrong.append(f"call {call}: {found} is not {expected}")
+        # Exact but for the rounding of the oracle's own sums.
+        if report.threshold != pytest.approx(top, rel=1e-12):
+            wrong.append(f"call {call}: the threshold {report.threshold} is not {top}")
         counts = {entry.name: entry.num_pruned for entry in report.parameters}
         if counts != {name: int((~keeps[name]).sum()) for name in names}:
             wrong.append(f"call {call}: {counts}")

@@ -94,6 +94,15 @@ def test_infinities_and_nan():
         assert norms[2].isnan() and norms[3].isnan()
 
 
+@pytest.mark.parametrize("n", [n for n in NORMS if n])
+@pytest.mark.parametrize("split_dim", [0, 1])
+def test_a_nan_of_one_rank_is_one_of_the_channel(n, split_dim):
+    values = torch.ones(4, 6)
+    values[1, 0] = values[2, 5] = torch.nan
+    for norms in norms_over(values, 0, n, split_dim, 3):
+        assert norms.isnan().tolist() == [False, True, True, False]
+
+
 def test_equal_norms_are_dropped_in_ascending_order():
     assert drop_lowest_channels(torch.ones(5), 2).tolist() == [False, False, True, True, True]
     assert drop_lowest_channels(torch.tensor([3.0, 1.0, 1.0, 2.0]), 0.5).tolist() == [
