@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from distprune._common.amount import Amount
 from distprune._common.collectives import Communicator
@@ -21,6 +20,8 @@ from distprune.shards.target import Target
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.
 InputDims = Mapping[Any, int | Sequence[int]]
 
+_TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_STRAIGHT = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WEIGHT = re.compile(r"(.*_)?weight(_.*)?|original1")
 
 
@@ -155,8 +156,10 @@ def _dims_of(module: nn.Module, name: str, shape: Sequence[int], label: str) -> 
     if ndim < 2:
         return tuple(range(ndim))
     kernel = tuple(range(2, ndim))
-    if isinstance(module, _ConvNd):
-        return (0, *kernel) if isinstance(module, _ConvTransposeNd) else (1, *kernel)
+    if isinstance(module, _TURNED):
+        return (0, *kernel)
+    if isinstance(module, _STRAIGHT):
+        return (1, *kernel)
     loaded = sys.modules.get("transformers.pytorch_utils")
     if loaded is not None and isinstance(module, loaded.Conv1D):
         return (0,)
@@ -176,7 +179,7 @@ def _dims_of(module: nn.Module, name: str, shape: Sequence[int], label: str) -> 
 
 def _grouped_transpose(module: nn.Module, shape: Sequence[int]) -> Layout | None:
     """The layout of a transposed convolution with groups, which has an outer dimension of these."""
-    if not isinstance(module, _ConvTransposeNd) or module.groups == 1 or len(shape) < 2:
+    if not isinstance(module, _TURNED) or module.groups == 1 or len(shape) < 2:
         return None
     size = 1
     for length in shape[2:]:
