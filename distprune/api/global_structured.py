@@ -91,7 +91,7 @@ def global_structured(
     channels of a group are left, and at least 10 % of all channels.
 
     Cost: two reads of the values (one for n = 0 and +-inf), and one write of the masks. 16 bytes
-    per channel on the wire, 8 more if something was pruned before. Memory for the masks, tens of
+    per channel on the wire, 8 more if something was pruned before. Memory for the masks, a few
     megabytes, and, one parameter at a time, 4 bytes per local element of ``FactoredScores``, and
     about 40 bytes per local element of FSDP1's flat runs.
 
