@@ -10,36 +10,13 @@ Every group loses the same number of elements: the lowest ones in the order (key
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from distprune._common.amount import resolve_count
 
-Array = np.ndarray
 Scope = Literal["global", "layer", "row"]
-
-# Elements that are ranked at a time if groups are interleaved, because ranking copies them.
-_STRIPE = 1 << 19
-# Shorter rows are not partitioned: to compare all pairs is five times as fast.
-_FEW = 16
-
-
-def n_of_m(value: Any) -> tuple[int, int]:
-    """ "2:4" as (2, 4).
-
-    Raises:
-        ValueError: with what was expected.
-    """
-    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
-    n, m = map(int, match.groups()) if match else (0, 0)
-    if not 0 < n < m:
-        # Without quotes, YAML may read it as a number to the base of 60.
-        raise ValueError('how many of how many are kept, such as "2:4", in quotes')
-    return n, m
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +81,6 @@ class Groups:
     def stride(self) -> int:
         """Elements of a block for one step along its length."""
         return self.columns * self.kernel
-
-    def lowest(self, keys: Array) -> Array:
-        """Which elements are pruned.
-
-        Args:
-            keys: 1-d, of whole blocks.
-
-        Returns:
-            bool, like keys.
-        """
-        if self.columns == 1:
-            return lowest_in_rows(keys.reshape(-1, self.size), self.num_pruned).reshape(-1)
-        blocks = keys.reshape(-1, self.length, self.columns, self.kernel)
-        lowest = np.empty(blocks.shape, dtype=bool)
-        num_blocks = max(_STRIPE // self.block, 1)
-        num_columns = max(_STRIPE // self.size, 1)
-        for first in range(0, len(blocks), num_blocks):
-            for column in range(0, self.columns, num_columns):
-                part = np.s_[first : first + num_blocks, :, column : column + num_columns]
-                apart = blocks[part].swapaxes(1, 2)
-                rows = lowest_in_rows(apart.reshape(-1, self.size), self.num_pruned)
-                lowest[part] = rows.reshape(apart.shape).swapaxes(1, 2)
-        return lowest.reshape(-1)
 
 
 def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layout:
@@ -237,40 +191,3 @@ class GroupRule:
         if layout.columns == 1:
             return Groups(layout.inputs * layout.kernel, 1, 1, num_pruned)
         return Groups(layout.inputs, layout.columns, layout.kernel, num_pruned)
-
-
-def lowest_in_rows(keys: Array, k: int) -> Array:
-    """The k lowest keys of every row; among equal ones those further left.
-
-    Args:
-        keys: [rows, n].
-
-    Returns:
-        bool [rows, n], k of them True in each row.
-    """
-    if k == 0:
-        return np.zeros(keys.shape, dtype=bool)
-    if k == keys.shape[1]:
-        return np.ones(keys.shape, dtype=bool)
-    if keys.shape[1] <= _FEW:
-        return _lowest_of_few(keys, k)
-    threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
-    lowest = keys < threshold
-    ties = keys == threshold
-    num_missing = k - np.count_nonzero(lowest, axis=1, keepdims=True)
-    if not np.array_equal(num_missing, np.count_nonzero(ties, axis=1, keepdims=True)):
-        ties &= np.cumsum(ties, axis=1, dtype=np.int32) <= num_missing
-    lowest |= ties
-    return lowest
-
-
-def _lowest_of_few(keys: Array, k: int) -> Array:
-    """:func:`lowest_in_rows` by comparing all pairs of a row, in all rows at once."""
-    columns = np.ascontiguousarray(keys.T)
-    num_earlier = np.zeros(columns.shape, dtype=np.uint8)
-    for left in range(len(columns)):
-        for right in range(left + 1, len(columns)):
-            is_lower = columns[right] < columns[left]
-            num_earlier[left] += is_lower
-            num_earlier[right] += ~is_lower
-    return np.ascontiguousarray((num_earlier < k).T)

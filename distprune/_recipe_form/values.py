@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from distprune._common.element_groups import n_of_m as n_of_m
+from distprune._common.n_of_m import n_of_m as n_of_m
 from distprune._common.patterns import check_pattern
 
 # What the magnitudes of a tensor are divided by.

@@ -12,7 +12,8 @@ from torch import nn
 
 from distprune._common.amount import Amount
 from distprune._common.collectives import Communicator
-from distprune._common.element_groups import GroupRule, Layout, Scope, layout_along, n_of_m
+from distprune._common.element_groups import GroupRule, Layout, Scope, layout_along
+from distprune._common.n_of_m import n_of_m
 from distprune._common.patterns import matcher
 from distprune.selection.group_places import GroupedParameter
 from distprune.shards.target import Target

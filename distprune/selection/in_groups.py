@@ -18,6 +18,7 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.element_groups import Groups
+from distprune._common.lowest_of_groups import lowest_of
 from distprune._common.memory import Array, Count, Scratch, on_host
 from distprune.selection.candidates import Candidates
 from distprune.selection.group_descent import (
@@ -160,7 +161,7 @@ def _count_nan(part: Candidates, span: range, loaded: Tensor, keys: KeyRange) ->
 def _lowest(keys: Tensor, groups: Groups) -> Tensor:
     """Which elements of whole blocks are pruned: bool, 1-d."""
     if memory.takes_numpy(keys.device):
-        return torch.from_numpy(groups.lowest(keys.numpy()))
+        return torch.from_numpy(lowest_of(groups, keys.numpy()))
     blocks = keys.view(-1, groups.length, groups.columns, groups.kernel).transpose(1, 2)
     rows = blocks.reshape(-1, groups.size)
     first = rows.sort(dim=1, stable=True).indices[:, : groups.num_pruned]

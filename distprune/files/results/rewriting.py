@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distprune._common.element_groups import Groups
+from distprune._common.lowest_of_groups import lowest_of
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.disk.access import WRITE
 from distprune.files.disk.open_files import OpenFiles, write_from
@@ -160,7 +161,7 @@ class Rewriter:
             last = min(first + step, span.last)
             bits = self._source.read_bits(span.position, first, last)
             keys = self._source.keys_of(span.position, first, bits)
-            lowest = groups.lowest(keys)
+            lowest = lowest_of(groups, keys)
             self._check(span, keys, lowest)
             yield first, bits, lowest
 
