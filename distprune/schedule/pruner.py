@@ -279,6 +279,8 @@ class ScheduledPruner:
         def make_arguments() -> ParameterArguments:
             nonlocal target
             target = group.target_at(self.num_steps)
+            # Decides whether anything is due, where it does not follow from the masks.
+            present = "any" if group.is_together else repr(group.target)
             return ParameterArguments(
                 parameters=group.parameters,
                 # Everything that decides whether a rank takes part in the next collective.
@@ -287,6 +289,7 @@ class ScheduledPruner:
                     ("parameter group", f"{position} of {len(self._groups)}"),
                     ("schedule", repr(group.schedule)),
                     ("target sparsity", repr(target)),
+                    ("present sparsity", present),
                     ("importance_scores", type(self._importance_scores).__name__),
                 ],
                 pipeline_parallel=self._is_pipeline_parallel,

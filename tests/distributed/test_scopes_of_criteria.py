@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import distprune as prune
+from distprune import schedule
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong, snapshot, wrong_masks
@@ -156,6 +157,26 @@ def complaints_about_other_ways(wrapping: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", ["plain-2", "fsdp2-2", "tp-2"])
 def test_ranks_that_differ_in_scope_or_pattern_all_fail(wrapping):
     assert_nothing_wrong(run_ranks(complaints_about_other_ways, 2, wrapping))
+
+
+def complaints_about_states() -> list[str]:
+    """A rank that loaded another state would take no part in the pruning."""
+    model = fill(Net(SIZES), "normal", "float32")
+    steps = schedule.Linear(0, 4, 1, 0.5)
+    pruner = schedule.ScheduledPruner(prune.select(model), steps, scope="row")
+    state = pruner.state_dict() | {"num_steps": 2}
+    if torch.distributed.get_rank():
+        state["groups"] = [state["groups"][0] | {"sparsity": 0.25}]
+    pruner.load_state_dict(state)
+    try:
+        pruner.step()
+    except ValueError as error:
+        return [] if "present sparsity" in str(error) else [str(error)]
+    return ["no error"]
+
+
+def test_ranks_with_other_states_all_fail():
+    assert_nothing_wrong(run_ranks(complaints_about_states, 2))
 
 
 def differences_of_stages() -> list[str]:
