@@ -64,21 +64,21 @@ class TestRefusals:
                 {"ammount": 0.5},
                 "L1Unstructured has no argument 'ammount'; expected of its arguments amount, or of "
                 "those of global_unstructured group, budget, min_sparsity, max_sparsity, "
-                "pipeline_parallel, normalize.",
+                "pipeline_parallel, normalize, scope, pattern, input_dims.",
             ),
             (
                 "RandomUnstructured",
                 {"amount": 0.5, "seed": 1, "min_sparsty": 0.1},
                 "RandomUnstructured has no argument 'seed', 'min_sparsty'; expected of its "
                 "arguments amount, or of those of global_unstructured group, budget, min_sparsity, "
-                "max_sparsity, pipeline_parallel, normalize.",
+                "max_sparsity, pipeline_parallel, normalize, scope, pattern, input_dims.",
             ),
             (
                 "Identity",
                 {"amount": 0.5},
                 "Identity has no argument 'amount'; expected of its arguments (it has none), or of "
                 "those of global_unstructured group, budget, min_sparsity, max_sparsity, "
-                "pipeline_parallel, normalize.",
+                "pipeline_parallel, normalize, scope, pattern, input_dims.",
             ),
         ],
     )
