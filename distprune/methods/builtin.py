@@ -85,19 +85,16 @@ class RandomUnstructured(BasePruningMethod):
 class _Ranked(BasePruningMethod):
     """What methods have in common that prune the elements that come first in an order.
 
-    Args:
-        amount: a fraction of what is unpruned in [0, 1], or a count.
+    Each has a constructor of its own: Python names it when an argument is missing.
 
     Attributes:
         RANKING: of the elements of several parameters; its order is also that inside of one.
+        amount: a fraction of what is unpruned in [0, 1], or a count.
     """
 
     PRUNING_TYPE = "unstructured"
     RANKING: ClassVar[rankings.ByScore]
-
-    def __init__(self, amount: Amount) -> None:
-        validate_amount(amount)
-        self.amount = amount
+    amount: Amount
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` elements of ``t`` that come first; NaN rank last, as in torch."""
@@ -123,6 +120,10 @@ class L1Unstructured(_Ranked):
     IGNORES_SIGN = True
     RANKING = rankings.BY_MAGNITUDE
 
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
+
     @classmethod
     def apply(  # type: ignore[override]
         cls,
@@ -147,6 +148,10 @@ class LowestScore(_Ranked):
     """
 
     RANKING = rankings.BY_SIGNED_SCORE
+
+    def __init__(self, amount: Amount) -> None:
+        validate_amount(amount)
+        self.amount = amount
 
     @classmethod
     def apply(  # type: ignore[override]
