@@ -158,9 +158,10 @@ def train(method: str, text: Tensor) -> tuple[float, int]:
                 weight.copy_(admm.z[name])
     for pair in pairs if prune.is_pruned(model) else []:
         prune.remove(*pair)
+    # Before the evaluation: after a forward without backward, FSDP2's root has whole weights.
+    num_left = num_nonzero([pair[0].weight for pair in pairs])
     with torch.no_grad():
-        loss = loss_on(model, held_out).item()
-    return loss, num_nonzero([pair[0].weight for pair in pairs])
+        return loss_on(model, held_out).item(), num_left
 
 
 def num_nonzero(weights: Sequence[Tensor]) -> int:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from distprune._common import element_groups
+from distprune._common import lowest_of_groups
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
@@ -92,7 +92,7 @@ def expected(tensors, turned, way):
 def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
     if request.param == "in stripes":
-        monkeypatch.setattr(element_groups, "_STRIPE", 24)
+        monkeypatch.setattr(lowest_of_groups, "_STRIPE", 24)
     if request.param != "in pieces":
         yield
         return
