@@ -15,12 +15,13 @@ import torch
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune._common.report_text import share
+from distprune.budgets.base import Division
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.attaching import attach_masks
 from distprune.call.collapse import find_collapsed
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.context import Decision, PruningCall
-from distprune.call.grouping import agree_on_grouping
+from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.reading import agree_on_bounds, agree_on_division, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.shards.target import Target
@@ -69,25 +70,8 @@ def prune_parameters(
                     grouping=grouping,
                 )
             )
-        if (bounds is not None or division is not None) and decision.bound_of is None:
-            what = "min_sparsity and max_sparsity have" if division is None else "budget has"
-            raise NotImplementedError(
-                f"{type(method).__name__} does not rank elements by a score, so {what} no meaning "
-                "for it; expected a method that does, such as L1Unstructured, RandomUnstructured, "
-                "or your own with DISTRIBUTED = 'scores'."
-            )
-        if grouping is not None and decision.bound_of is None:
-            raise NotImplementedError(
-                f"{type(method).__name__} does not rank elements by a score, so scope and pattern "
-                "have no meaning for it; expected a method that does, such as L1Unstructured, "
-                "RandomUnstructured, or your own with DISTRIBUTED = 'scores'."
-            )
-        if arguments.normalize is not None and decision.bound_of is None:
-            raise NotImplementedError(
-                f"{type(method).__name__} does not rank elements by a score, so "
-                f"normalize={arguments.normalize!r} has no meaning for it; expected a method that "
-                "does, such as L1Unstructured, or your own with DISTRIBUTED = 'scores'."
-            )
+        if decision.bound_of is None:
+            _refuse_options_of_rankings(arguments, bounds, division, grouping)
         num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
     entries = _report_each(targets, num_live, num_pruned, decision, bounds)
     shapes = [target.shard.shape for target in targets]
@@ -129,6 +113,31 @@ def count_pruned(
     return tuple(
         ParameterReport(target.label, target.shard.numel, target.shard.numel - live, 0)
         for target, live in zip(targets, num_live, strict=True)
+    )
+
+
+def _refuse_options_of_rankings(
+    arguments: PruningArguments,
+    bounds: Bounds | None,
+    division: Division | None,
+    grouping: Grouping | None,
+) -> None:
+    """Raise NotImplementedError if a method that does not rank was given what needs a ranking."""
+    examples = "L1Unstructured, RandomUnstructured"
+    if division is not None:
+        what = "budget has"
+    elif bounds is not None:
+        what = "min_sparsity and max_sparsity have"
+    elif grouping is not None:
+        what = "scope and pattern have"
+    elif arguments.normalize is not None:
+        what, examples = f"normalize={arguments.normalize!r} has", "L1Unstructured"
+    else:
+        return
+    raise NotImplementedError(
+        f"{type(arguments.method).__name__} does not rank elements by a score, so {what} no "
+        f"meaning for it; expected a method that does, such as {examples}, or your own with "
+        "DISTRIBUTED = 'scores'."
     )
 
 
