@@ -1,0 +1,40 @@
+"""Language models in Hugging Face folders: load sharded, calibrate, evaluate, and save.
+
+    from distprune import language_models
+
+    model = language_models.load_sharded("Llama-3-8B", wrap="fsdp2")
+    ...  # prune
+    language_models.save_sharded(model, "Llama-3-8B-sparse", source="Llama-3-8B")
+
+All functions run on any number of ranks, are called on every rank, and need the extra
+``language-models``. Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+# Type checkers take this name for true; see distprune/__init__.py.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    pass  # from distprune.language_models.module import name as name
+
+# By public name, its module. No module has the name of a function: once imported, it would take
+# the function's place in this package.
+_MODULES: dict[str, str] = {}
+
+__all__: list[str] = []
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
