@@ -17,10 +17,11 @@ and sparsity. Each cell is a pruning of the same trained model, and is checked i
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
-from tiny_llama.checkpoints import remove_checkpoints
+from jobs.processes import join, leave
 from tiny_llama.comparison import compare_criteria
 from tiny_llama.comparison_results import (
     ComparisonResults,
@@ -32,7 +33,6 @@ from tiny_llama.data import load_corpus
 from tiny_llama.figures import draw_comparison, draw_layers, draw_loss
 from tiny_llama.gradual import prune_while_training
 from tiny_llama.mask_check import compare_with_single_process, count_differing_of_cells
-from tiny_llama.processes import join, leave
 from tiny_llama.pruning import prune_in_rounds, remove_masks
 from tiny_llama.results import Results, loss_table, mask_table, write_results
 from tiny_llama.saving import count_kept_zeros, find_faults, save_model
@@ -85,8 +85,8 @@ def prune_and_save(settings: Settings, trainer: Trainer, scratch: Path) -> bool:
     job.say(f"saved model: {'; '.join(faults) or 'as reported'}; results in {output}")
     if results.failed:
         job.say(f"FAILED: {results.num_differing} mask elements differ; faults: {faults}")
-    elif settings.schedule != "rounds":
-        remove_checkpoints(settings, job)
+    elif settings.schedule != "rounds" and job.rank == 0:  # the next run starts afresh
+        shutil.rmtree(settings.checkpoints, ignore_errors=True)
     return results.failed
 
 

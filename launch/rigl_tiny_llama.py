@@ -16,9 +16,9 @@ import torch
 
 import distprune as prune
 from distprune import dynamic
+from jobs.processes import join, leave
 from tiny_llama.data import HELD_OUT_WINDOWS, load_corpus
 from tiny_llama.model import build_model, wrap_model
-from tiny_llama.processes import join, leave
 from tiny_llama.training import LEARNING_RATE, Trainer, make_optimizer
 
 

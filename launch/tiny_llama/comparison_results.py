@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from jobs.document import command_line, machine_facts, markdown_table
+from jobs.processes import Job
+
 from .comparison import Cell, Comparison
 from .data import BATCH, WINDOW, Corpus
-from .document import command_line, machine_facts, markdown_table
-from .processes import Job
 from .settings import Settings
 
 

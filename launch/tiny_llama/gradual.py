@@ -16,8 +16,8 @@ from torch import Tensor
 
 import distprune as prune
 from distprune.schedule import Cubic, Linear, Schedule, ScheduledPruner
+from jobs.checkpoints import Checkpoints
 
-from .checkpoints import Checkpoints, checkpoints_folder
 from .model import build_model, consolidated_state, wrap_model
 from .pruning import METHODS, Outcome, PruningStep
 from .settings import Settings
@@ -74,7 +74,7 @@ class _Run:
                  "held_out_windows")  # fmt: skip
         present = {fact: getattr(settings, fact) for fact in facts}
         present |= {k: list(v) for k, v in present.items() if isinstance(v, tuple)}  # as JSON
-        self.checkpoints = Checkpoints(checkpoints_folder(settings) / name, present, job)
+        self.checkpoints = Checkpoints(settings.checkpoints / name, present, job)
         # What happened at each due step, as JSON has it.
         self.events: list[dict[str, Any]] = []
 

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import distprune as prune
+from jobs.processes import be_group_of_one, quit_group
 
 from .model import build_model
-from .processes import be_group_of_one, quit_group
 from .scopes import keywords_of
 from .score_files import ComparisonFiles
 

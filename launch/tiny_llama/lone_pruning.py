@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import distprune as prune
+from jobs.processes import be_group_of_one, quit_group
 
 from .model import build_model
-from .processes import be_group_of_one, quit_group
 from .pruning import METHODS
 
 

@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from jobs.processes import Job, run_alone, sum_over_ranks
+
 from .comparison import Cell
-from .processes import Job, run_alone, sum_over_ranks
 from .pruning import PruningStep
 from .settings import Settings
 

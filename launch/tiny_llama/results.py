@@ -6,10 +6,11 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
+from jobs.document import command_line, machine_facts, markdown_table
+from jobs.processes import Job
+
 from .data import BATCH, WINDOW, Corpus
-from .document import command_line, machine_facts, markdown_table
 from .mask_check import MaskComparison
-from .processes import Job
 from .pruning import PruningStep
 from .settings import Settings
 

@@ -10,9 +10,9 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 import distprune as prune
+from jobs.processes import Job, run_alone
 
 from .model import build_model, consolidated_state
-from .processes import Job, run_alone
 
 
 def save_model(model: nn.Module, folder: Path, job: Job) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
+from jobs.processes import Job
 
-from .processes import Job
 from .scopes import OutlierRatios
 from .scoring import Ranking
 

@@ -30,6 +30,11 @@ class Settings:
     scopes: tuple[str, ...]
     calibration_batches: int
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder below which runs with a schedule keep their checkpoints."""
+        return self.output / "checkpoints"
+
 
 def parse_settings() -> Settings:
     """Read the command line; a wrong value ends every rank with the same message."""

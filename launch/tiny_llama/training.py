@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from jobs.processes import Job
+
 from .data import Corpus, batches
-from .processes import Job
 
 LEARNING_RATE = 1.5e-3
 FINETUNE_LEARNING_RATE = 1e-3

@@ -63,9 +63,9 @@ def test_killed_and_started_again(tmp_path):
 
 def train_and_save(folder: str, wrap: str, steps: range) -> dict[str, torch.Tensor]:
     """Continue a training for some steps and save it; its state then, whole, on rank 0."""
-    from tiny_llama.checkpoints import Checkpoints
+    from jobs.checkpoints import Checkpoints
+    from jobs.processes import Job
     from tiny_llama.model import build_model, consolidated_state, wrap_model
-    from tiny_llama.processes import Job
     from tiny_llama.training import make_optimizer
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

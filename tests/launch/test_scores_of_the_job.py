@@ -17,9 +17,9 @@ CRITERIA = ("snip", "taylor", "fisher", "wanda", "ria", "stade")
 
 def scores_of(wrap: str) -> dict[str, torch.Tensor]:
     """By criterion and parameter: whole scores, or whole factors of scores."""
+    from jobs.processes import Job
     from tiny_llama.data import load_corpus
     from tiny_llama.model import build_model, wrap_model
-    from tiny_llama.processes import Job
     from tiny_llama.scoring import CRITERIA as FUNCTIONS
     from tiny_llama.scoring import Calibration, TrainingScores
     from tiny_llama.training import Trainer, make_optimizer

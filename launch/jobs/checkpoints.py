@@ -23,19 +23,8 @@ from distprune import checkpoint
 from distprune.schedule import ScheduledPruner
 
 from .processes import Job
-from .settings import Settings
 
 PROGRESS_FILE = "progress.json"
-
-
-def remove_checkpoints(settings: Settings, job: Job) -> None:
-    """Remove all checkpoints when the job is done, so that the next one starts afresh."""
-    if job.rank == 0:
-        shutil.rmtree(checkpoints_folder(settings), ignore_errors=True)
-
-
-def checkpoints_folder(settings: Settings) -> Path:
-    return settings.output / "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
