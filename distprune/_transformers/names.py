@@ -48,9 +48,17 @@ class TransformersRules:
         self._prefix: str = model.base_model_prefix
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
-        for transform in transforms_of(model):
+        self._transforms = transforms_of(model)
+        for transform in self._transforms:
             is_converter = hasattr(transform, "operations")
             (self._converters if is_converter else self._renamings).append(transform)
+
+    def used(self) -> list[Any]:
+        """The transforms that have changed a name in :meth:`match`, as transformers records them.
+
+        Their reverse is what ``save_pretrained`` applies.
+        """
+        return [step for step in self._transforms if step.was_used()]
 
     def with_other_prefix(self, name: str, parameters: Mapping[str, Shape]) -> str | None:
         """The parameter's name with the base model's prefix added or removed; None without one."""

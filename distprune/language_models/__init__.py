@@ -17,13 +17,17 @@ import importlib
 # Type checkers take this name for true; see distprune/__init__.py.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    pass  # from distprune.language_models.module import name as name
+    from distprune.language_models.loading import load_sharded as load_sharded
 
 # By public name, its module. No module has the name of a function: once imported, it would take
 # the function's place in this package.
-_MODULES: dict[str, str] = {}
+_MODULES = {
+    "load_sharded": "loading",
+}
 
-__all__: list[str] = []
+__all__ = [
+    "load_sharded",
+]
 
 
 if not TYPE_CHECKING:

@@ -138,7 +138,7 @@ def tiny_model(family):
     return model.eval()
 
 
-def save_tiny(family, folder):
+def save_tiny(family, folder, **options):
     """Write a checkpoint of a tiny model with transformers."""
-    tiny_model(family).save_pretrained(folder)
+    tiny_model(family).save_pretrained(folder, **options)
     return folder

@@ -45,7 +45,7 @@ ROOMS = {
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},
     "integrations": {"_common", "call", "methods", "api", "verification", "schedule", "recipe"},
-    "language_models": set(),
+    "language_models": {"_common", "_transformers", "shards", "files"},
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",

@@ -1,0 +1,150 @@
+"""A transformers model of a folder, built without its weights."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def build_without_weights(folder: str, dtype: torch.dtype | None) -> Any:
+    """The model of a folder's config: parameters on the meta device, other buffers as they will be.
+
+    It is what ``AutoModelForCausalLM.from_pretrained`` fills: in eval mode, tied, each parameter in
+    the dtype that it will have, with the folder's generation config.
+
+    Args:
+        folder: a local one, with config.json.
+        dtype: of the parameters; None: that of the config, else torch's default.
+
+    Raises:
+        NotImplementedError: the weights are quantised, or a buffer that is in no checkpoint cannot
+            be computed; names it.
+        OSError, ValueError: transformers cannot read the config, or it has code of its own.
+
+    Cost: no memory for parameters; the buffers are computed twice.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotImplementedError(
+            f"{folder}: config.json has a quantization_config, so the stored numbers are codes, "
+            "not weights; expected the checkpoint that it was made from."
+        )
+    if dtype is not None:
+        config.dtype = dtype
+    with torch.device("meta"):
+        factory: Any = transformers.AutoModelForCausalLM
+        model = factory.from_config(
+            config, dtype=config.dtype or torch.get_default_dtype(), trust_remote_code=False
+        )
+    model.config.name_or_path = folder
+    model.tie_weights()
+    _keep_in_float32(model, model.config.dtype)
+    _compute_buffers(model)
+    _read_generation_config(model, folder)
+    return model.eval()
+
+
+def ignored_on_load(model: Any) -> re.Pattern[str] | None:
+    """Names of tensors in checkpoints that ``from_pretrained`` passes over in silence."""
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    # Buffers that old checkpoints hold, per layer or persistent.
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({p})" for p in sorted(patterns))) if patterns else None
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The modules that transformers never splits over devices, inner ones first."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [m for m in reversed(list(model.modules())) if type(m).__name__ in names]
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give parameters that transformers keeps in float32 that dtype."""
+    plan_of = getattr(model, "_get_dtype_plan", None)
+    plan = {} if plan_of is None else plan_of(dtype)
+    if not plan:
+        return
+    loading = importlib.import_module("transformers.core_model_loading")
+    pattern, by_group, *_ = loading.build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        match = pattern.search(name)
+        if match is not None:
+            parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
+
+
+def _compute_buffers(model: Any) -> None:
+    """Compute the buffers that are in no checkpoint, as ``from_pretrained`` does.
+
+    Transformers initialises whatever is not marked as initialised, so only these buffers. They
+    are right if they do not depend on what was in them before.
+    """
+    in_checkpoint = model.state_dict(keep_vars=True)
+    for tensor in in_checkpoint.values():
+        tensor._is_hf_initialized = True
+    names = [name for name, _ in model.named_buffers() if name not in in_checkpoint]
+    results = []
+    for content in (0, 1):
+        for name in names:
+            buffer = model.get_buffer(name)
+            _set_buffer(model, name, torch.full_like(buffer, content, device="cpu"))
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()
+        results.append({name: model.get_buffer(name) for name in names})
+    for name in names:
+        if not torch.equal(results[0][name], results[1][name]):
+            raise NotImplementedError(
+                f"{name}: transformers {_version()} does not compute this buffer of "
+                f"{type(model).__name__}, which is in no checkpoint, for a model that was built on "
+                "the meta device; expected a model that from_pretrained loads. Load it with "
+                "from_pretrained, and wrap it afterwards."
+            )
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, value)
+
+
+def _read_generation_config(model: Any, folder: str) -> None:
+    import transformers
+
+    if model.can_generate():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+        except OSError:  # the folder has none: it is made from the config
+            return
+
+
+def _version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+def tensors_of_checkpoints(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of a model: parameters and persistent buffers; tied ones each time.
+
+    Without hooks of wrappers, unlike ``state_dict``.
+    """
+    saved = set(model.state_dict(keep_vars=True))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in saved:
+            yield name, buffer

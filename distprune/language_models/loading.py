@@ -1,0 +1,234 @@
+"""Load a language model's folder onto the ranks, each its own part."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.process_groups import world
+from distprune._common.pruned_form import is_dtensor, local_tensor
+from distprune._transformers.building import build_without_weights, tensors_of_checkpoints
+from distprune._transformers.mask_matching import SameTensor
+from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.language_models.extra import require_extra
+from distprune.language_models.part_reading import PartReader, Ranges, dtype_of
+from distprune.language_models.sources import TensorSource, doubly_stored, find_sources
+from distprune.language_models.wrapping import Wrap, check_wrap, make_mesh, shard, sizes_of
+from distprune.shards import dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+
+def load_sharded(
+    folder: str | Path,
+    *,
+    wrap: Wrap = "none",
+    mesh: DeviceMesh | Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    ignore_unexpected: bool = False,
+) -> nn.Module:
+    """Load the model of a Hugging Face folder, each rank only what it holds. Collective.
+
+    The model is that of ``AutoModelForCausalLM.from_pretrained(folder)``, bit for bit, whatever the
+    wrap: in eval mode, with tied weights, with the folder's generation config. It is built without
+    weights, sharded, and every rank reads its rows and columns from the safetensors files; tensors
+    that transformers renames or moves on loading (experts of a mixture) are converted one parameter
+    at a time.
+
+    Args:
+        folder: with config.json and safetensors files; or the name of a model in the local Hugging
+            Face cache, as on the command line. Nothing is downloaded. Every rank reads it.
+        wrap: "none", a whole model on every rank; "ddp"; "fsdp2", sharded by decoder layer, with
+            the rest in the root; "tp", by transformers' tensor-parallel plan of the model;
+            "fsdp2_tp", both.
+        mesh: a DeviceMesh, or its sizes: by default all ranks. Two sizes for "fsdp2" are (replicas,
+            shards), those for "fsdp2_tp" (data-parallel, tensor-parallel).
+        dtype: of the parameters; by default that of the config, else of the first weights.
+        device: of this rank; by default that of the mesh, or the current accelerator, or the CPU.
+        ignore_unexpected: load a checkpoint that holds more than the model, as
+            ``from_pretrained`` does with a warning.
+
+    Returns:
+        The model; a DistributedDataParallel for "ddp".
+
+    Raises:
+        ValueError: an argument is wrong; the ranks were given different ones or have different
+            files; tensors are missing, unexpected, or of another shape: all of them, by name.
+        NotImplementedError: the weights are quantised; transformers has no tensor-parallel plan for
+            the model, one with a style that is not known here, or heads that the ranks cannot
+            share; a conversion of transformers does more than move elements.
+        CheckpointError: the folder does not exist or is damaged.
+        ImportError: the extra ``language-models`` is not installed.
+        Where one rank fails, every rank raises.
+
+    Cost: memory: the shard, and one buffer of 16 MiB or, for converted parameters, twice the
+    parameter. From the disk: the bytes of the shard; of weights that are split by columns, each
+    rank reads all rows. On the wire: a few hundred bytes; for "ddp", what it sends when it is made.
+    """
+    require_extra()
+    communicator = world()
+    started = time.monotonic()
+
+    def build() -> tuple[Any, Checkpoint, list[TensorSource], torch.device]:
+        check_wrap(wrap, mesh)
+        checkpoint = open_checkpoint(folder, follow_links=True)
+        model = build_without_weights(checkpoint.folder, dtype or _dtype_of(checkpoint))
+        _untie_different(model, checkpoint)
+        sources = find_sources(model, checkpoint, ignore_unexpected=ignore_unexpected)
+        return model, checkpoint, sources, _device(device, mesh)
+
+    def facts(
+        built: tuple[Any, Checkpoint, list[TensorSource], torch.device],
+    ) -> list[tuple[str, str]]:
+        model, checkpoint = built[:2]
+        return [
+            ("wrap", wrap),
+            ("sizes of the mesh", str(sizes_of(mesh))),
+            ("dtype", str(model.config.dtype)),
+            ("config.json", model.config.to_json_string()),
+            ("tensors of the files", _digest(checkpoint)),
+        ]
+
+    model, checkpoint, sources, on = communicator.run(build, facts)
+    device_mesh = make_mesh(wrap, mesh, on)
+    communicator.run(lambda: shard(model, wrap, device_mesh))
+    reader = PartReader(checkpoint)
+    communicator.run(lambda: _fill(model, sources, reader, on))
+    if communicator.index == 0:
+        logger.info(
+            "loaded %s (wrap=%s): this rank read %.1f MB in %.1f s",
+            checkpoint.folder,
+            wrap,
+            reader.bytes_read / 1e6,
+            time.monotonic() - started,
+        )
+    if wrap == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model).eval()
+    return model  # type: ignore[no-any-return]
+
+
+def _fill(
+    model: Any, sources: Sequence[TensorSource], reader: PartReader, device: torch.device
+) -> None:
+    """Give every parameter and buffer of a sharded model its memory and its values."""
+    tensors = dict(tensors_of_checkpoints(model))
+    with reader, torch.no_grad():
+        for item in sources:
+            name = item.names[0]
+            tensor = tensors[name]
+            filled = torch.empty_like(tensor, device=device)
+            _read(item, _ranges(name, tensor), local_tensor(filled), reader)
+            if isinstance(tensor, nn.Parameter):
+                # FSDP2 knows the parameter object, and tied modules share it: it stays.
+                new = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+                swap: Any = torch.utils.swap_tensors
+                swap(tensor, new)
+            else:
+                for other in item.names:
+                    _set_buffer(model, other, filled)
+    for name, buffer in list(model.named_buffers()):
+        if buffer.device != device:
+            _set_buffer(model, name, buffer.to(device))
+    left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    assert not left, left
+
+
+def _read(item: TensorSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
+    source = item.source
+    if isinstance(source, SameTensor):
+        reader.read(source.name, ranges, out)
+        return
+    whole = source.read(lambda name: reader.whole(name, out.dtype))
+    for dim, part in enumerate(ranges):
+        whole = whole.narrow(dim, part.start, len(part))
+    out.copy_(whole)
+
+
+def _ranges(name: str, tensor: Tensor) -> Ranges:
+    """The indices, per dimension, of the elements that this rank holds."""
+    if is_dtensor(tensor):
+        return dtensor.local_shard(name, tensor, None).coordinates
+    return [range(size) for size in tensor.shape]
+
+
+def _untie_different(model: Any, checkpoint: Checkpoint) -> None:
+    """Untie parameters that the checkpoint stores with different values, as transformers does."""
+    reader = PartReader(checkpoint)
+    with reader:
+        for first, others in doubly_stored(model, checkpoint):
+            for other in others:
+                if not _equal(reader, first, other):
+                    logger.warning(
+                        "%s and %s are tied by the config, and differ in %s: they are not tied.",
+                        first,
+                        other,
+                        checkpoint.folder,
+                    )
+                    path, _, leaf = other.rpartition(".")
+                    tied = model.get_parameter(other)
+                    setattr(model.get_submodule(path), leaf, nn.Parameter(torch.empty_like(tied)))
+                    model.all_tied_weights_keys.pop(other, None)
+
+
+def _equal(reader: PartReader, first: str, second: str) -> bool:
+    """Whether two tensors of a checkpoint are equal; reads them row by row, in pieces."""
+    one, two = reader.entries[first], reader.entries[second]
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    if not one.numel:
+        return True
+    dtype, rows = dtype_of(one), one.shape[0] if one.shape else 1
+    step = max(2**24 // (one.nbytes // rows), 1)
+    inner = [range(size) for size in one.shape[1:]]
+    for start in range(0, rows, step):
+        part = range(start, min(start + step, rows))
+        shape = (len(part), *one.shape[1:]) if one.shape else ()
+        pieces = [torch.empty(shape, dtype=dtype) for _ in range(2)]
+        for name, piece in zip((first, second), pieces, strict=True):
+            reader.read(name, [part, *inner] if one.shape else [], piece)
+        if not torch.equal(*(piece.view(torch.uint8) for piece in pieces)):
+            return False
+    return True
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, value)
+
+
+def _dtype_of(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The dtype of the weights where the config does not say one."""
+    if checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"):
+        return None
+    dtypes = map(dtype_of, checkpoint.tensors)
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+def _device(
+    device: torch.device | str | None, mesh: DeviceMesh | Sequence[int] | None
+) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    kind = getattr(mesh, "device_type", None)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _digest(checkpoint: Checkpoint) -> str:
+    facts = sorted((t.name, t.dtype, t.shape) for t in checkpoint.tensors)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
