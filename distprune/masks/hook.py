@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from distprune._common.lost import lost_mask
 from distprune._common.naming import full_name
 from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
+from distprune.masks.adapters import guard_merges
 from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import dense_gradients, live_property
 from distprune.torch_private.managed import ShardMask
@@ -91,6 +92,7 @@ class PruningHook:
         """Remember the module, for :meth:`__deepcopy__` and :func:`take_bound`."""
         self._module_ref = weakref.ref(module)
         _bound.add(module)
+        guard_merges()
 
     def note_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
         """Remember the parameter to which the mask belongs, and its layout."""

@@ -44,7 +44,10 @@ ROOMS = {
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api", "projection"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},
-    "integrations": {"_common", "call", "methods", "api", "verification", "schedule", "recipe"},
+    "integrations": {
+        "_common", "torch_private", "masks", "call", "methods", "api", "verification", "schedule",
+        "recipe",
+    },
     "language_models": {"_common", "_transformers", "shards", "files"},
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",

@@ -1,0 +1,325 @@
+"""LoRA on a pruned model, with PEFT: zeros stay zeros through training and through merging.
+
+    model = AutoModelForCausalLM.from_pretrained("llama-pruned")
+    model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    hold_zeros(model)  # before or after DDP and fully_shard
+    ...  # train
+    merged = merge_and_unload(model)
+    merged.save_pretrained("llama-recovered")  # the zeros of llama-pruned, exactly
+
+PEFT alone trains ``W + scaling * B A``, which has no zeros; if the zeros are put back after
+merging, the model is not the one that was trained. Here the delta is masked in training already,
+so that the outputs before and after merging are equal but for rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.collectives import Communicator, resolved
+from distprune._common.memory import on_host
+from distprune._common.naming import full_name, named_modules, unwrap
+from distprune._common.process_groups import world
+from distprune._common.pruned_form import is_dtensor, local_tensor
+from distprune.integrations.held_lora import HeldDelta, stored_weight, zeros_of
+from distprune.masks.adapters import guard_merges, holds_zeros
+from distprune.masks.hook import find_hook
+from distprune.torch_private.wrapper import is_flattened, is_managed
+
+try:
+    from peft import PeftModel
+    from peft.tuners.lora.layer import Linear as LoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+except ImportError as error:
+    raise ImportError(
+        "distprune.integrations.peft needs PEFT 0.18 or later; install it with "
+        "pip install 'distprune[peft]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Ways to begin that leave the base weight as it is.
+_INITS = (True, False, "gaussian", "orthogonal", "eva")
+
+guard_merges()
+
+
+def hold_zeros(model: nn.Module, *, group: ProcessGroup | None = None) -> tuple[str, ...]:
+    """Make the LoRA layers of a pruned model leave the zeros of its weights zero. Collective.
+
+    From now on the weight of such a layer is ``W + scaling * B A`` with the delta 0 wherever W is,
+    in training, with several adapters, and after ``merge_adapter``, ``merge_and_unload`` and
+    ``unmerge_adapter``. The zeros are those that W has, as ordinary values or by masks in force;
+    an element that happens to be 0 is one of them. A layer without a zero stays as it
+    is. Adapters added or loaded into these layers later are held too; call this again
+    if one reaches other layers. Adapters are saved as PEFT saves any: the file does not know
+    of the zeros, so call this after loading one, too.
+
+    Args:
+        model: of ``get_peft_model`` or ``PeftModel.from_pretrained``, with its weights loaded;
+            plain, under DDP, or after ``fully_shard`` of whole blocks.
+        group: the ranks that take part; every rank by default.
+
+    Returns:
+        The names of the layers that hold zeros, the same on every rank.
+
+    Raises:
+        ValueError: no layer with an adapter has zeros; an adapter is merged; ranks differ.
+        NotImplementedError: zeros in a layer that cannot hold them: another kind of adapter or of
+            layer than LoRA of nn.Linear and Conv1D, DoRA and other variants, an initialisation that
+            changes the base (PiSSA, ...), a quantised base, a base that is trained without
+            masks, modules_to_save, FSDP1, tensor parallelism. Names the layer. Nothing has
+            changed then, on any rank.
+
+    Cost: a read of the weights; an all-reduce of 8 bytes per layer. What each forward and backward
+    costs more than unpruned LoRA: see [Note: cost of a held adapter].
+    """
+    communicator = world(group)
+    with communicator.exclusively():
+        pruned = _pruned_layers(model, communicator)
+    if not pruned:
+        raise ValueError(
+            "no layer with an adapter has zeros in its base weight; expected a model that was "
+            "pruned before get_peft_model. (Some values of init_lora_weights, such as 'pissa', "
+            "change the base weights and fill their zeros.)"
+        )
+    refused = [f"{each.name} {each.obstacle}" for each in pruned if each.obstacle is not None]
+    if refused:
+        raise NotImplementedError(
+            f"{_shortened(refused, '; ')}. Expected that only LoRA of nn.Linear and Conv1D changes "
+            "weights with zeros. Leave such modules out of target_modules and modules_to_save."
+        )
+    for each in pruned:
+        _hold(each.layer)
+    return tuple(each.name for each in pruned)
+
+
+def merge_and_unload(
+    model: nn.Module,
+    *,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+    group: ProcessGroup | None = None,
+) -> nn.Module:
+    """Merge adapters into the pruned base, whose zeros stay, and return it without them.
+
+    What ``PeftModel.merge_and_unload`` does, after a check that no zero would be filled. Works
+    under FSDP2, too: each rank merges its shard. Masks in force stay in force. Collective.
+
+    Args:
+        model: as it was given to :func:`hold_zeros`.
+        safe_merge: refuse an adapter with values that are not finite.
+        adapter_names: those to merge; the active ones by default.
+        group: the ranks that take part; every rank by default.
+
+    Raises:
+        ValueError: a layer has zeros and does not hold them; names it; nothing has changed.
+
+    Cost: two reads of the weights; per layer, one matrix of the size of this rank's part of
+    it, and under FSDP2 an all-gather of the factors A.
+    """
+    communicator = world(group)
+    with communicator.exclusively():
+        pruned = _pruned_layers(model, communicator)
+    unheld = [each.name for each in pruned if not holds_zeros(each.layer)]
+    if unheld:
+        raise ValueError(
+            f"{_shortened(unheld, ', ')}: the base weight has zeros, which merging would fill; "
+            "expected layers that hold them. Call hold_zeros(model) after get_peft_model or "
+            "PeftModel.from_pretrained, before training: an adapter that was trained without it is "
+            "another model."
+        )
+    tuned: Any = _unwrapped(model)
+    for module in tuned.modules():
+        # A copy that FSDP2 has gathered is not the weight. Only its modules have this method.
+        if hasattr(module, "set_reshard_after_forward"):
+            module.reshard()
+    merged: nn.Module = tuned.merge_and_unload(safe_merge=safe_merge, adapter_names=adapter_names)
+    return merged
+
+
+def save_adapter(model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Save the adapters of a model that may be sharded, as PEFT does. Collective; rank 0 writes.
+
+    Args:
+        model: of PEFT, plain, under DDP or FSDP2.
+        path: the folder to write; ``PeftModel.from_pretrained(base, path)`` loads it.
+        kwargs: for ``PeftModel.save_pretrained`` (``selected_adapters``, ...).
+
+    Raises:
+        TypeError: the model is not one of PEFT.
+        Exception: what rank 0 raises when it writes; on every rank.
+
+    Cost: the adapters are gathered on every rank. The base weights are not.
+    """
+    communicator = world()
+    tuned = communicator.run(lambda: _unwrapped(model))
+
+    def gather_and_write() -> None:
+        state = {
+            name: _whole(value)
+            for name, value in tuned.state_dict().items()
+            if "lora_" in name or "modules_to_save." in name
+        }
+        if communicator.index == 0:
+            tuned.save_pretrained(path, state_dict=state, **kwargs)
+
+    communicator.run(gather_and_write)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that PEFT trains, and what speaks against holding the zeros that it may have."""
+
+    name: str
+    layer: Any
+    weights: tuple[tuple[nn.Module, str], ...]
+    obstacle: str | None
+
+
+def _pruned_layers(model: nn.Module, communicator: Communicator) -> list[_Layer]:
+    """The layers of PEFT whose base weights have zeros, on any rank."""
+    layers = communicator.run(
+        lambda: _find(_unwrapped(model)), lambda found: [(each.name, "") for each in found]
+    )
+
+    def count() -> Tensor:
+        counts = [_count_zeros(each) for each in layers]
+        return torch.tensor(on_host(counts), dtype=torch.int64)
+
+    counts = communicator.reduce(len(layers), count).tolist()
+    return [each for each, zeros in zip(layers, counts, strict=True) if zeros]
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    tuned = unwrap(model)
+    if not isinstance(tuned, PeftModel):
+        raise TypeError(
+            f"model is a {type(tuned).__name__}; expected what peft.get_peft_model or "
+            "PeftModel.from_pretrained returned, wrapped or not."
+        )
+    return tuned
+
+
+def _find(model: Any) -> list[_Layer]:
+    inits = {name: config.init_lora_weights for name, config in model.peft_config.items()
+             if hasattr(config, "init_lora_weights")}  # fmt: skip
+    found = []
+    for path, module in named_modules(model):
+        if isinstance(module, BaseTunerLayer):
+            base = module.get_base_layer()
+            weights = _matrices(base)
+            if not weights and any(True for _ in base.parameters()):
+                raise NotImplementedError(
+                    f"{path}: the base layer is a {type(base).__name__} without a matrix of "
+                    "floating-point numbers, as quantised layers are; expected an unquantised "
+                    "model. Dequantise it before get_peft_model."
+                )
+            found.append(_Layer(path, module, weights, _obstacle(module, base, inits)))
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            copies = getattr(module, "modules_to_save", {})
+            weights = tuple(place for copy in copies.values() for place in _matrices(copy))
+            obstacle = "is trained as a whole (modules_to_save or trainable tokens)"
+            found.append(_Layer(path, module, weights, obstacle))
+    return found
+
+
+def _matrices(module: nn.Module) -> tuple[tuple[nn.Module, str], ...]:
+    return tuple(
+        (owner, key)
+        for owner in module.modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and parameter.ndim > 1 and parameter.is_floating_point()
+    )
+
+
+def _obstacle(layer: Any, base: nn.Module, inits: dict[str, Any]) -> str | None:
+    """Why the zeros of a layer cannot be held; None if they can."""
+    # FSDP2 puts a class of its own in front.
+    kind = next(cls for cls in type(layer).__mro__ if not cls.__module__.startswith("torch."))
+    if kind is not LoraLinear:
+        return f"is a {kind.__module__}.{kind.__qualname__}"
+    if base._parameters.keys().isdisjoint(("weight", "weight_orig")):
+        return f"has a base layer {type(base).__name__} that does not keep a weight"
+    others = {
+        name: type(each).__name__
+        for name, each in layer.lora_variant.items()
+        if not isinstance(each, HeldDelta)
+    }
+    changing = {name: inits[name] for name in layer.lora_A if inits.get(name, True) not in _INITS}
+    if others or changing:
+        return f"has adapters of other forms: {others or changing}"
+    if layer.merged and not holds_zeros(layer):
+        return "has merged adapters (call unmerge_adapter first)"
+    if stored_weight(base).requires_grad and find_hook(base, "weight") is None:
+        return "has a base weight that is trained, without a mask (masks_from_zeros makes one)"
+    if any(layer.lora_bias.values()) and find_hook(base, "bias") is not None:
+        return "has lora_bias, and a bias that is pruned"
+    if is_flattened(base, "weight"):
+        return "is under FSDP1 (use fully_shard)"
+    is_parallel = is_dtensor(stored_weight(base)) and not is_managed(base, "weight")
+    if is_parallel or getattr(base, "_hf_tp_plan", None):
+        return "is tensor-parallel"
+    return None
+
+
+def _count_zeros(layer: _Layer) -> Tensor:
+    """Zeros of this rank's parts of the weights; 0 if they are the row of a padding token."""
+    total = torch.zeros((), dtype=torch.int64)
+    for owner, key in layer.weights:
+        values = owner._parameters[key]
+        assert values is not None
+        if values.is_meta:
+            raise ValueError(
+                f"{full_name(layer.name, key)} is on the meta device; expected loaded weights."
+            )
+        if key in ("weight", "weight_orig") and not is_flattened(owner, "weight"):
+            zeros = zeros_of(owner).sum()
+        else:
+            zeros = (local_tensor(values.detach()) == 0).sum()
+        if isinstance(owner, nn.Embedding) and zeros <= owner.embedding_dim:
+            continue
+        total += zeros.to(total.device)
+    return total
+
+
+def _hold(layer: Any) -> None:
+    held = next(iter(layer.lora_variant.values()), None) or HeldDelta()
+    for adapter in layer.lora_A:
+        layer.lora_variant[adapter] = held
+    # Asked for each adapter that is added to the layer.
+    layer.resolve_lora_variant = functools.partial(_resolve, layer, held)
+
+
+def _resolve(layer: Any, held: HeldDelta, **kwargs: Any) -> HeldDelta:
+    other = type(layer).resolve_lora_variant(layer, **kwargs)
+    init = getattr(kwargs.get("config"), "init_lora_weights", True)
+    if other is not None or init not in _INITS:
+        raise NotImplementedError(
+            f"an adapter of the form {type(other).__name__ if other is not None else init!r} is "
+            "added to a layer that holds its zeros; expected plain LoRA."
+        )
+    return held
+
+
+def _whole(value: Tensor) -> Tensor:
+    if not is_dtensor(value):
+        return value
+    from torch.distributed.tensor import Replicate
+
+    replicated: Sequence[Any] = [Replicate()] * value.device_mesh.ndim
+    return resolved(value, replicated).cpu()
+
+
+def _shortened(texts: Sequence[str], separator: str) -> str:
+    rest = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return separator.join(texts[:3]) + rest

@@ -1,0 +1,370 @@
+"""LoRA on a pruned Llama with the real PEFT: zeros stay zeros, in training and after merging."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+peft = pytest.importorskip("peft")
+
+import transformers  # noqa: E402
+
+import distprune as prune  # noqa: E402
+from distprune.integrations.peft import hold_zeros, merge_and_unload, save_adapter  # noqa: E402
+
+TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def llama(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8,
+                                     bos_token_id=None, eos_token_id=None)  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def pruned(model, permanent=True, name="*proj"):
+    parameters = prune.select(model, include=name)
+    prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.6)
+    if permanent:
+        for module, key in parameters:
+            prune.remove(module, key)
+    return model
+
+
+def lora(**options):
+    return peft.LoraConfig(**{"target_modules": TARGETS, "r": 4, "lora_alpha": 8, **options})
+
+
+def zeros(model):
+    """Where the effective weights are zero, by the names of the model without adapters."""
+    found = {}
+    for path, module in model.named_modules():
+        is_layer = isinstance(module, nn.Linear | transformers.pytorch_utils.Conv1D)
+        if is_layer and ".lora_" not in path:
+            name = path.removeprefix("base_model.model.").removesuffix(".base_layer")
+            found[name] = module.weight.detach() == 0
+    return found
+
+
+def same_zeros(found, expected):
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def train(model, steps=4, lr=1e-2):
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.1)
+    for _ in range(steps):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@torch.no_grad()
+def outputs(model):
+    return model(input_ids=TOKENS).logits
+
+
+def close(found, expected):
+    """Equal but for the rounding of sums in another order, of numbers near 1."""
+    assert expected.abs().max() > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("permanent", [True, False], ids=["values", "masks"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (llama, {}),
+        (llama, {"use_rslora": True, "lora_dropout": 0.2}),
+        (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True,
+                "lora_bias": True}),
+    ],
+    ids=["llama", "rslora_dropout", "gpt2_bias"],
+)  # fmt: skip
+def test_zeros_stay_and_outputs_are_those_before_merging(make, options, permanent, tmp_path):
+    base = pruned(make(), permanent, "*proj" if make is llama else "*c_*")
+    expected, dense = zeros(base), outputs(base)
+    model = peft.get_peft_model(base, lora(**options))
+    held = hold_zeros(model)
+    assert len(held) == 6
+    train(model)
+    before = outputs(model)
+    assert (before - dense).abs().max() > 1e-2  # it has learned something
+    merged = merge_and_unload(model)
+    assert same_zeros(zeros(merged), expected)
+    close(outputs(merged), before)
+    prune.checkpoint.save_pretrained(merged, tmp_path)
+    loaded = type(merged).from_pretrained(tmp_path).eval()
+    assert same_zeros(zeros(loaded), expected)
+    assert torch.equal(outputs(loaded), outputs(merged))
+
+
+def test_the_gradients_are_those_of_the_masked_delta():
+    base = pruned(llama())
+    model = peft.get_peft_model(copy.deepcopy(base), lora(init_lora_weights=False))
+    hold_zeros(model)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+
+    factors = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+        if "lora_" in name
+    }
+    weights = {}
+    for name in held_names(model):
+        stem = f"base_model.model.{name}"
+        a = factors[f"{stem}.lora_A.default.weight"]
+        b = factors[f"{stem}.lora_B.default.weight"]
+        weight = base.get_parameter(f"{name}.weight").detach()
+        weights[f"{name}.weight"] = weight + (weight != 0) * (2.0 * b @ a)
+    arguments = {"input_ids": TOKENS, "labels": TOKENS}
+    torch.func.functional_call(base, weights, (), arguments).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(parameter.grad, factors[name].grad, rtol=1e-4, atol=1e-7)
+
+
+def held_names(model):
+    found = [name for name, each in model.named_modules() if hasattr(each, "lora_variant")]
+    return [name.removeprefix("base_model.model.") for name in found]
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("permanent", [True, False], ids=["values", "masks"])
+def test_several_adapters_merge_and_unmerge(permanent, safe):
+    base = pruned(llama(), permanent)
+    expected = zeros(base)
+    dense = outputs(base)
+    model = peft.get_peft_model(base, lora(init_lora_weights=False))
+    hold_zeros(model)
+    model.add_adapter("other", lora(r=2, init_lora_weights=False))
+    model.eval()
+    alone = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        alone[name] = outputs(model)
+    mixed = model(input_ids=TOKENS, adapter_names=["default", "other", "__base__", "other"]).logits
+    for row, expected_row in enumerate([alone["default"], alone["other"], dense, alone["other"]]):
+        close(mixed[row].detach(), expected_row[row])
+    model.base_model.set_adapter(["default", "other"])
+    both = outputs(model)
+    with model.disable_adapter():
+        assert torch.equal(outputs(model), dense)
+
+    model.merge_adapter(safe_merge=safe)
+    assert same_zeros(zeros(model), expected)
+    close(outputs(model), both)
+    model.unmerge_adapter()
+    assert same_zeros(zeros(model), expected)
+    close(outputs(model), both)
+    with model.disable_adapter():
+        close(outputs(model), dense)
+    model.merge_adapter(["other"], safe_merge=safe)
+    with model.disable_adapter():  # PEFT unmerges
+        close(outputs(model), dense)
+    assert same_zeros(zeros(model), expected)
+
+
+def test_a_sum_that_is_zero_is_restored_by_unmerging():
+    """The zeros are those of the base, not those of a merged weight."""
+    base = nn.Sequential(nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        base[0].weight.copy_(torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+    base.config = {"model_type": "none"}
+    model = peft.get_peft_model(base, lora(target_modules=["0"], r=1, lora_alpha=1))
+    hold_zeros(model)
+    layer = model.base_model.model[0]
+    with torch.no_grad():
+        layer.lora_A["default"].weight.copy_(torch.tensor([[1.0, 1.0]]))
+        layer.lora_B["default"].weight.copy_(torch.tensor([[-1.0], [1.0]]))
+    model.merge_adapter()
+    assert layer.base_layer.weight.tolist() == [[0, 0], [3, 4]]
+    model.unmerge_adapter()
+    assert layer.base_layer.weight.tolist() == [[1, 0], [2, 3]]
+
+
+def test_saved_adapters_load_on_the_pruned_base(tmp_path):
+    base = pruned(llama())
+    base.save_pretrained(tmp_path / "base")
+    expected = zeros(base)
+    model = peft.get_peft_model(base, lora())
+    hold_zeros(model)
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    save_adapter(model, tmp_path / "again")
+    for folder in ("adapter", "again"):
+        fresh = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / folder).eval()
+        with pytest.raises(ValueError, match=r"q_proj.*zeros, which merging would fill.*hold_zer"):
+            merge_and_unload(loaded)
+        hold_zeros(loaded)
+        assert torch.equal(outputs(loaded), outputs(model))
+        assert same_zeros(zeros(merge_and_unload(loaded)), expected)
+
+
+def test_half_precision():
+    base = pruned(llama(torch.bfloat16))
+    expected = zeros(base)
+    model = peft.get_peft_model(base, lora())
+    hold_zeros(model)
+    train(model)
+    before = outputs(model)
+    merged = merge_and_unload(model)
+    assert same_zeros(zeros(merged), expected)
+    torch.testing.assert_close(outputs(merged), before, rtol=2**-6, atol=2**-6)
+
+
+def test_autograd_keeps_no_dense_delta():
+    """What a layer keeps for backward: its input, and the weights, which exist anyway."""
+    base = nn.Sequential(nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        base[0].weight[:, ::2] = 0
+    base.config = {"model_type": "none"}
+    model = peft.get_peft_model(base, lora(target_modules=["0"]))
+    hold_zeros(model)
+    known = {p.data_ptr() for p in model.parameters()}
+    kept = []
+
+    def pack(tensor):
+        if tensor.data_ptr() not in known:
+            kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(torch.ones(3, 64)).sum()
+    assert max(kept, default=0) <= 3 * 64
+
+
+def test_gradient_checkpointing():
+    base = pruned(llama())
+    model = peft.get_peft_model(base, lora(init_lora_weights=False))
+    hold_zeros(model)
+    model.train()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    again = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(map(torch.equal, again, gradients))
+
+
+# What is refused, by name.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, r"q_proj has adapters of other forms: .*DoraLinearVariant"),
+        ({"modules_to_save": ["o_proj"]}, r"o_proj is trained as a whole"),
+    ],
+)
+def test_refused(options, message):
+    model = peft.get_peft_model(pruned(llama()), lora(**options))
+    with pytest.raises(NotImplementedError, match=message):
+        hold_zeros(model)
+    held = [module for module in model.modules() if "resolve_lora_variant" in vars(module)]
+    assert not held
+
+
+def test_an_initialisation_that_changes_the_base_is_refused():
+    model = peft.get_peft_model(pruned(llama(), permanent=False), lora(init_lora_weights="pissa"))
+    with pytest.raises(NotImplementedError, match=r"other forms: \{'default': 'pissa'\}"):
+        hold_zeros(model)
+    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights="pissa"))
+    with pytest.raises((ValueError, NotImplementedError), match="pissa"):
+        hold_zeros(model)
+
+
+def test_other_adapters_are_refused():
+    config = peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"])
+    model = peft.get_peft_model(pruned(llama()), config)
+    with pytest.raises(NotImplementedError, match=r"q_proj is a peft\.tuners\.ia3\.layer\.Linear"):
+        hold_zeros(model)
+
+
+def test_a_quantised_base_is_refused():
+    base = pruned(llama())
+    for layer in base.model.layers:
+        weight = layer.mlp.down_proj.weight
+        layer.mlp.down_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    model = peft.get_peft_model(base, lora())
+    with pytest.raises(NotImplementedError, match=r"down_proj: .*unquantised"):
+        hold_zeros(model)
+
+
+def test_a_trained_base_without_masks_is_refused():
+    model = peft.get_peft_model(pruned(llama()), lora())
+    model.requires_grad_(True)
+    with pytest.raises(NotImplementedError, match="base weight that is trained, without a mask"):
+        hold_zeros(model)
+    prune.masks_from_zeros(prune.select(model, include="*base_layer"))
+    assert len(hold_zeros(model)) == 6
+
+
+def test_later_adapters_of_other_forms_are_refused():
+    model = peft.get_peft_model(pruned(llama()), lora())
+    hold_zeros(model)
+    with pytest.raises(NotImplementedError, match="DoraLinearVariant' is added to a layer"):
+        model.add_adapter("other", lora(use_dora=True))
+
+
+def test_a_dense_model_has_nothing_to_hold():
+    with pytest.raises(ValueError, match="no layer with an adapter has zeros"):
+        hold_zeros(peft.get_peft_model(llama(), lora()))
+    with pytest.raises(TypeError, match="LlamaForCausalLM; expected what peft"):
+        hold_zeros(pruned(llama()))
+
+
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_peft_alone_refuses_a_merge_that_would_be_lost(merge):
+    model = peft.get_peft_model(pruned(llama(), permanent=False), lora(init_lora_weights=False))
+    before = outputs(model.eval())
+    with pytest.raises(RuntimeError, match=r"q_proj, .*would be lost .*hold_zeros"):
+        getattr(model, merge)()
+    assert torch.equal(outputs(model), before)
+    model.unload()  # without the adapter: nothing is lost
+
+
+def test_safe_merge_refuses_what_is_not_finite():
+    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False))
+    hold_zeros(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight[0, 0] = float("inf")
+    stored = layer.base_layer.weight.clone()
+    with pytest.raises(ValueError, match="'default' has, or makes, values that are not finite"):
+        model.merge_adapter(safe_merge=True)
+    assert torch.equal(layer.base_layer.weight, stored)
+
+
+# Full fine-tuning.
+
+
+def test_a_pruned_folder_is_trained_with_its_zeros_held(tmp_path):
+    pruned(llama()).save_pretrained(tmp_path / "pruned")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "pruned")
+    expected = zeros(model)
+    prune.masks_from_zeros(model)
+    train(model)
+    assert same_zeros(zeros(model), expected)
+    prune.checkpoint.save_pretrained(model, tmp_path / "trained")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "trained").eval()
+    assert same_zeros(zeros(loaded), expected)
+    close(outputs(loaded), outputs(model))
