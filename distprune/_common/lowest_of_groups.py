@@ -2,75 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import numpy as np
 
 from distprune._common.element_groups import Groups
+from distprune._common.memory import Array, Scratch
 
-Array = np.ndarray
-
-# Elements that are ranked at a time if groups are interleaved, because ranking copies them.
+# Elements that are ranked at a time if rows are interleaved, because ranking copies them.
 _STRIPE = 1 << 19
-# Shorter rows are not partitioned: to compare all pairs is five times as fast.
+# Longer groups are partitioned: comparing all pairs would take more time.
 _FEW = 16
+# Rows of at least so many elements are compared one by one.
+_WIDE = 64
+# About how many elements a pattern has.
+_PATTERN = 1 << 14
 
 
-def lowest_of(groups: Groups, keys: Array) -> Array:
+def lowest_of(groups: Groups, keys: Array, scratch: Scratch | None = None) -> Array:
     """Which elements of groups are pruned.
 
     Args:
         groups: of one tensor.
         keys: 1-d, of whole blocks.
+        scratch: memory to use again; the result lies in it, until the next call.
 
     Returns:
         bool, like keys.
+
+    Cost: scratch memory of about 10 bytes per element; 2 bytes for groups of few elements.
     """
-    if groups.columns == 1:
-        return lowest_in_rows(keys.reshape(-1, groups.size), groups.num_pruned).reshape(-1)
-    blocks = keys.reshape(-1, groups.length, groups.columns, groups.kernel)
-    lowest = np.empty(blocks.shape, dtype=bool)
+    scratch = scratch or Scratch()
+    lowest = scratch.array("lowest", keys.size, bool)
+    if groups.num_pruned in (0, groups.size):
+        lowest.fill(groups.num_pruned > 0)
+    elif groups.kernel == 1 and groups.size <= _FEW:
+        _lowest_of_few(keys, groups, lowest, scratch)
+    elif groups.columns == 1:
+        rows = (-1, groups.size)
+        _lowest_in_rows(keys.reshape(rows), groups.num_pruned, lowest.reshape(rows), scratch)
+    else:
+        _lowest_in_columns(keys, groups, lowest, scratch)
+    return lowest
+
+
+def _lowest_in_columns(keys: Array, groups: Groups, lowest: Array, scratch: Scratch) -> None:
+    """:func:`_lowest_in_rows` of rows that are interleaved: they are copied apart, and back."""
+    shape = (-1, groups.length, groups.columns, groups.kernel)
+    blocks, lowest = keys.reshape(shape), lowest.reshape(shape)
     num_blocks = max(_STRIPE // groups.block, 1)
     num_columns = max(_STRIPE // groups.size, 1)
     for first in range(0, len(blocks), num_blocks):
         for column in range(0, groups.columns, num_columns):
             part = np.s_[first : first + num_blocks, :, column : column + num_columns]
-            apart = blocks[part].swapaxes(1, 2)
-            rows = lowest_in_rows(apart.reshape(-1, groups.size), groups.num_pruned)
-            lowest[part] = rows.reshape(apart.shape).swapaxes(1, 2)
-    return lowest.reshape(-1)
+            turned = blocks[part].swapaxes(1, 2)
+            apart = scratch.array("apart", turned.size, keys.dtype)
+            np.copyto(apart.reshape(turned.shape), turned)
+            of_part = scratch.array("lowest apart", turned.size, bool)
+            rows = (-1, groups.size)
+            _lowest_in_rows(apart.reshape(rows), groups.num_pruned, of_part.reshape(rows), scratch)
+            lowest[part] = of_part.reshape(turned.shape).swapaxes(1, 2)
 
 
-def lowest_in_rows(keys: Array, k: int) -> Array:
+def _lowest_in_rows(keys: Array, k: int, lowest: Array, scratch: Scratch) -> None:
     """The k lowest keys of every row; among equal ones those further left.
 
     Args:
         keys: [rows, n].
-
-    Returns:
-        bool [rows, n], k of them True in each row.
+        k: 0 < k < n.
+        lowest: bool [rows, n]; k of them become True in each row.
     """
-    if k == 0:
-        return np.zeros(keys.shape, dtype=bool)
-    if k == keys.shape[1]:
-        return np.ones(keys.shape, dtype=bool)
-    if keys.shape[1] <= _FEW:
-        return _lowest_of_few(keys, k)
-    threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
-    lowest = keys < threshold
-    ties = keys == threshold
-    num_missing = k - np.count_nonzero(lowest, axis=1, keepdims=True)
-    if not np.array_equal(num_missing, np.count_nonzero(ties, axis=1, keepdims=True)):
-        ties &= np.cumsum(ties, axis=1, dtype=np.int32) <= num_missing
-    lowest |= ties
-    return lowest
+    ordered = scratch.array("ordered", keys.size, keys.dtype).reshape(keys.shape)
+    np.copyto(ordered, keys)
+    ordered.partition(k - 1, axis=1)
+    threshold = ordered[:, k - 1 : k].copy()
+    np.less_equal(keys, threshold, out=lowest)
+    if np.count_nonzero(lowest) == len(keys) * k:
+        return
+    # The last ties of a row stay, as many as are too many.
+    num_extra = lowest.view(np.uint8).sum(axis=1, dtype=np.int32, keepdims=True) - k
+    ties = np.equal(keys, threshold, out=scratch.array("ties", keys.size, bool).reshape(keys.shape))
+    ordinals = scratch.array("ordinals", keys.size, np.int32).reshape(keys.shape)
+    np.cumsum(ties, axis=1, dtype=np.int32, out=ordinals)
+    ties &= ordinals > ordinals[:, -1:] - num_extra
+    lowest ^= ties
 
 
-def _lowest_of_few(keys: Array, k: int) -> Array:
-    """:func:`lowest_in_rows` by comparing all pairs of a row, in all rows at once."""
-    columns = np.ascontiguousarray(keys.T)
-    num_earlier = np.zeros(columns.shape, dtype=np.uint8)
-    for left in range(len(columns)):
-        for right in range(left + 1, len(columns)):
-            is_lower = columns[right] < columns[left]
-            num_earlier[left] += is_lower
-            num_earlier[right] += ~is_lower
-    return np.ascontiguousarray((num_earlier < k).T)
+def _lowest_of_few(keys: Array, groups: Groups, lowest: Array, scratch: Scratch) -> None:
+    """The lowest of short groups, by comparing all pairs of a group.
+
+    The place of an element in its group is how many others come before it: as many as stand before
+    it, and those after it that are lower, less those before it that are larger. Elements at a
+    distance d are compared in all groups at once, as ``keys[d:] < keys[:-d]``, and a pattern drops
+    the pairs that are not of one group. Of groups of four::
+
+        distance 1     0-1 1-2 2-3  .  0-1 1-2 2-3  .
+        distance 2     0-2 1-3  .   .  0-2 1-3  .   .
+        distance 3     0-3  .   .   .  0-3  .   .   .
+    """
+    # Along the second dimension, neighbours are of one group; where its steps are short, blocks
+    # are joined to long ones.
+    pattern = None if groups.columns >= _WIDE else _indices(groups.length, groups.columns)
+    shape = (-1, groups.length, groups.columns) if pattern is None else (1, -1, groups.columns)
+    places = scratch.array("places", keys.size, np.uint8)
+    if pattern is None:
+        np.copyto(places.reshape(shape), np.arange(groups.length, dtype=np.uint8)[:, None])
+    else:
+        _repeat(np.copyto, places, pattern)
+    keys, lowest, places = keys.reshape(shape), lowest.reshape(shape), places.reshape(shape)
+    for distance in range(1, groups.length):
+        left, right = np.s_[:, :-distance], np.s_[:, distance:]
+        np.less(keys[right], keys[left], out=lowest[left])
+        if pattern is not None:
+            _repeat(_and, lowest.reshape(-1), pattern < groups.length - distance)
+        is_lower = lowest[left].view(np.uint8)
+        places[left] += is_lower
+        places[right] -= is_lower
+    np.less(places, groups.num_pruned, out=lowest)
+
+
+def _repeat(operation: Callable[[Array, Array], object], flat: Array, pattern: Array) -> None:
+    """Call an operation for an array, and for a pattern over and over."""
+    end = flat.size // pattern.size * pattern.size
+    operation(flat[:end].reshape(-1, pattern.size), pattern)
+    operation(flat[end:], pattern[: flat.size - end])
+
+
+def _and(flags: Array, pattern: Array) -> None:
+    np.logical_and(flags, pattern, out=flags)
+
+
+@lru_cache(maxsize=16)
+def _indices(length: int, columns: int) -> Array:
+    """uint8, 1-d: the index in its group of each element of some blocks [length, columns]."""
+    block = np.repeat(np.arange(length, dtype=np.uint8), columns)
+    return np.tile(block, max(_PATTERN // block.size, 1))

@@ -49,6 +49,12 @@ class Candidates:
     numel: int
     device: torch.device
 
+    def counted_in(self, span: range) -> slice:
+        """The elements of a span that this rank counts, from the beginning of the span."""
+        first = min(max(span.start, self.counted.start), span.stop)
+        last = max(min(span.stop, self.counted.stop), first)
+        return slice(first - span.start, last - span.start)
+
 
 @dataclass(frozen=True)
 class Cut:

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.element_groups import Groups
+from distprune._common.lowest_of_groups import lowest_of
 from distprune._common.mask_values import bits_of_one, is_one
 from distprune._common.memory import INTEGERS, SERIAL, Array, Count, Runs, Scratch
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
+from distprune.selection.keys import KeyRange
 
 # Keys and flags of a chunk stay in the cache. With smaller chunks, threads would wait more for the
 # interpreter's lock.
@@ -139,6 +142,33 @@ def prune_collected(
     return int(pruned.size)
 
 
+def write_lowest(
+    part: Candidates,
+    span: range,
+    groups: Groups,
+    keys: KeyRange,
+    out: Tensor,
+    scratch: Scratch,
+) -> tuple[Count, Count]:
+    loaded = part.keys.load(span.start, span.stop, scratch)
+    numbers = loaded.values.numpy()
+    live, previous = None, None
+    if part.live is not None:
+        previous = part.live[span.start : span.stop]
+        live = _live(previous, scratch)
+        _lower(numbers, live, keys.low - 1, scratch)
+    counted = part.counted_in(span)
+    num_nan = 0
+    if keys.is_float and loaded.highest > keys.largest_number:
+        num_nan = int(np.count_nonzero(numbers[counted] > keys.largest_number))
+    lowest = lowest_of(groups, numbers, scratch)
+    if live is not None:
+        lowest &= live
+    num_pruned = int(np.count_nonzero(lowest[counted]))
+    _store(out[span.start : span.stop], previous, np.logical_not(lowest, out=lowest))
+    return num_pruned, num_nan
+
+
 def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:
     keys = part.keys.load(span.start, span.stop, scratch).values.numpy()
     equal = np.equal(keys, keys.dtype.type(key), out=scratch.array("keep", keys.size, bool))
@@ -169,6 +199,17 @@ def gather(part: Candidates, runs: Runs, dead: int) -> Tensor:
 def _live(live: Tensor, scratch: Scratch) -> Array:
     """bool [m]: where a chunk of a mask is exactly 1."""
     return is_one(live, out=scratch.array("live", live.numel(), bool))
+
+
+def _lower(keys: Array, live: Array, key: int, scratch: Scratch) -> None:
+    """Set the keys of what does not compete, by integer operations: a masked copy takes longer."""
+    integer = keys.dtype.type
+    dead = scratch.array("dead", keys.size, keys.dtype)
+    np.subtract(live, integer(1), out=dead)  # all bits are 1 where an element does not compete
+    keys |= dead
+    if key != -1:
+        dead &= integer(~key)
+        keys ^= dead
 
 
 def _store(out: Tensor, previous: Tensor | None, stay: Array) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from distprune._common.element_groups import Groups
 from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
+from distprune.selection.keys import KeyRange
 
 # Few launches, and less than a gigabyte of scratch memory.
 CHUNK_BYTES = 1 << 26
@@ -102,6 +104,38 @@ def prune_collected(
         is_before[ties] = part.index(positions[ties]) < cut.index
     out[positions] = (~is_before).to(out.dtype)
     return torch.count_nonzero(is_before)
+
+
+def write_lowest(
+    part: Candidates,
+    span: range,
+    groups: Groups,
+    keys: KeyRange,
+    out: Tensor,
+    scratch: Scratch,
+) -> tuple[Count, Count]:
+    numbers = part.keys.load(span.start, span.stop).values
+    live, previous = None, None
+    if part.live is not None:
+        previous = part.live[span.start : span.stop]
+        live = previous == 1
+        numbers = torch.where(live, numbers, keys.low - 1)
+    counted = part.counted_in(span)
+    num_nan: Count = 0
+    if keys.is_float:
+        num_nan = torch.count_nonzero(numbers[counted] > keys.largest_number)
+    # One row for each group.
+    shape = (-1, groups.length, groups.columns, groups.kernel)
+    turned = numbers.view(shape).transpose(1, 2)
+    rows = turned.reshape(-1, groups.size)
+    first = rows.sort(dim=1, stable=True).indices[:, : groups.num_pruned]
+    chosen = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, first, True)
+    lowest = chosen.view(turned.shape).transpose(1, 2).reshape(-1)
+    if live is not None:
+        lowest &= live
+    num_pruned = torch.count_nonzero(lowest[counted])
+    _store(out[span.start : span.stop], previous, lowest.logical_not_())
+    return num_pruned, num_nan
 
 
 def positions_of(part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:

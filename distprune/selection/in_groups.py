@@ -15,12 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.element_groups import Groups
-from distprune._common.lowest_of_groups import lowest_of
 from distprune._common.memory import Array, Count, Scratch, on_host
 from distprune.selection.candidates import Candidates
+from distprune.selection.chunks import call_all, num_threads_for, spans_of
 from distprune.selection.group_descent import (
     MAX_SLOTS,
     GroupCuts,
@@ -39,11 +38,12 @@ from distprune.selection.group_places import (
     to_progressions,
     union,
 )
+from distprune.selection.kernels import kernels_on
 from distprune.selection.keys import KeyRange
 from distprune.selection.kth_key import nan_error
 
-# Elements of whole blocks that are ranked at a time, unless a block has more.
-_CHUNK = 1 << 18
+# As much as a pass needs for its chunks, to rank some has twice the memory for each element.
+_MEMORY_OF_RANKING = 2
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,18 @@ def prune_in_groups(grouped: GroupedParts) -> list[int]:
     """
     communicator = grouped.communicator
     places: list[Places] = []
+    num_pruned: list[int] = []
 
     def write_whole() -> Tensor:
-        counts = []
-        for position in range(len(grouped.parts)):
-            own, num_nan = _write_whole(grouped, position)
-            places.append(own)
-            counts.append(num_nan)
-        return torch.tensor(counts, dtype=torch.int64)
+        places.extend(
+            NOWHERE if parameter is None else places_of(part, parameter)
+            for part, parameter in zip(grouped.parts, grouped.parameters, strict=True)
+        )
+        pruned, num_nan = _write_blocks(grouped, places)
+        num_pruned.extend(pruned)
+        for position, own in enumerate(places):
+            num_nan[position] += _begin_rest(grouped, position, own)
+        return torch.tensor(num_nan, dtype=torch.int64)
 
     num_nan = communicator.reduce(len(grouped.parts), write_whole).tolist()
     _refuse_nan(grouped, num_nan)
@@ -105,41 +109,64 @@ def prune_in_groups(grouped: GroupedParts) -> list[int]:
         ]
         cuts = cut_groups(several, grouped.keys, communicator)
         communicator.run(partial(_write_cuts, grouped, several, cuts))
-    return communicator.run(lambda: _count_pruned(grouped))
+    rest = communicator.run(lambda: _count_rest(grouped, places))
+    return [in_blocks + others for in_blocks, others in zip(num_pruned, rest, strict=True)]
 
 
-def _write_whole(grouped: GroupedParts, position: int) -> tuple[Places, int]:
-    """Write what one rank can decide alone; the places, and how many counted scores are NaN."""
+def _write_blocks(grouped: GroupedParts, places: Sequence[Places]) -> tuple[list[int], list[int]]:
+    """Write the masks of whole blocks; how many counted elements were pruned, and are NaN."""
+    chunks = []
+    for position, (part, own) in enumerate(zip(grouped.parts, places, strict=True)):
+        block = own.local.block
+        blocks = range(len(own.blocks) // block)
+        itemsize = _MEMORY_OF_RANKING * block * part.keys.dtype.itemsize
+        for span in spans_of(blocks, part.device, itemsize):
+            first = own.blocks.start + span.start * block
+            chunks.append((position, range(first, first + len(span) * block)))
+    calls = []
+    for position, span in chunks:
+        part = grouped.parts[position]
+        calls.append(
+            partial(
+                kernels_on(part.device).write_lowest,
+                part, span, places[position].local, grouped.keys, grouped.outs[position],
+            )
+        )  # fmt: skip
+    found = call_all(calls, num_threads_for(grouped.parts, chunks))
+    numbers = iter(on_host([count for counts in found for count in counts]))
+    num_pruned, num_nan = [0] * len(places), [0] * len(places)
+    for position, _ in chunks:
+        num_pruned[position] += next(numbers)
+        num_nan[position] += next(numbers)
+    return num_pruned, num_nan
+
+
+def _begin_rest(grouped: GroupedParts, position: int, places: Places) -> int:
+    """Write what this rank can decide of the elements outside of blocks, and count NaN there."""
     part, out, parameter = (
         grouped.parts[position], grouped.outs[position], grouped.parameters[position],
     )  # fmt: skip
-    if part.live is None:
-        out.fill_(1)
-    else:
-        out.copy_(part.live)
     if parameter is None:
-        return NOWHERE, 0
-    places = places_of(part, parameter)
+        places = replace(places, rest=(range(part.num_local),))
+    for positions in places.rest:
+        span = slice(positions.start, positions.stop)
+        if part.live is None:
+            out[span].fill_(1)
+        else:
+            out[span].copy_(part.live[span])
+    if parameter is None:
+        return 0
     scratch = Scratch()
-    step = max(_CHUNK // places.local.block, 1) * places.local.block
-    num_nan = 0
-    for start in range(places.blocks.start, places.blocks.stop, step):
-        span = range(start, min(start + step, places.blocks.stop))
-        keys = _live_keys(part, span, grouped.keys, scratch)
-        num_nan += _count_nan(part, span, keys, grouped.keys)
-        live = None if part.live is None else part.live[span.start : span.stop] == 1
-        lowest = _lowest(keys, places.local)
-        out[span.start : span.stop][lowest if live is None else lowest & live] = 0
-    for span in spans_of_ranges(places.rest):
-        num_nan += _count_nan(
-            part, span, _live_keys(part, span, grouped.keys, scratch), grouped.keys
-        )
+    num_nan = sum(
+        _count_nan(part, span, _live_keys(part, span, grouped.keys, scratch), grouped.keys)
+        for span in spans_of_ranges(places.rest)
+    )
     if len(places.whole):
         # Every replica decides all of its elements.
         everything = replace(part, counted=range(part.num_local))
         alone = [GroupsToCut(everything, position, parameter.groups, places.whole, places.rest)]
         _write_cuts(grouped, alone, cut_groups(alone, grouped.keys, Communicator(())))
-    return places, num_nan
+    return num_nan
 
 
 def _live_keys(part: Candidates, span: range, keys: KeyRange, scratch: Scratch) -> Tensor:
@@ -153,20 +180,7 @@ def _live_keys(part: Candidates, span: range, keys: KeyRange, scratch: Scratch) 
 def _count_nan(part: Candidates, span: range, loaded: Tensor, keys: KeyRange) -> int:
     if not keys.is_float:
         return 0
-    first, last = max(span.start, part.counted.start), min(span.stop, part.counted.stop)
-    counted = loaded[first - span.start : max(first, last) - span.start]
-    return int((counted > keys.largest_number).sum())
-
-
-def _lowest(keys: Tensor, groups: Groups) -> Tensor:
-    """Which elements of whole blocks are pruned: bool, 1-d."""
-    if memory.takes_numpy(keys.device):
-        return torch.from_numpy(lowest_of(groups, keys.numpy()))
-    blocks = keys.view(-1, groups.length, groups.columns, groups.kernel).transpose(1, 2)
-    rows = blocks.reshape(-1, groups.size)
-    first = rows.sort(dim=1, stable=True).indices[:, : groups.num_pruned]
-    lowest = torch.zeros(rows.shape, dtype=torch.bool, device=keys.device).scatter_(1, first, True)
-    return lowest.view(blocks.shape).transpose(1, 2).reshape(-1)
+    return int((loaded[part.counted_in(span)] > keys.largest_number).sum())
 
 
 def _refuse_nan(grouped: GroupedParts, num_nan: Sequence[int]) -> None:
@@ -246,14 +260,16 @@ def _write_cuts(grouped: GroupedParts, several: Sequence[GroupsToCut], cuts: Gro
         offset += len(one.numbers)
 
 
-def _count_pruned(grouped: GroupedParts) -> list[int]:
+def _count_rest(grouped: GroupedParts, places: Sequence[Places]) -> list[int]:
+    """Counted elements outside of blocks that were pruned."""
     counts: list[Count] = []
-    for part, out in zip(grouped.parts, grouped.outs, strict=True):
+    for part, out, own in zip(grouped.parts, grouped.outs, places, strict=True):
         count: Count = 0
-        for span in spans_of_ranges([part.counted]):
-            pruned = out[span.start : span.stop] == 0
+        for span in spans_of_ranges(own.rest):
+            counted = part.counted_in(span)
+            pruned = out[span.start : span.stop][counted] == 0
             if part.live is not None:
-                pruned &= part.live[span.start : span.stop] == 1
+                pruned &= part.live[span.start : span.stop][counted] == 1
             count = count + pruned.sum()
         counts.append(count)
     return on_host(counts)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
+from distprune._common.element_groups import Groups
 from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection import cpu, device
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
+from distprune.selection.keys import KeyRange
 
 
 class Kernels(Protocol):
@@ -91,6 +93,28 @@ class Kernels(Protocol):
 
         Returns:
             How many were pruned.
+        """
+
+    def write_lowest(
+        self,
+        part: Candidates,
+        span: range,
+        groups: Groups,
+        keys: KeyRange,
+        out: Tensor,
+        scratch: Scratch,
+    ) -> tuple[Count, Count]:
+        """Write the mask of whole groups: the mask in force, with the lowest of each group pruned.
+
+        Args:
+            part, span, scratch: as for :meth:`scan`; this rank may count some of the elements.
+            groups: whose blocks are in the span, one after the other. Elements that are pruned
+                already are the lowest of their groups.
+            keys: the range of all keys.
+            out: flat mask of the whole part.
+
+        Returns:
+            How many counted elements were pruned; and how many of the live ones are NaN.
         """
 
     def positions_of(self, part: Candidates, span: range, key: int, scratch: Scratch) -> Tensor:

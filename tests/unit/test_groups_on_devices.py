@@ -7,7 +7,7 @@ from torch import nn
 
 import distprune as prune
 from distprune._common import memory
-from distprune.selection import group_places, in_groups
+from distprune.selection import chunks, cpu, group_places
 from helpers import reference
 from helpers.models import values
 
@@ -19,13 +19,19 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["blocks", "no block fits", "small chunks", "other device", "channels_last"])
+WAYS = ["blocks", "no block fits", "small chunks", "threads", "other device", "channels_last"]
+
+
+@pytest.fixture(params=WAYS)
 def how(request, monkeypatch):
     if request.param == "no block fits":
         monkeypatch.setattr(group_places, "_MAX_BLOCK", 1)
         monkeypatch.setattr(group_places, "_CHUNK", 7)
     elif request.param == "small chunks":
-        monkeypatch.setattr(in_groups, "_CHUNK", 30)
+        monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
+    elif request.param == "threads":
+        monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
+        monkeypatch.setattr(chunks, "num_threads", lambda num_bytes, num_chunks: 3)
     elif request.param == "other device":
         monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
     return request.param
@@ -53,6 +59,20 @@ def test_equal_to_the_oracle(how, data, number):
         keep = reference.prune_in_groups(weight, groups, count, keep)
         prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, **arguments)
         assert torch.equal(layer.weight_mask.bool(), keep), arguments
+
+
+@pytest.mark.parametrize("arguments", [{"scope": "row", "amount": 0.5}, {"pattern": "2:4"}])
+def test_nan_is_refused_unless_it_is_pruned_already(how, arguments):
+    layer = nn.Linear(8, 3)
+    with torch.no_grad():
+        layer.weight[1, 2] = layer.weight[2, 5] = torch.nan
+    pairs = [(layer, "weight")]
+    with pytest.raises(ValueError, match=r"weight.*\(2 of 24\)"):
+        prune.global_unstructured(pairs, prune.L1Unstructured, **arguments)
+    assert not hasattr(layer, "weight_mask")
+    prune.custom_from_mask(layer, "weight", ~layer.weight.isnan())
+    report = prune.global_unstructured(pairs, prune.L1Unstructured, **arguments)
+    assert report.num_pruned == 12 and int(layer.weight_mask.sum()) == 12
 
 
 def _arguments(layer):
