@@ -45,6 +45,12 @@ class NaNError(CheckpointError):
     """A selected tensor holds NaN, and the recipe does not say ``nan: keep``."""
 
 
+class TextError(FilesError, ValueError):
+    """A text file cannot be read, is not UTF-8, or is too short."""
+
+    exit_code = 3
+
+
 class OutputError(FilesError):
     """The destination exists, is in use, or cannot be written."""
 

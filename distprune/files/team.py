@@ -24,6 +24,7 @@ from distprune.files.errors import (
     OutputError,
     RanksError,
     SelectionError,
+    TextError,
     explained,
 )
 
@@ -41,6 +42,7 @@ _KINDS = {
         OutputError,
         RanksError,
         SelectionError,
+        TextError,
     )
 }
 # A rank works so long before it communicates; then it also notices a lost rank.

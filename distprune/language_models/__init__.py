@@ -17,16 +17,37 @@ import importlib
 # Type checkers take this name for true; see distprune/__init__.py.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from distprune.language_models.calibrating import calibrate as calibrate
+    from distprune.language_models.evaluating import PerplexityReport as PerplexityReport
+    from distprune.language_models.evaluating import TextPerplexity as TextPerplexity
+    from distprune.language_models.evaluating import perplexity as perplexity
     from distprune.language_models.loading import load_sharded as load_sharded
+    from distprune.language_models.running import RunProgress as RunProgress
+    from distprune.language_models.text import TokenWindows as TokenWindows
+    from distprune.language_models.text import read_windows as read_windows
 
 # By public name, its module. No module has the name of a function: once imported, it would take
 # the function's place in this package.
 _MODULES = {
+    "PerplexityReport": "evaluating",
+    "RunProgress": "running",
+    "TextPerplexity": "evaluating",
+    "TokenWindows": "text",
+    "calibrate": "calibrating",
     "load_sharded": "loading",
+    "perplexity": "evaluating",
+    "read_windows": "text",
 }
 
 __all__ = [
+    "PerplexityReport",
+    "RunProgress",
+    "TextPerplexity",
+    "TokenWindows",
+    "calibrate",
     "load_sharded",
+    "perplexity",
+    "read_windows",
 ]
 
 

@@ -60,6 +60,11 @@ class CollectedInputs:
         self._mode: Mode = "one_pass"
 
     @property
+    def parameters(self) -> list[tuple[nn.Module, str]]:
+        """The (module, name) pairs of this rank that have statistics, under all their names."""
+        return [place for parameter in self._local for place in parameter.places]
+
+    @property
     def mode(self) -> Mode:
         """How the statistics were collected.
 

@@ -48,7 +48,9 @@ ROOMS = {
         "_common", "torch_private", "masks", "call", "methods", "api", "verification", "schedule",
         "recipe",
     },
-    "language_models": {"_common", "_transformers", "shards", "files"},
+    "language_models": {
+        "_common", "torch_private", "_transformers", "shards", "files", "criteria", "statistics",
+    },
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",

@@ -1,0 +1,278 @@
+"""Calibration: text through a model, for activation statistics or for criteria that need gradients.
+
+[Note: losses] The loss is the model's own, the mean over the predicted tokens of a batch. Windows
+are equally long, so that a batch counts by its number of windows:
+
+    unit          what a unit is                what it counts     the result depends on
+    rank_batch    a batch                       windows in it      the batch size
+    global_batch  the batches of one step,      windows in them    the batch size, and the number
+                  of all data-parallel ranks                       of data-parallel ranks
+
+In the last step, ranks may have batches of unequal sizes, or none. There each rank's loss is
+multiplied by its share of the windows and by the number of ranks, by which DDP and FSDP
+divide: the gradient is the mean over all tokens of the step. A rank without a batch multiplies by
+zero. Sums over units that are linear in the gradient depend on neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distprune._common.naming import named_modules, unwrap
+from distprune._common.process_groups import is_distributed, world
+from distprune.criteria.adam import AdamSecondMoment
+from distprune.criteria.base import Criterion
+from distprune.criteria.gradient_moment import GradientMoment
+from distprune.criteria.grasp import GraSP
+from distprune.criteria.measured import MeasuredCriterion
+from distprune.language_models.running import (
+    DataRanks,
+    Report,
+    Reporter,
+    Step,
+    accepts,
+    check_same,
+    in_eval_mode,
+    inputs_of,
+    output_of,
+    steps_of,
+)
+from distprune.language_models.text import TokenWindows
+from distprune.statistics.activation import ActivationStatistics
+from distprune.torch_private.wrapper import managed_parameters
+
+
+def calibrate(
+    model: nn.Module,
+    windows: TokenWindows,
+    collected: ActivationStatistics | Criterion,
+    *,
+    batch_size: int = 1,
+    progress: Report | None = None,
+) -> None:
+    """Run windows of text through a model, and collect what a score needs. Collective.
+
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear, exclude="lm_head"))
+    calibrate(model, windows, statistics)
+    statistics.save("statistics.safetensors")
+
+    The data-parallel ranks share the windows, in any number (running.[Note: steps]). Activation
+    statistics are then those of one process up to the rounding of fp64, and scores of criteria
+    those of one process with the same units, to 1e-6; see [Note: losses] for the units. The model
+    is in evaluation mode meanwhile, and has no gradients afterwards.
+
+    Args:
+        model: plain or wrapped; it is called with ``input_ids``, and for a criterion also with
+            ``labels``, for which it returns an object with a ``loss``, as transformers' models do.
+        windows: the same on every rank.
+        collected: activation statistics, of one pass; or a criterion of ``distprune.criteria``:
+            Fisher, Taylor, SNIP, GradientMagnitude, Movement, GraSP, Custom or one of your own.
+            What it has collected before stays, but GraSP's.
+        batch_size: windows that a rank runs at a time.
+        progress: called after every step, on every rank. GraSP runs the windows three times.
+
+    Raises:
+        ValueError: tokens or positions that the model does not have; ranks with different windows;
+            a loss that is not finite, at the window where it is. On every rank.
+        RuntimeError: the model has gradients already.
+        NotImplementedError: a criterion that needs no text (SynFlow) or is read from elsewhere
+            (AdamSecondMoment); copies of a plain model on several ranks, whose gradients nothing
+            averages, with a criterion of global batches; as :func:`running.data_ranks`.
+        Exception: of the model, and of ``collected``. Where the forward communicates (FSDP, TP),
+            an error on one rank alone leaves the others waiting until the timeout of the
+            process group.
+
+    Cost: a forward of each window, for a criterion with a backward; without the head of the
+    model, if the model can and statistics do not need it. Otherwise what ``collected`` says. On
+    the wire 40 bytes per step, and what the forwards and backwards send.
+    """
+    ranks = check_same(model, windows, batch_size)
+    world().run(lambda: _check_collected(model, collected, ranks))
+    run = _Run(model, windows, steps_of(len(windows), batch_size, ranks), ranks, progress)
+    with in_eval_mode(model), torch.inference_mode(False):
+        if isinstance(collected, ActivationStatistics):
+            run.collect_inputs(collected)
+            return
+        with torch.enable_grad(), _without_gradients(model):
+            if isinstance(collected, GraSP):
+                run.measure(collected)
+            elif isinstance(collected, GradientMoment) and collected.unit == "rank_batch":
+                run.collect_rank_batches(collected)
+            else:
+                run.collect_global_batches(collected)
+
+
+class _Run:
+    """One calibration.
+
+    Args:
+        model, windows, progress: see :func:`calibrate`.
+        steps: of this rank.
+        ranks: that share the windows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        windows: TokenWindows,
+        steps: list[Step],
+        ranks: DataRanks,
+        progress: Report | None,
+    ) -> None:
+        self._model, self._windows, self._steps, self._ranks = model, windows, steps, ranks
+        self._communicator = world()
+        self._progress = progress
+
+    def collect_inputs(self, statistics: ActivationStatistics) -> None:
+        """Activation statistics: of padding, nothing is collected."""
+        arguments: dict[str, Any] = {}
+        if accepts(self._model, "logits_to_keep") and not _has_head(self._model, statistics):
+            arguments["logits_to_keep"] = 1
+        reporter = Reporter("calibrate", len(self._windows), self._progress)
+
+        def run(step: Step) -> None:
+            def forward() -> None:
+                output_of(self._model, input_ids=self._ids(step), **arguments)
+
+            self._communicator.run(forward)
+            reporter.add(step.num_in_step)
+
+        # Padding comes last, and runs outside of the context.
+        with statistics.collecting():
+            for step in self._steps:
+                if not step.is_padding:
+                    run(step)
+        with torch.no_grad():
+            for step in self._steps:
+                if step.is_padding:
+                    run(step)
+
+    def collect_rank_batches(self, criterion: GradientMoment) -> None:
+        """A unit for each batch; padding has the weight 0."""
+        reporter = Reporter("calibrate", len(self._windows), self._progress)
+        with criterion.calibrating():
+            for step in self._steps:
+                num_windows = step.rows.stop - step.rows.start
+
+                def run(step: Step = step, weight: float = float(num_windows)) -> None:
+                    with criterion.batch(weight=0.0 if step.is_padding else weight):
+                        self._loss(step).backward()  # type: ignore[no-untyped-call]
+
+                self._communicator.run(run)
+                self._model.zero_grad()
+                reporter.add(step.num_in_step)
+
+    def collect_global_batches(self, criterion: Criterion) -> None:
+        """A unit for each step."""
+        reporter = Reporter("calibrate", len(self._windows), self._progress)
+        with criterion.calibrating():
+            for step in self._steps:
+                with criterion.batch(weight=float(step.num_in_step)):
+                    self._backward(step, step.num_in_step)
+                self._model.zero_grad()
+                reporter.add(step.num_in_step)
+
+    def measure(self, criterion: GraSP) -> None:
+        """GraSP: the gradient of the mean loss over all windows, at three points."""
+        total = len(self._windows)
+        reporter = Reporter("calibrate", 3 * total, self._progress)
+
+        def backward() -> None:
+            for step in self._steps:
+                self._backward(step, total)
+                reporter.add(step.num_in_step)
+
+        criterion.measure(backward)
+
+    def _backward(self, step: Step, num_windows: int) -> None:
+        """The backward of a batch, as a part of a mean over so many windows; see [Note: losses]."""
+        size = 0 if step.is_padding else step.rows.stop - step.rows.start
+        share = size * self._ranks.size / num_windows
+
+        def run() -> None:
+            (self._loss(step) * share).backward()  # type: ignore[no-untyped-call]
+
+        self._communicator.run(run)
+
+    def _loss(self, step: Step) -> Tensor:
+        ids = self._ids(step)
+        loss = getattr(output_of(self._model, input_ids=ids, labels=ids), "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(
+                "the model returns no loss for labels=; expected an object with one, as causal "
+                "language models of transformers return."
+            )
+        if not bool(loss.detach().isfinite()):
+            first = step.rows.start
+            text = self._windows.texts[int(self._windows.text_of[first])]
+            raise ValueError(
+                f"the loss of window {first} ({text}) is {float(loss.detach())}; expected a finite "
+                "one. Weights that are not finite, or a dtype that overflows (float16), cause this."
+            )
+        return loss
+
+    def _ids(self, step: Step) -> Tensor:
+        return inputs_of(self._model, self._windows, step.rows)
+
+
+def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> None:
+    kind = type(collected).__name__
+    if isinstance(collected, ActivationStatistics):
+        return
+    if not isinstance(collected, Criterion):
+        raise TypeError(
+            f"collected is a {kind}; expected ActivationStatistics or a criterion of "
+            "distprune.criteria."
+        )
+    is_measured = isinstance(collected, MeasuredCriterion) and not isinstance(collected, GraSP)
+    if is_measured or isinstance(collected, AdamSecondMoment):
+        raise NotImplementedError(
+            f"{kind} is not collected from text: SynFlow needs no data (criterion.prune), and the "
+            "second moment of Adam is that of an optimizer. Expected Fisher, Taylor, SNIP, "
+            "GradientMagnitude, Movement, GraSP, Custom, or ActivationStatistics."
+        )
+    is_of_rank = isinstance(collected, GradientMoment) and collected.unit == "rank_batch"
+    if ranks.size > 1 and not is_of_rank and not _averages_gradients(model):
+        raise NotImplementedError(
+            f"{kind} reads averaged gradients, and the model is a plain one on {ranks.size} ranks, "
+            "whose gradients nothing averages; expected DistributedDataParallel(model), or FSDP."
+        )
+    name = next((name for name, p in model.named_parameters() if p.grad is not None), None)
+    if name is not None:
+        raise RuntimeError(
+            f"{name} has a gradient already, and calibration drops gradients; expected none. Call "
+            "model.zero_grad() before."
+        )
+
+
+def _averages_gradients(model: nn.Module) -> bool:
+    if not is_distributed() or any(
+        isinstance(module, DistributedDataParallel) for module in model.modules()
+    ):
+        return True
+    modules = {id(module) for _, module in named_modules(model)}
+    return any(module in modules for module, _ in managed_parameters(model))
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Leave no gradients behind, of parameters that a criterion does not read either."""
+    try:
+        yield
+    finally:
+        model.zero_grad()
+
+
+def _has_head(model: nn.Module, statistics: ActivationStatistics) -> bool:
+    """Whether statistics are of the layer that makes logits, as far as it is known."""
+    get: Callable[[], nn.Module | None] | None = getattr(
+        unwrap(model), "get_output_embeddings", None
+    )
+    head = None if get is None else get()
+    return head is None or any(module is head for module, _ in statistics.parameters)

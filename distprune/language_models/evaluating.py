@@ -1,0 +1,238 @@
+"""Perplexity on held-out text: the same number on any sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from distprune._common.collectives import resolved
+from distprune._common.process_groups import world
+from distprune._common.pruned_form import is_dtensor
+from distprune.language_models.running import (
+    Report,
+    Reporter,
+    check_same,
+    in_eval_mode,
+    inputs_of,
+    output_of,
+    steps_of,
+)
+from distprune.language_models.text import TokenWindows
+
+_SLICE = 1 << 24  # logits that are converted to fp32 at a time: 64 MiB
+
+
+@dataclass(frozen=True)
+class TextPerplexity:
+    """How well a model predicts a text.
+
+    Attributes:
+        text: its name.
+        num_windows: of it.
+        num_tokens: that were predicted.
+        num_bytes: in UTF-8 of the text that these tokens stand for; None if it is not known.
+        nll: the sum of their negative log-likelihoods, in nats.
+    """
+
+    text: str
+    num_windows: int
+    num_tokens: int
+    num_bytes: int | None
+    nll: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll / num_tokens); infinity where that is no finite number."""
+        try:
+            return math.exp(self.nll / self.num_tokens)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits for each byte of text: it compares models with different tokenizers."""
+        return self.nll / math.log(2) / self.num_bytes if self.num_bytes else None
+
+    def as_values(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**vars(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    """How well a model predicts texts; the same on every rank.
+
+    Attributes:
+        texts: each text.
+        total: all of them together; it is called "all".
+        window_nll: float64 [windows], the sum of the negative log-likelihoods of each window.
+        length: tokens of a window.
+        has_bos: whether windows begin with a bos token.
+    """
+
+    texts: tuple[TextPerplexity, ...]
+    total: TextPerplexity
+    window_nll: Tensor
+    length: int
+    has_bos: bool
+
+    @property
+    def perplexity(self) -> float:
+        """Of all texts together."""
+        return self.total.perplexity
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Of all texts together."""
+        return self.total.bits_per_byte
+
+    def as_values(self) -> dict[str, Any]:
+        """For JSON, without the windows."""
+        return {
+            "length": self.length,
+            "has_bos": self.has_bos,
+            "texts": [text.as_values() for text in self.texts],
+            "all": self.total.as_values(),
+        }
+
+
+def perplexity(
+    model: nn.Module,
+    windows: TokenWindows,
+    *,
+    batch_size: int = 1,
+    progress: Report | None = None,
+) -> PerplexityReport:
+    """The perplexity of texts under a model. Collective over all ranks.
+
+    The data-parallel ranks share the windows (see running.[Note: steps]); the ranks of a
+    tensor-parallel group compute together. Each window's negative log-likelihoods are computed from
+    its logits in fp32 and summed in fp64. The sums are added without rounding (``math.fsum``), so
+    the result depends on the ranks only as far as the logits do. With DDP, or without a wrapper, it
+    is bit-equal on any number of ranks whose kernels are the same; tensor parallelism adds
+    in another order and is equal up to rounding.
+
+    The model is in evaluation mode meanwhile, without gradients and without a cache.
+
+    Args:
+        model: plain or wrapped: called with ``input_ids``, it returns logits [windows, length,
+            vocabulary], or an object that has them as ``logits``.
+        windows: the same on every rank.
+        batch_size: windows that a rank runs at a time. Another one may change the rounding of the
+            logits.
+        progress: called after every step, on every rank.
+
+    Raises:
+        ValueError: a window with a loss that is not finite, by the name of its text; tokens or
+            positions that the model does not have; ranks with different windows. On every rank.
+        TypeError: a model that returns no logits.
+        NotImplementedError: as :func:`running.data_ranks`.
+        Exception: of the model. Where its forward communicates (FSDP, TP), an error on one rank
+            alone leaves the others waiting until the timeout of the process group.
+
+    Cost: a forward of each window; memory for the logits of a batch in the model's dtype, and 192
+    MiB. On the wire what the forwards send, 40 bytes per step, and 16 bytes per window at the end.
+    """
+    ranks = check_same(model, windows, batch_size)
+    communicator = world()
+    # By window: its loss, and how many ranks have counted it.
+    table = torch.zeros(len(windows), 2, dtype=torch.float64)
+    reporter = Reporter("evaluate", len(windows), progress)
+    with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
+        for step in steps_of(len(windows), batch_size, ranks):
+
+            def run(rows: slice = step.rows) -> Tensor:
+                ids = inputs_of(model, windows, rows)
+                return nll_of_windows(logits_of(output_of(model, input_ids=ids)), ids)
+
+            losses = communicator.run(run)
+            if ranks.is_counted and not step.is_padding:
+                table[step.rows, 0], table[step.rows, 1] = losses, 1.0
+            reporter.add(step.num_in_step)
+    shared = communicator.reduce_floats(table.numel(), lambda: table.view(-1)).view(-1, 2)
+    assert bool((shared[:, 1] == 1).all()), "every window is counted once"
+    losses = shared[:, 0].clone()
+    _check_finite(losses, windows)
+    texts = [
+        _of_text(name, losses, windows, (windows.text_of == number).nonzero().view(-1))
+        for number, name in enumerate(windows.texts)
+    ]
+    total = _of_text("all", losses, windows, torch.arange(len(windows)))
+    with_windows = tuple(text for text in texts if text.num_windows)
+    return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The whole logits in what a model returns.
+
+    Raises:
+        TypeError: there are none.
+
+    Cost: nothing, unless they are sharded over the vocabulary: then an all-gather of them.
+    """
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise TypeError(
+            f"the model returns a {type(output).__name__}; expected logits, or an object with "
+            "logits [windows, length, vocabulary], as causal language models of transformers do."
+        )
+    if is_dtensor(logits):
+        from torch.distributed.tensor import Replicate
+
+        return resolved(logits, [Replicate()] * logits.device_mesh.ndim)
+    return logits
+
+
+def nll_of_windows(logits: Tensor, ids: Tensor) -> Tensor:
+    """The negative log-likelihood of each window: of all its tokens but the first, in nats.
+
+    Args:
+        logits: [windows, length, vocabulary]; they are converted to fp32, slice by slice.
+        ids: int64 [windows, length].
+
+    Returns:
+        float64 [windows], on the CPU.
+    """
+    num_rows = max(1, _SLICE // logits.shape[2])
+    losses = torch.zeros(len(ids), dtype=torch.float64, device=logits.device)
+    with torch.autocast(logits.device.type, enabled=False):
+        for window, (scores, targets) in enumerate(zip(logits, ids[:, 1:], strict=True)):
+            for start in range(0, len(targets), num_rows):
+                expected = targets[start : start + num_rows]
+                # The last position predicts what is not in the window.
+                given = scores[start : start + len(expected)].float()
+                of_tokens = functional.cross_entropy(given, expected, reduction="none")
+                losses[window] += of_tokens.double().sum()
+    return losses.cpu()
+
+
+def _of_text(name: str, losses: Tensor, windows: TokenWindows, rows: Tensor) -> TextPerplexity:
+    sizes = windows.num_bytes
+    return TextPerplexity(
+        name,
+        len(rows),
+        len(rows) * windows.num_predicted,
+        None if sizes is None else int(sizes[rows].sum()),
+        math.fsum(losses[rows].tolist()),
+    )
+
+
+def _check_finite(losses: Tensor, windows: TokenWindows) -> None:
+    """Raise ValueError for losses that are NaN or infinite; equal on all ranks."""
+    wrong: Sequence[int] = (~losses.isfinite()).nonzero().view(-1).tolist()
+    if not wrong:
+        return
+    first = wrong[0]
+    text = int(windows.text_of[first])
+    number = first - int((windows.text_of == text).nonzero()[0])
+    raise ValueError(
+        f"window {number} of {windows.texts[text]} has a loss of {float(losses[first])}, and "
+        f"{len(wrong)} of {len(windows)} windows have one that is not finite; expected finite "
+        "logits. Weights that are not finite, or a dtype that overflows (float16), cause this."
+    )

@@ -1,0 +1,257 @@
+"""Running a model over windows of tokens, which the data-parallel ranks share.
+
+[Note: steps] Windows are put together to batches, in their order, whatever the number of ranks. In
+step s the data-parallel rank r of n runs batch s * n + r. Where the last step has no batch for a
+rank, that rank runs the first one again and does not count it: FSDP and DDP communicate inside of a
+forward, so that all ranks run the model equally often. The ranks of a tensor-parallel group
+run the same batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distprune._common.naming import named_modules, unwrap
+from distprune._common.process_groups import is_distributed, over_groups, world
+from distprune._common.pruned_form import is_dtensor
+from distprune.language_models.text import TokenWindows
+from distprune.torch_private.wrapper import gradients_of, managed_parameters
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run over windows is; the same on every rank.
+
+    Attributes:
+        phase: what it is: "evaluate" or "calibrate".
+        num_windows: finished ones, of all ranks together.
+        total_windows: of the run.
+        seconds: since it began.
+    """
+
+    phase: str
+    num_windows: int
+    total_windows: int
+    seconds: float
+
+    @property
+    def windows_per_second(self) -> float:
+        """The rate so far; 0.0 at the beginning."""
+        return self.num_windows / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimated time left; None until a rate is known."""
+        rate = self.windows_per_second
+        return (self.total_windows - self.num_windows) / rate if rate else None
+
+
+Report = Callable[[RunProgress], object]
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """The ranks that share the windows.
+
+    Attributes:
+        index: this rank's place among them.
+        size: how many there are.
+        is_counted: whether this rank's results count; of ranks that run the same windows, one's.
+    """
+
+    index: int
+    size: int
+    is_counted: bool
+
+
+def data_ranks(model: nn.Module) -> DataRanks:
+    """The data-parallel ranks of a model, as its wrapper says.
+
+    Of a model that nothing wraps, every rank has a copy, and all ranks share the windows.
+
+    Raises:
+        NotImplementedError: tensor parallelism over some of the ranks, without FSDP or DDP; parts
+            of the model with different data-parallel ranks.
+
+    Cost: one walk over the modules; no communication.
+    """
+    if not is_distributed():
+        return DataRanks(0, 1, True)
+    everyone = list(range(dist.get_world_size()))
+    found: dict[tuple[int, ...], str] = {}
+    paths = {id(module): path for path, module in named_modules(model)}
+    for (owner, name), record in managed_parameters(model).items():
+        if owner in paths:
+            source = gradients_of(record)
+            shards = source.shard_group
+            groups = ([] if shards is None else [shards]) + list(source.replica_groups)
+            found.setdefault(tuple(over_groups(groups).ranks), f"{paths[owner]}.{name}")
+    if len(found) > 1:
+        (ranks, name), (others, other) = list(found.items())[:2]
+        raise NotImplementedError(
+            f"{name} is data-parallel over the ranks {list(ranks)}, and {other} over "
+            f"{list(others)}; expected the same ranks for all parameters."
+        )
+    if found:
+        return _among(next(iter(found)), everyone)
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return _among(tuple(dist.get_process_group_ranks(module.process_group)), everyone)
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            if sorted(parameter.device_mesh.mesh.flatten().tolist()) != everyone:
+                raise NotImplementedError(
+                    f"{name} is on a mesh of {parameter.device_mesh.size()} of {len(everyone)} "
+                    "ranks, without FSDP or DDP, so that nothing tells whether the others have "
+                    "replicas; expected tensor parallelism over all ranks, or FSDP or DDP too."
+                )
+            return _among((dist.get_rank(),), everyone)
+    return _among(tuple(everyone), everyone)
+
+
+def _among(ranks: tuple[int, ...], everyone: list[int]) -> DataRanks:
+    return DataRanks(ranks.index(dist.get_rank()), len(ranks), everyone[0] in ranks)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank runs in one step; see [Note: steps].
+
+    Attributes:
+        rows: the windows of its batch.
+        is_padding: they are not to be counted.
+        num_in_step: windows of all ranks that count in this step.
+    """
+
+    rows: slice
+    is_padding: bool
+    num_in_step: int
+
+
+def steps_of(num_windows: int, batch_size: int, ranks: DataRanks) -> list[Step]:
+    """The steps of this rank, as many on every rank; see [Note: steps]."""
+    num_batches = -(-num_windows // batch_size)
+    steps = []
+    for first in range(0, num_batches, ranks.size):
+        begin, end = first * batch_size, min((first + ranks.size) * batch_size, num_windows)
+        number = first + ranks.index
+        is_padding = number >= num_batches
+        start = 0 if is_padding else number * batch_size
+        rows = slice(start, min(start + batch_size, num_windows))
+        steps.append(Step(rows, is_padding, end - begin))
+    return steps
+
+
+class Reporter:
+    """Calls a function with the progress of a run, after every step.
+
+    Args:
+        phase, total_windows: see :class:`RunProgress`.
+        report: the function; None: nothing is called.
+    """
+
+    def __init__(self, phase: str, total_windows: int, report: Report | None) -> None:
+        self._phase, self._total, self._report = phase, total_windows, report
+        self._num_windows, self._began = 0, time.monotonic()
+
+    def add(self, num_windows: int) -> None:
+        """Count windows that all ranks have finished since the last call."""
+        self._num_windows += num_windows
+        if self._report is not None:
+            seconds = time.monotonic() - self._began
+            self._report(RunProgress(self._phase, self._num_windows, self._total, seconds))
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout and the like off; afterwards every module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def check_run(model: nn.Module, windows: TokenWindows, batch_size: int) -> None:
+    """Check what a model is going to run. Local: a local step of the caller's collective.
+
+    Raises:
+        ValueError: tokens or positions that the model does not have, and that would fail in the
+            middle of a forward; a batch size out of range; no windows.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; expected at least 1 window.")
+    if not len(windows):
+        raise ValueError("windows has none; expected at least 1 window.")
+    config: Any = getattr(unwrap(model), "config", None)
+    if config is None:
+        return
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(config, "vocab_size", None)
+    largest = int(windows.tokens.max())
+    if vocabulary is not None and largest >= vocabulary:
+        raise ValueError(
+            f"the windows have the token {largest}, and the model has {vocabulary} tokens; "
+            "expected the tokenizer of this model."
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and windows.length > positions:
+        raise ValueError(
+            f"the windows have {windows.length} tokens, and the model has {positions} positions "
+            "(max_position_embeddings); expected windows that are not longer."
+        )
+
+
+def inputs_of(model: nn.Module, windows: TokenWindows, rows: slice) -> Tensor:
+    """The tokens of a batch, int64 [windows, length], where the model is."""
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    return windows.tokens[rows].to(device)
+
+
+def accepts(model: nn.Module, argument: str) -> bool:
+    """Whether the forward of the model, inside all wrappers, has an argument of this name."""
+    return argument in inspect.signature(unwrap(model).forward).parameters
+
+
+def output_of(model: nn.Module, **arguments: Any) -> Any:
+    """What a model returns, run without a cache of keys and values."""
+    if accepts(model, "use_cache"):
+        arguments["use_cache"] = False
+    return model(**arguments)
+
+
+def check_same(model: nn.Module, windows: TokenWindows, batch_size: int) -> DataRanks:
+    """:func:`check_run` on all ranks, which have the same arguments. Collective.
+
+    Returns:
+        The ranks that share the windows.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`check_run` and :func:`data_ranks`; ranks with
+            different windows.
+
+    Cost: one all-reduce of 40 bytes.
+    """
+
+    def check() -> DataRanks:
+        check_run(model, windows, batch_size)
+        return data_ranks(model)
+
+    facts = [("batch_size", str(batch_size)), ("windows", f"{tuple(windows.tokens.shape)}")]
+    return world().run(
+        check,
+        lambda ranks: [*facts, *windows.digests(), ("data-parallel ranks", str(ranks.size))],
+    )

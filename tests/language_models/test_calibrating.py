@@ -1,0 +1,226 @@
+"""Calibration with windows of text: statistics and criteria as of one process, on any ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distprune as prune
+from distprune import criteria
+from distprune.language_models import calibrate, read_windows
+from distprune.statistics import ActivationStatistics
+from distprune.testing import run_ranks
+from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
+from helpers.wrapped_llamas import wrapped_llama
+
+pytest.importorskip("transformers")
+WRAPPINGS = {"none": 2, "ddp-2": 2, "fsdp2-2": 2, "fsdp2-4": 4, "tp-2": 2, "fsdp2_tp-2x2": 4}
+
+
+class IntegerModel(nn.Module):
+    """Its layer is called with small integers, so that sums of them are exact."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(264, 12)
+        self.table.weight.data.copy_(torch.arange(264 * 12).view(264, 12) % 17 - 8)
+        self.fc = nn.Linear(12, 264)
+
+    def forward(self, input_ids):
+        return self.fc(self.table(input_ids))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_text(tmp_path / "text.txt", 400)
+    return tmp_path
+
+
+def read(folder, count):
+    return read_windows(tiny_tokenizer(), folder / "text.txt", 16, limit=count)
+
+
+def layers_of(model):
+    return prune.select(model, types=nn.Linear, exclude="lm_head")
+
+
+def statistics_of(wrapping, folder, count, batch_size):
+    torch.set_num_threads(1)
+    model = wrapped_llama(tiny_llama(), wrapping)
+    statistics = ActivationStatistics(layers_of(model))
+    seen = []
+    calibrate(model, read(folder, count), statistics, batch_size=batch_size, progress=seen.append)
+    assert seen[-1].num_windows == seen[-1].total_windows == count
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    return {
+        pair.fqn: (total.num_tokens, total.sums.tolist(), total.squares.tolist())
+        for pair, total in statistics.totals().items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_statistics_are_those_of_one_process(folder, wrapping):
+    """7 windows in batches of 2: a last step that has no batch for some ranks."""
+    expected = run_ranks(statistics_of, 1, "none", folder, 7, 2)[0]
+    assert {tokens for tokens, _, _ in expected.values()} == {7 * 16}
+    # Tensor parallelism adds up activations of fp32 in another order; the others have the same.
+    rounding = 1e-5 if "tp" in wrapping else 1e-12
+    for found in run_ranks(statistics_of, WRAPPINGS[wrapping], wrapping, folder, 7, 2):
+        assert found.keys() == expected.keys()
+        for name, (tokens, sums, squares) in found.items():
+            assert tokens == 7 * 16, name
+            assert squares == pytest.approx(expected[name][2], rel=rounding)
+            scale = max(map(abs, expected[name][1]))
+            assert sums == pytest.approx(expected[name][1], rel=rounding, abs=rounding * scale)
+
+
+def integer_statistics(folder, count):
+    model = IntegerModel()
+    if dist.get_world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear))
+    calibrate(model, read(folder, count), statistics, batch_size=2)
+    (total,) = statistics.totals().values()
+    return total.num_tokens, total.sums.tolist(), total.squares.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 5, 8])
+def test_sums_of_integers_are_bit_equal(folder, count):
+    inputs = IntegerModel().table.weight.data[read(folder, count).tokens].double().view(-1, 12)
+    expected = 16 * count, inputs.sum(0).tolist(), inputs.square().sum(0).tolist()
+    for size in (1, 2, 4):
+        assert set(map(str, run_ranks(integer_statistics, size, folder, count))) == {str(expected)}
+
+
+def scores_of(wrapping, folder, kind, count, batch_size):
+    torch.set_num_threads(1)
+    model = wrapped_llama(tiny_llama(), wrapping)
+    if kind == "fisher":
+        criterion = criteria.Fisher(layers_of(model), unit="rank_batch")
+    elif kind == "grasp":
+        criterion = criteria.GraSP(layers_of(model), model=model)
+    else:
+        criterion = criteria.SNIP(layers_of(model))
+    calibrate(model, read(folder, count), criterion, batch_size=batch_size)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return {
+        pair.fqn: full(scores, pair).flatten().tolist()
+        for pair, scores in zip(layers_of(model), criterion.scores().values(), strict=True)
+    }
+
+
+def full(scores, pair):
+    return scores.full_tensor() if hasattr(scores, "full_tensor") else scores
+
+
+def closest(found, expected):
+    """The largest difference, as a share of the norm."""
+    return max(
+        float((torch.tensor(found[name]) - torch.tensor(values)).norm())
+        / float(torch.tensor(values).norm())
+        for name, values in expected.items()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-4"])
+@pytest.mark.parametrize("kind", ["fisher", "snip"])
+def test_scores_are_those_of_one_process(folder, wrapping, kind):
+    """5 windows: batches of 2, 2 and 1, so that units and ranks have unequal ones."""
+    expected = run_ranks(scores_of, 1, "none", folder, kind, 5, 2)[0]
+    for found in run_ranks(scores_of, WRAPPINGS[wrapping], wrapping, folder, kind, 5, 2):
+        assert closest(found, expected) < 2e-6
+
+
+@pytest.mark.slow
+def test_grasp_runs_the_windows_at_three_points(folder):
+    expected = run_ranks(scores_of, 1, "none", folder, "grasp", 3, 1)[0]
+    for found in run_ranks(scores_of, 2, "ddp-2", folder, "grasp", 3, 1):
+        assert closest(found, expected) < 1e-3  # differences of gradients in fp32
+
+
+def test_scores_of_one_process_are_those_of_a_plain_loop(folder):
+    model, windows = tiny_llama().train(), read(folder, 3)
+    fisher = criteria.Fisher(layers_of(model), unit="rank_batch")
+    snip = criteria.SNIP(layers_of(model))
+    for criterion in (fisher, snip):
+        calibrate(model, windows, criterion)
+    assert model.training and fisher.num_updates == snip.num_updates == 3
+    gradients = []
+    for row in windows.tokens:
+        model.zero_grad()
+        model(row[None], labels=row[None]).loss.backward()
+        gradients.append([module.weight.grad.clone() for module, _ in layers_of(model)])
+    for number, (module, name) in enumerate(layers_of(model)):
+        weight = module.weight.detach()
+        squares = sum(each[number].square() for each in gradients) / 3
+        total = sum(each[number] for each in gradients)
+        assert torch.allclose(fisher.scores()[module, name], weight**2 * squares / 2, rtol=1e-5)
+        expected = (weight * total).abs()
+        assert torch.allclose(snip.scores()[module, name], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
+    model, windows = tiny_llama(), read(folder, 2)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    calibrate(model, windows, ActivationStatistics(layers_of(model)))
+    with_head = ActivationStatistics(prune.select(model, types=nn.Linear))
+    calibrate(model, windows, with_head)
+    assert seen == [1, 1, 16, 16]
+    assert set(with_head.num_tokens().values()) == {32}
+
+
+def test_what_is_not_collected_from_text_is_refused_by_name(folder):
+    model, windows = tiny_llama(), read(folder, 2)
+    with pytest.raises(NotImplementedError, match="SynFlow is not collected from text"):
+        calibrate(model, windows, criteria.SynFlow(layers_of(model), model=model))
+    adam = criteria.AdamSecondMoment(layers_of(model), torch.optim.Adam(model.parameters()))
+    with pytest.raises(NotImplementedError, match="AdamSecondMoment is not collected"):
+        calibrate(model, windows, adam)
+    with pytest.raises(TypeError, match="collected is a dict"):
+        calibrate(model, windows, {})
+    model(windows.tokens, labels=windows.tokens).loss.backward()
+    with pytest.raises(RuntimeError, match="has a gradient already"):
+        calibrate(model, windows, criteria.SNIP(layers_of(model)))
+
+
+def test_a_loss_that_is_not_finite_is_named_and_nothing_is_left_behind(folder):
+    model, windows = tiny_llama(), read(folder, 3)
+    windows.tokens[:2][windows.tokens[:2] == 263] = 5
+    windows.tokens[2, 3] = 263
+    model.model.embed_tokens.weight.data[263] = float("nan")
+    snip = criteria.SNIP(layers_of(model))
+    with pytest.raises(ValueError, match=r"the loss of window 2 \(.*text\.txt\) is nan"):
+        calibrate(model, windows, snip)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def collect_unaveraged(folder):
+    model = tiny_llama()
+    try:
+        calibrate(model, read(folder, 2), criteria.SNIP(layers_of(model)))
+    except NotImplementedError as error:
+        return str(error)
+
+
+def fail_on_one_rank(folder):
+    model = tiny_llama()
+    statistics = ActivationStatistics(layers_of(model))
+    if dist.get_rank():
+        model.model.layers[1].mlp = None
+    try:
+        calibrate(model, read(folder, 3), statistics)
+    except TypeError as error:
+        hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+        return str(error), hooks
+
+
+@pytest.mark.slow
+def test_errors_on_ranks(folder):
+    for text in run_ranks(collect_unaveraged, 2, folder):
+        assert "SNIP reads averaged gradients, and the model is a plain one on 2 ranks" in text
+    for text, hooks in run_ranks(fail_on_one_rank, 2, folder):
+        assert "on rank 1: 'NoneType' object is not callable" in text and hooks == 0
