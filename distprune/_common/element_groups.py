@@ -5,13 +5,17 @@ pattern N:M cuts the inputs of each output into groups of M, of which N are kept
 each position of the kernel has groups of its own. Scope "global" has no groups.
 
 Every group loses the same number of elements: the lowest ones in the order (key, row-major index).
+
+With a pattern of tiles, AxB, it is tiles of A outputs and B inputs that are ranked and lost, in any
+scope: by the sums of their scores, see ``tile_sums``. The tiles of a tensor lie like a tensor that
+has one element for each. A tile is ranked as long as it has an element that is not pruned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from distprune._common.amount import resolve_count
@@ -26,12 +30,34 @@ class Layout:
     An output is a pair of an index of ``outer`` and one of ``columns``; it sums over ``inputs`` and
     ``kernel``. A matrix [out, in] is (out, in, 1, 1); [in, out] is (1, in, out, 1); a convolution
     [out, in, *kernel] is (out, in, 1, product of kernel).
+
+    Attributes:
+        stack: without columns, how many matrices, or groups of a convolution, ``outer`` goes over.
     """
 
     outer: int
     inputs: int
     columns: int = 1
     kernel: int = 1
+    stack: int = 1
+
+    @property
+    def tiled_outputs(self) -> int:
+        """The number of outputs that tiles divide: those of one matrix."""
+        return self.columns if self.columns > 1 else self.outer // max(1, self.stack)
+
+    def of_tiles(self, tile: tuple[int, int]) -> Layout:
+        """The layout of the tiles, of a tensor that they fit."""
+        outputs, inputs = tile
+        if self.columns > 1:
+            return Layout(self.outer, self.inputs // inputs, self.columns // outputs, self.kernel)
+        rows = self.outer // outputs
+        return Layout(rows, self.inputs // inputs, 1, self.kernel, self.stack)
+
+    def tile_sizes(self, tile: tuple[int, int]) -> tuple[int, int, int, int]:
+        """A tile's share of [outer, inputs, columns, kernel]."""
+        outputs, inputs = tile
+        return (1, inputs, outputs, 1) if self.columns > 1 else (outputs, inputs, 1, 1)
 
     @property
     def outputs(self) -> int:
@@ -117,6 +143,7 @@ def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layou
         shape[first],
         math.prod(shape[first + 1 : start]),
         math.prod(shape[start:]),
+        math.prod(shape[: max(0, first - 1)]),
     )
 
 
@@ -129,11 +156,14 @@ class GroupRule:
         sparsity: of every group, in [0, 1]; with a pattern, what a schedule allows so far, or
             None.
         kept_of: (N, M) of the pattern.
+        tile: (A, B) of a pattern of tiles. Then "elements" are tiles, in all that is said of groups
+            and counts.
     """
 
     scope: Scope
     sparsity: float | None
     kept_of: tuple[int, int] | None
+    tile: tuple[int, int] | None = None
 
     @property
     def is_together(self) -> bool:
@@ -141,12 +171,35 @@ class GroupRule:
         return self.scope == "global" and self.kept_of is None
 
     @property
+    def tile_size(self) -> int:
+        """Elements of what is ranked: of a tile, or 1."""
+        return 1 if self.tile is None else math.prod(self.tile)
+
+    @property
     def goes_along_inputs(self) -> bool:
         """Whether it matters along which dimension the inputs of a tensor lie."""
-        return self.kept_of is not None or self.scope == "row"
+        return self.kept_of is not None or self.tile is not None or self.scope == "row"
+
+    @property
+    def wanted(self) -> float | None:
+        """The sparsity that every tensor is to have, before rounding; None if they compete."""
+        if self.kept_of is None:
+            return None if self.scope == "global" else self.sparsity
+        kept, group = self.kept_of
+        most = (group - kept) / group
+        return most if self.sparsity is None else min(self.sparsity, most)
 
     def misfit(self, label: str, shape: Sequence[int], layout: Layout) -> str | None:
-        """Why the pattern does not fit a tensor: only groups of full length are made."""
+        """Why the pattern does not fit a tensor: only whole groups and tiles are made."""
+        if self.tile is not None:
+            outputs, inputs = self.tile
+            if layout.tiled_outputs % outputs == 0 and layout.inputs % inputs == 0:
+                return None
+            return (
+                f"{label} has {layout.tiled_outputs} outputs and {layout.inputs} inputs (shape "
+                f"{list(shape)}), which tiles of {outputs} outputs and {inputs} inputs do not "
+                f"divide: {outputs}x{inputs} does not fit. Exclude it."
+            )
         if self.kept_of is None or layout.inputs % self.kept_of[1] == 0:
             return None
         n, m = self.kept_of
@@ -161,6 +214,9 @@ class GroupRule:
         The sparsity of a group becomes a count with halves to even: each layer and each row by
         itself, so that the total may differ from the sparsity of all by half an element per group.
         """
+        if self.tile is not None:
+            of_tiles = None if layout is None else layout.of_tiles(self.tile)
+            return replace(self, tile=None).counts(numel // self.tile_size, of_tiles)
         if self.kept_of is not None:
             kept, group = self.kept_of
             most = group - kept
@@ -182,7 +238,14 @@ class GroupRule:
             numel: elements.
             layout: where the inputs are, if the rule goes along them.
             num_pruned: elements that each group loses, from :meth:`counts`.
+
+        Returns:
+            Of the tiles, if there are any, as of a tensor with one element for each.
         """
+        if self.tile is not None:
+            of_tiles = None if layout is None else layout.of_tiles(self.tile)
+            of_elements = replace(self, tile=None)
+            return of_elements.groups(numel // self.tile_size, of_tiles, num_pruned)
         if self.kept_of is not None:
             assert layout is not None
             return Groups(self.kept_of[1], layout.stride, 1, num_pruned)

@@ -103,7 +103,8 @@ class Decision:
         bound_of: per parameter, the bound that decided how much of it is pruned, or None;
             None from a method that does not support bounds.
         is_by_magnitude: whether the smallest |value| of all parameters were pruned, and no others.
-        wanted: per parameter, the sparsity that a budget gives it; None without one.
+        wanted: per parameter, the sparsity that a budget, a scope or a pattern gives it; None where
+            parameters compete.
     """
 
     finish: Callable[[], LocalMasks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -13,9 +13,10 @@ from torch import nn
 from distprune._common.amount import Amount
 from distprune._common.collectives import Communicator
 from distprune._common.element_groups import GroupRule, Layout, Scope, layout_along
-from distprune._common.n_of_m import n_of_m
+from distprune._common.n_of_m import checked_pattern, n_of_m, tile_of
 from distprune._common.patterns import matcher
 from distprune.selection.group_places import GroupedParameter
+from distprune.selection.tile_places import Tiling
 from distprune.shards.target import Target
 
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.
@@ -33,11 +34,22 @@ class Grouping:
     Attributes:
         rule: which groups a parameter has, and how much they lose.
         parameters: for groups inside of parameters, those of each; None where this rank has no
-            element of it. Empty for the scope "layer".
+            element of it. Empty for the scope "layer". Of tiles, groups of these.
+        tilings: with a pattern of tiles, those of each parameter, or None, likewise.
     """
 
     rule: GroupRule
     parameters: tuple[GroupedParameter | None, ...]
+    tilings: tuple[Tiling | None, ...] = ()
+
+    @property
+    def compares_parameters(self) -> bool:
+        """Whether scores of different parameters are compared."""
+        return self.rule.is_together
+
+    def wanted(self, num_parameters: int) -> list[float] | None:
+        """The sparsity that each parameter is to have; None if they compete."""
+        return None if self.rule.wanted is None else [self.rule.wanted] * num_parameters
 
 
 def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRule | None:
@@ -48,9 +60,10 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRu
     """
     if scope not in ("global", "layer", "row"):
         raise ValueError(f"scope={scope!r}; expected 'global', 'layer' or 'row'.")
-    if pattern is not None:
+    tile = tile_of(pattern)
+    if pattern is not None and tile is None:
         try:
-            kept_of = n_of_m(pattern)
+            kept_of = n_of_m(checked_pattern(pattern))
         except ValueError as error:
             raise ValueError(f"pattern={pattern!r}; expected {error}.") from None
         if scope != "global":
@@ -65,13 +78,18 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRu
             )
         return GroupRule(scope, None, kept_of)
     if scope == "global":
-        return None
+        if tile is not None and amount is None:
+            raise ValueError(
+                f"pattern={pattern!r} without an amount; expected how many tiles are pruned: a "
+                "fraction of those that are left, or a count."
+            )
+        return None if tile is None else GroupRule(scope, None, None, tile)
     if amount is None or isinstance(amount, int):
         raise ValueError(
             f"amount={amount!r} with scope={scope!r}; expected a fraction in [0.0, 1.0]: the "
             f"sparsity that every {scope} has after the call."
         )
-    return GroupRule(scope, float(amount), None)
+    return GroupRule(scope, float(amount), None, tile)
 
 
 def agree_on_grouping(
@@ -97,21 +115,29 @@ def agree_on_grouping(
 
     def settle() -> Grouping:
         given = _given_dims(input_dims or {}, targets)
-        parameters = [
-            _grouped(rule, target, given.get(position)) if target.places else None
+        settled = [
+            _grouped(rule, target, given.get(position)) if target.places else (None, None)
             for position, target in enumerate(targets)
         ]
-        return Grouping(rule, tuple(parameters))
+        tilings = tuple(tiling for _, tiling in settled) if rule.tile else ()
+        return Grouping(rule, tuple(groups for groups, _ in settled), tilings)
 
     def facts_of(grouping: Grouping) -> list[tuple[str, str]]:
-        # Ranks of a pipeline know the modules of their own parameters only.
-        several = () if pipeline_parallel else zip(targets, grouping.parameters, strict=True)
-        return [(f"groups of {target.label}", str(settled)) for target, settled in several]
+        if pipeline_parallel:  # its ranks know the modules of their own parameters only
+            return []
+        several = grouping.tilings or grouping.parameters
+        return [
+            (f"groups of {target.label}", str(settled))
+            for target, settled in zip(targets, several, strict=True)
+        ]
 
     return communicator.run(settle, facts_of)
 
 
-def _grouped(rule: GroupRule, target: Target, given: tuple[int, ...] | None) -> GroupedParameter:
+def _grouped(
+    rule: GroupRule, target: Target, given: tuple[int, ...] | None
+) -> tuple[GroupedParameter, Tiling | None]:
+    """The groups of a parameter, and its tiles; with tiles, the groups are of these."""
     shape = tuple(target.shard.shape)
     dims = given or _dims_of(*target.places[0], shape, target.label)
     layout = _grouped_transpose(target.places[0][0], shape) if given is None else None
@@ -126,7 +152,34 @@ def _grouped(rule: GroupRule, target: Target, given: tuple[int, ...] | None) -> 
         raise ValueError(problem)
     num_groups, num_pruned = rule.counts(target.shard.numel, layout)
     groups = rule.groups(target.shard.numel, layout, num_pruned)
-    return GroupedParameter(groups, num_groups, rule, shape, dims)
+    if rule.tile is None:
+        return GroupedParameter(groups, num_groups, rule, shape, dims), None
+    tiling = Tiling(shape, _tile_sizes(rule.tile, target.label, shape, dims, layout))
+    of_tiles = replace(rule, tile=None)
+    return GroupedParameter(groups, num_groups, of_tiles, tiling.grid, ()), tiling
+
+
+def _tile_sizes(
+    tile: tuple[int, int], label: str, shape: Sequence[int], dims: Sequence[int], layout: Layout
+) -> tuple[int, ...]:
+    """The size of a tile along every dimension of a parameter that it fits."""
+    outputs, inputs = tile
+    sizes = [1] * len(shape)
+    if not shape:
+        return ()
+    along = dims[0] if dims else 0
+    sizes[along] = inputs
+    if outputs == 1:
+        return tuple(sizes)
+    last = len(shape) - len(dims[1:]) if dims else 2
+    between = [dim for dim in range(along + 1, last) if shape[dim] > 1]
+    if len(between) > 1:
+        raise ValueError(
+            f"{label} has the shape {list(shape)}, whose outputs lie along several dimensions; "
+            f"tiles of {outputs} outputs need one. Exclude it, or give tiles of 1 output."
+        )
+    sizes[between[0] if between else along - 1] = outputs
+    return tuple(sizes)
 
 
 def _given_dims(input_dims: InputDims, targets: Sequence[Target]) -> dict[int, tuple[int, ...]]:

@@ -21,7 +21,8 @@ class ParameterReport:
         held_at: "min_sparsity" or "max_sparsity" if this bound decided how much was pruned,
             and not the ranking over all parameters, nor the budget.
         wanted: with a budget, the sparsity that it gives this parameter, before floors, ceilings
-            and earlier prunings change it; LAMP's is what it gives within them.
+            and earlier prunings change it; LAMP's is what it gives within them. With the scope
+            "layer" or "row", or a pattern N:M, the sparsity before it is rounded to counts.
         min_sparsity, max_sparsity: its floor and ceiling, rounded to whole elements; None without.
     """
 

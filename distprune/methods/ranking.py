@@ -14,6 +14,7 @@ from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.grouping import Grouping
 from distprune.methods.dividing import bounds_met, divide
 from distprune.methods.rankings import BY_MAGNITUDE, Ranking
+from distprune.methods.tiles import ranked_in_tiles
 from distprune.selection.candidates import Candidates, KeySource, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.in_groups import GroupedParts, prune_in_groups
@@ -64,6 +65,8 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
+    if call.grouping is not None and call.grouping.rule.tile is not None:
+        return ranked_in_tiles(call, call.grouping, amount, keys, parts, prepared.masks, flat)
     if call.grouping is not None:
         return _ranked_in_groups(call, call.grouping, prepared)
     k = None if not call.has_amount else checked_count(amount, sum(call.num_live))
@@ -126,7 +129,7 @@ def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared
                 prepared.masks, write_masks(prepared.parts, cuts, prepared.flat_masks)
             )
 
-        return Decision(finish, bound_of=[None] * len(cuts))
+        return Decision(finish, bound_of=[None] * len(cuts), wanted=grouping.wanted(len(cuts)))
     grouped = GroupedParts(
         prepared.parts,
         names,
@@ -137,7 +140,11 @@ def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared
         call.communicator,
     )
     num_pruned = prune_in_groups(grouped)
-    return Decision(lambda: LocalMasks(prepared.masks, num_pruned), bound_of=[None] * len(names))
+    return Decision(
+        lambda: LocalMasks(prepared.masks, num_pruned),
+        bound_of=[None] * len(names),
+        wanted=grouping.wanted(len(names)),
+    )
 
 
 def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:

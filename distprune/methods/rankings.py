@@ -61,9 +61,10 @@ class ByScore:
                 On every rank.
         """
         sources: Sequence[ScoreSource] | None = None
-        # With a budget, a scope or a pattern, parameters are not compared, or by scores that a
+        # With a budget, a scope or a pattern N:M, parameters are not compared, or by scores that a
         # factor does not change.
-        if call.normalize is not None and call.division is None and call.grouping is None:
+        are_compared = call.grouping is None or call.grouping.compares_parameters
+        if call.normalize is not None and call.division is None and are_compared:
             scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: self._keys(self.make_scores(call) if sources is None else sources)

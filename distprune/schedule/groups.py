@@ -12,6 +12,7 @@ from distprune._common.amount import resolve_count
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
+from distprune._common.n_of_m import tile_of
 from distprune.budgets.base import Budget
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
@@ -142,8 +143,13 @@ class Group:
 
     @property
     def is_together(self) -> bool:
-        """Whether one ranking goes over all parameters."""
+        """Whether one ranking of elements goes over all parameters."""
         return self.scope == "global" and self.pattern is None
+
+    @property
+    def has_share(self) -> bool:
+        """Whether the target is the amount of a pruning: a pattern N:M has none."""
+        return self.pattern is None or tile_of(self.pattern) is not None
 
     def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
         """Whether a target is smaller than the sum of the floors, but may still grow.
@@ -256,7 +262,8 @@ def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group
 
 def _check_scope(schedule: Schedule, scope: Scope, pattern: str | None) -> None:
     """Raise ValueError for a scope or a pattern that is none, or that the schedule cannot meet."""
-    rule = to_rule(scope, pattern, None if pattern is not None or scope == "global" else 0.0)
+    has_amount = tile_of(pattern) is not None or (pattern is None and scope != "global")
+    rule = to_rule(scope, pattern, 0.0 if has_amount else None)
     if rule is None or rule.kept_of is None or schedule.ends_at is None:
         return
     n, m = rule.kept_of

@@ -84,7 +84,8 @@ class ScheduledPruner:
         scope, pattern, input_dims: as for ``global_unstructured``. With the scope "layer" or "row"
             every layer or row has the sparsity of the schedule, rounded by itself. With a pattern
             N:M each group of M has lost round(sparsity * M) elements, at most M - N; the schedule
-            has to end at (M - N) / M.
+            has to end at (M - N) / M. With tiles the sparsity is the share of tiles that are pruned
+            altogether.
 
     Attributes:
         num_steps: number of calls of ``step()``; the next call is step number ``num_steps``.
@@ -336,7 +337,7 @@ class ScheduledPruner:
                 group.parameters,
                 group.pruning_method,
                 scores,
-                amount=None if group.pattern is not None else float(target),
+                amount=float(target) if group.has_share else None,
                 pipeline_parallel=self._is_pipeline_parallel,
                 normalize=group.normalize,
                 scope=group.scope,

@@ -125,18 +125,18 @@ class ScoreKeys:
     """
 
     def __init__(self, scores: ScoreSource, common: KeyRange) -> None:
-        self._scores = scores
+        self.scores = scores
         self._common = common
         self.dtype = common.dtype
         self.is_thread_safe = scores.is_thread_safe
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
-        return _keys(self._scores.load(start, stop, scratch), self._common, scratch)
+        return _keys(self.scores.load(start, stop, scratch), self._common, scratch)
 
     def gather(self, runs: Runs) -> Tensor:
         """Keys of some runs of elements: a new tensor."""
-        return to_keys(self._scores.gather(runs), self._common)
+        return to_keys(self.scores.gather(runs), self._common)
 
 
 class RandomKeys:
@@ -157,6 +157,10 @@ class RandomKeys:
         self._offset = offset
         self._index = index
         self._device = device
+
+    def of_others(self, offset: int, index: IndexMap, device: torch.device) -> RandomKeys:
+        """Keys of the same seed, for a list of other things than elements."""
+        return RandomKeys(self._seed, offset, index, device)
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         if not memory.takes_numpy(self._device):

@@ -127,7 +127,7 @@ class Layouts:
                 return {
                     "in first": Layout(1, first, second * third),
                     "out first": Layout(first, second * third),
-                    "in last": Layout(first * second, third),
+                    "in last": Layout(first * second, third, stack=first),
                     "out last": Layout(first, second, third),
                 }[form]
         return None
@@ -143,7 +143,9 @@ class Layouts:
         if is_turned is None:
             raise _unknown(entry, self._types, "families differ in how they store stacked experts")
         outer = math.prod(stacked)
-        return Layout(outer, rows, columns) if is_turned else Layout(outer * rows, columns)
+        if is_turned:
+            return Layout(outer, rows, columns)
+        return Layout(outer * rows, columns, stack=outer)
 
     def _of_convolution(self, entry: TensorEntry) -> Layout:
         """[out, in, *kernel], or [in, out, *kernel] if a bias shows a transposed convolution."""

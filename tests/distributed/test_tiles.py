@@ -1,0 +1,150 @@
+"""Tiles are ranked by exact sums: each rank has its part of one process's masks."""
+
+import pytest
+import torch
+from test_scopes import INPUTS, ConvolutionNet, GroupsNet, LinearNet
+
+import distprune as prune
+from distprune._common.hashing import draw_seed, hash_keys
+from distprune.testing import run_ranks
+from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.models import fill, fqns, target
+from helpers.sampling import every
+
+OUTPUTS = {"conv.weight": 0, "turned.weight": 1, "experts.gate_up": 2}
+# (data, dtype, arguments of successive calls)
+CASES = [
+    ("few", "float32", [{"pattern": "1x4", "amount": 0.4}, {"pattern": "1x3", "amount": 20}]),
+    ("normal", "float32", [{"pattern": "4x4", "amount": 0.5}]),
+    ("few", "bfloat16", [{"pattern": "3x2", "scope": "row", "amount": 0.3}]),
+    ("normal", "float64", [{"pattern": "2x3", "scope": "layer", "amount": 0.35}]),
+    ("equal", "float32", [{"pattern": "4x6", "amount": 0.5}]),
+    ("inf", "float16", [{"pattern": "2x2", "amount": 0.6}]),
+    ("few", "mixed", [{"pattern": "1x6", "scope": "row", "amount": 0.5}, {"pattern": "2:3"}]),
+    ("denormal", "float32", [{"pattern": "12x12", "amount": 1}]),
+    (
+        "zeros",
+        "float32",
+        [{"pattern": "2:4"}, {"pattern": "4x2", "amount": 0.25}, {"scope": "row", "amount": 0.7}],
+    ),
+    ("normal", "float32", [{"pattern": "3x4", "amount": 0.5, "method": "random"}]),
+    ("few", "float32", [{"pattern": "2x4", "scope": "layer", "amount": 0.5, "method": "random"}]),
+    ("few", "float32", [{"pattern": "1x2", "scope": "row", "amount": 0.5, "method": "lowest"}]),
+    ("normal", "float32", [{"pattern": "2x2", "amount": 0.5, "method": "lowest"}]),
+]
+METHODS = {
+    "magnitude": prune.L1Unstructured,
+    "random": prune.RandomUnstructured,
+    "lowest": prune.LowestScore,
+}
+
+
+def tile_of(arguments: dict) -> tuple[int, int] | None:
+    outputs, x, inputs = arguments.get("pattern", "").partition("x")
+    return (int(outputs), int(inputs)) if x else None
+
+
+def fits(shape, name: str, arguments: dict) -> bool:
+    inputs = INPUTS.get(name, (1,))[0]
+    if (tile := tile_of(arguments)) is not None:
+        return shape[OUTPUTS.get(name, 0)] % tile[0] == 0 and shape[inputs] % tile[1] == 0
+    return "pattern" not in arguments or shape[inputs] % int(arguments["pattern"][2:]) == 0
+
+
+def expected_masks(scores: dict, arguments: dict, keeps: dict, seed: int) -> dict:
+    if tile_of(arguments) is None:
+        from test_scopes import expected_masks as masks_of_groups
+
+        return masks_of_groups(scores, arguments, keeps)
+    method = arguments.get("method", "magnitude")
+    tiles, sums, live, offset = {}, {}, {}, 0
+    for name, score in scores.items():
+        inputs, outputs = INPUTS.get(name, (1,))[0], OUTPUTS.get(name, 0)
+        tiles[name] = reference.tiles_of(score.shape, inputs, outputs, tile_of(arguments))
+        keep = keeps.get(name, torch.ones(score.shape, dtype=torch.bool))
+        live[name] = keep.flatten()[tiles[name]].any(-1)
+        key = abs if method == "magnitude" else float
+        sums[name] = reference.tile_scores(score, tiles[name], keep, key)
+        if method == "random":
+            count = sums[name].numel()
+            sums[name] = hash_keys(torch.arange(offset, offset + count), seed).view(
+                live[name].shape
+            )
+            offset += count
+    if method == "random":  # ranks: float64 does not have 63 bits
+        order = torch.cat([own.flatten() for own in sums.values()]).argsort().argsort()
+        parts = order.split([own.numel() for own in sums.values()])
+        sums = {n: part.view(sums[n].shape) for n, part in zip(sums, parts, strict=True)}
+    names, amount = list(scores), arguments["amount"]
+    if arguments.get("scope", "global") == "global":
+        kept = reference.prune(
+            [sums[n] for n in names], amount, [live[n] for n in names], key=float
+        )
+        kept = dict(zip(names, kept, strict=True))
+    else:
+        kept = {}
+        for name in names:
+            groups = [list(range(sums[name].numel()))]
+            if arguments["scope"] == "row":
+                groups = reference.rows_of(sums[name].shape, INPUTS.get(name, (1,)))
+            count = round(amount * len(groups[0]))
+            kept[name] = reference.prune_in_groups(sums[name], groups, count, live[name], key=float)
+    masks = {}
+    for name in names:
+        mask = keeps.get(name, torch.ones(scores[name].shape, dtype=torch.bool)).clone()
+        mask.view(-1)[tiles[name][~kept[name]].flatten()] = False
+        masks[name] = mask
+    return masks
+
+
+def differences(wrapping: str, net: type, cases: list) -> list[str]:
+    wrong = []
+    for number, (data, dtype, calls) in enumerate(cases):
+        if dtype == "mixed" and wrappings.kind_of(wrapping).startswith("fsdp1"):
+            dtype = "float32"  # a flat parameter has one dtype
+        model = fill(net(), data, dtype, number)
+        indices = wrappings.local_indices(model, wrapping)
+        names = [
+            name
+            for name in fqns(model)
+            if model.get_parameter(name).ndim > 1
+            and all(fits(model.get_parameter(name).shape, name, call) for call in calls)
+        ]
+        scores = {name: model.get_parameter(name).detach().clone() for name in names}
+        model = wrappings.wrap(model, wrapping)
+        pairs = [target(wrappings.unwrapped(model), name) for name in names]
+        experts = {pair: 1 for pair in pairs if pair[1] == "gate_up"}
+        keeps: dict = {}
+        for arguments in calls:
+            torch.manual_seed(5)
+            seed = int(draw_seed())
+            torch.manual_seed(5)
+            keeps = expected_masks(scores, arguments, keeps, seed)
+            gone = sum(int((~keep).sum()) for keep in keeps.values())
+            given = dict(arguments)
+            method = given.pop("method", "magnitude")
+            own = dict(zip(pairs, scores.values(), strict=True)) if method == "lowest" else None
+            report = prune.global_unstructured(
+                pairs, METHODS[method], own, input_dims=experts or None, **given
+            )
+            when = f"{data} {dtype} {arguments} of {calls}"
+            wrong += wrong_masks(model, keeps, indices, when)
+            if report.num_pruned != gone:
+                wrong.append(f"{when}: {report.num_pruned} pruned, not {gone}")
+    return wrong
+
+
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
+def test_equal_to_one_process(wrapping):
+    size = wrappings.world_size(wrapping)
+    cases = every(3, CASES, wrappings.ALL.index(wrapping))
+    # Without use_orig_params, FSDP1 leaves other modules to the root.
+    net = ConvolutionNet if wrappings.kind_of(wrapping) == "fsdp1_flat" else GroupsNet
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, net, cases))
+
+
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.FSDP2_DIM1))
+def test_shards_of_columns(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, LinearNet, CASES))
