@@ -34,6 +34,9 @@ recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
 
     scope: layer               # one ranking for each tensor; row: for each output row
     pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
+    score: wanda               # |w| times the rms of its input; stade: times its deviation
+    statistics: a.safetensors  # of activations, for wanda and stade; relative to the recipe
+    scores: FOLDER             # for score given: tensors of the same names and shapes
     nan: keep                  # keep NaN; error, the default, refuses weights that have any
     select:
       also: ["lm_head"]        # pruned in addition to the default, which include would replace

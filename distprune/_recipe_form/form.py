@@ -85,6 +85,12 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("the path of a file or a folder")
+    return value
+
+
 def _pattern_text(value: Any) -> str:
     return "{}:{}".format(*n_of_m(value))
 
@@ -109,7 +115,10 @@ _Dims = int | Annotated[list[int], Field(min_length=1)]
 _PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
 
 Version = Annotated[Literal[1, 2], _one_of(1, 2)]
-Score = Annotated[Literal["magnitude", "random"], _one_of("magnitude", "random")]
+Score = Annotated[
+    Literal["magnitude", "random", "wanda", "stade", "given"],
+    _one_of("magnitude", "random", "wanda", "stade", "given"),
+]
 Normalize = Annotated[Literal["rms", "l2", "mean", "none"], _one_of("rms", "l2", "mean", "none")]
 Scope = Annotated[Literal["global", "layer", "row"], _one_of("global", "layer", "row")]
 Nan = Annotated[Literal["error", "keep"], _one_of("error", "keep")]
@@ -122,6 +131,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63), _or_expected("a whole number >= 0 a
 Flag = Annotated[bool, _or_expected("true or false")]
 Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
 Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
+PathText = Annotated[str, _checked(_path, _Text)]
 NOfM = Annotated[str, _checked(_pattern_text, _PatternText)]
 InputDims = Annotated[
     tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
@@ -209,7 +219,11 @@ class RampForm(Section):
 class BudgetForm(Section):
     """What ranks the weights, what is ranked together, and how many are pruned."""
 
-    score: Score | None = Field(default=None, description="What ranks weights. Default: magnitude.")
+    score: Score | None = Field(
+        default=None,
+        description="What ranks weights. wanda and stade need statistics, given needs scores; "
+        "these are for checkpoints only. Default: magnitude.",
+    )
     method: Score | None = Field(default=None, description="The same as score.")
     scope: Scope | None = Field(
         default=None,
@@ -266,6 +280,16 @@ class RecipeForm(BudgetForm, _HeadForm):
 
     nan: Nan = Field(
         default="error", description="Whether a NaN among the weights of a checkpoint is an error."
+    )
+    statistics: PathText | None = Field(
+        default=None,
+        description="The file of activation statistics, for scores wanda and stade. Relative paths "
+        "start at the recipe. Checkpoints only.",
+    )
+    scores: PathText | None = Field(
+        default=None,
+        description="The folder or safetensors file of scores, for score given. Relative paths "
+        "start at the recipe. Checkpoints only.",
     )
     output: OutputForm = Field(default_factory=OutputForm)
     select: SelectForm = Field(default_factory=SelectForm)

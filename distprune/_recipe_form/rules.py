@@ -7,6 +7,7 @@ from typing import Any
 
 from distprune._recipe_form.form import GroupForm, RecipeForm
 from distprune._recipe_form.problems import KeyPath, Problems
+from distprune._recipe_form.values import FROM_STATISTICS
 
 _AMOUNTS = ("sparsity", "pattern", "schedule")
 
@@ -84,6 +85,11 @@ def check_values(recipe: RecipeForm, problems: Problems) -> None:
     is_used = any(group.is_normalizable for group in groups)
     if recipe.groups and recipe.normalize not in (None, "none") and not is_used:
         problems.add(("normalize",), "has no effect in any of the groups; leave it out.")
+    ranked_by = {group.score or group.method for group in groups}
+    for key, scores in (("statistics", FROM_STATISTICS), ("scores", ("given",))):
+        if getattr(recipe, key) is not None and ranked_by.isdisjoint(scores):
+            text = f"has no effect without score {' or '.join(map(repr, scores))}; leave it out."
+            problems.add((key,), text)
     is_random = any("random" in (group.score, group.method) for group in groups)
     if recipe.seed is not None and not is_random:
         problems.add(("seed",), "has no effect without score 'random'; leave it out.")

@@ -11,6 +11,8 @@ from distprune._common.patterns import check_pattern
 
 # What the magnitudes of a tensor are divided by.
 Statistic = Literal["rms", "l2", "mean"]
+# Scores that are made of weights and of statistics of activations.
+FROM_STATISTICS = ("wanda", "stade")
 
 
 def listed(values: Sequence[object]) -> str:

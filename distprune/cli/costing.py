@@ -90,16 +90,21 @@ def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
         return 0
     if recipe.is_together:
         # All are ranked in the widest format; one read settles 16 of its bits.
-        dtypes = {tensor.entry.dtype for tensor in tensors}
+        entries = [tensor.entry for tensor in tensors]
+        if plan.inputs.given is not None and recipe.score == "given":
+            entries = [plan.inputs.given.entries[entry.name] for entry in entries]
+        dtypes = {entry.dtype for entry in entries}
+        is_wide = recipe.needs_statistics  # then scores have 32 bits or more
         if recipe.normalize is not None:
-            # One read finds the divisors; it is enough for weights of 16 bits.
+            # One read finds the divisors; it is enough for scores of 16 bits.
             wide = 1 + (4 if "F64" in dtypes else 2)
             return sum(
-                (wide if tensor.entry.dtype in ("F32", "F64") else 1) * tensor.entry.nbytes
-                for tensor in tensors
+                (wide if is_wide or entry.dtype in ("F32", "F64") else 1) * entry.nbytes
+                for entry in entries
             )
-        passes = 4 if "F64" in dtypes else 1 if len(dtypes) == 1 and "F32" not in dtypes else 2
-        return passes * sum(tensor.entry.nbytes for tensor in tensors)
+        is_narrow = len(dtypes) == 1 and "F32" not in dtypes and not is_wide
+        passes = 4 if "F64" in dtypes else 1 if is_narrow else 2
+        return passes * sum(entry.nbytes for entry in entries)
     if recipe.pattern is None and recipe.scope == "layer":
         return sum(t.entry.nbytes for t in tensors if t.entry.numel > _MAX_IN_MEMORY)
     return 0

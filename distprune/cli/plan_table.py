@@ -24,8 +24,10 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
         for group in plan.groups
         if group.last - group.first > 1
     ):
+        are_weights = all(group.recipe.ranks_magnitudes for group in plan.groups)
+        what = "magnitudes" if are_weights else "scores"
         terminal.note(
-            "Raw magnitudes of several tensors are ranked together (normalize: none). Where their "
+            f"Raw {what} of several tensors are ranked together (normalize: none). Where their "
             "scales differ, this may empty some of them; --normalize rms, or normalize: rms in a "
             "recipe, divides each tensor by its rms first."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ _PANEL = "What to prune (options override the recipe)"
 
 
 _LIMITS = ("min_sparsity", "max_sparsity")
-_FOR_ALL_GROUPS = ("seed", "nan", "masks", "card")
+_FOR_ALL_GROUPS = ("seed", "nan", "masks", "card", "statistics", "scores")
 
 
 def _option(*names: str, help: str, **more: Any) -> Any:
@@ -49,14 +50,37 @@ Scope = Annotated[
     ),
 ]
 Score = Annotated[
-    str | None, _option("--score", help="What ranks weights.", metavar="magnitude|random")
+    str | None,
+    _option(
+        "--score",
+        help="What ranks weights: their magnitude; chance; |w| times the rms (wanda) or the "
+        "standard deviation (stade) of its input, by --statistics; the |score| of --scores.",
+        metavar="magnitude|random|wanda|stade|given",
+    ),
+]
+Statistics = Annotated[
+    Path | None,
+    _option(
+        "--statistics",
+        help="Statistics of activations for wanda and stade, as `distprune calibrate` writes them.",
+        metavar="FILE",
+    ),
+]
+Scores = Annotated[
+    Path | None,
+    _option(
+        "--scores",
+        help="Scores that were made elsewhere, a folder of safetensors files or one file: a tensor "
+        "of the same name and shape for each pruned one.",
+        metavar="FOLDER",
+    ),
 ]
 Normalize = Annotated[
     str | None,
     _option(
         "--normalize",
-        help="What magnitudes are divided by before all tensors are ranked together: the rms of "
-        "their tensor (the default), its l2 norm, its mean magnitude, or nothing.",
+        help="What scores are divided by before all tensors are ranked together: the rms of "
+        "their tensor (the default), its l2 norm, its mean, or nothing.",
         metavar="rms|l2|mean|none",
     ),
 ]
@@ -132,8 +156,13 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         fields = {k: v for k, v in fields.items() if k not in ("pattern", *_LIMITS)}
     elif "sparsity" in overrides or "scope" in overrides:
         fields.pop("pattern", None)
-    if overrides.get("score") == "magnitude":
-        fields.pop("seed", None)
+    if "scores" in overrides and "score" not in overrides and not groups:
+        overrides["score"] = "given"
+    if "score" in overrides:
+        fields = {key: v for key, v in fields.items() if key not in _unused(overrides["score"])}
+    for key in ("statistics", "scores"):
+        if key in overrides:
+            overrides[key] = str(overrides[key])
     if not groups:
         fields = _with_normalize(fields, overrides)
     if "input_dims" in overrides:
@@ -151,6 +180,12 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
 
 
+def _unused(score: object) -> set[str]:
+    """The fields of a recipe that have no effect beside a score."""
+    used = {"random": "seed", "given": "scores", "wanda": "statistics", "stade": "statistics"}
+    return {"seed", "statistics", "scores"} - {used.get(str(score), "")}
+
+
 def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe with the default of ``normalize``, or without it if it has no effect.
 
@@ -160,7 +195,7 @@ def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[s
     """
     merged = fields | overrides
     is_together = merged.get("pattern") is None and merged.get("scope", "global") == "global"
-    if not is_together or merged.get("score", "magnitude") != "magnitude":
+    if not is_together or merged.get("score", "magnitude") == "random":
         return {key: value for key, value in fields.items() if key != "normalize"}
     return {"normalize": "rms"} | fields
 

@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distprune._common.amount import resolve_count
 from distprune._common.element_groups import Layout
 from distprune._common.natural_order import natural_key
-from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
-from distprune.files.recipe import FileRecipe
+from distprune.files.recipe import STORED_STATISTICS, FileRecipe
+from distprune.files.scoring.inputs import ScoreInputs, find_inputs
 from distprune.files.selecting.grouping import limits_of, select_groups
 from distprune.files.selecting.layouts import Layouts
 from distprune.files.selecting.policy import Verdict
 
+STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
 # Of what a plan leads to: raised when the same plan would write other bytes.
@@ -92,6 +96,7 @@ class Plan:
         num_to_prune: elements that become zero, exactly.
         digest: of everything that decides the output: recipe, headers, sizes, times of change.
         warnings: sentences on what is no error, but probably not meant.
+        inputs: what scores are made from besides weights; the digest covers them.
     """
 
     checkpoint: Checkpoint
@@ -103,6 +108,7 @@ class Plan:
     num_to_prune: int
     digest: str
     warnings: tuple[str, ...] = ()
+    inputs: ScoreInputs = field(default_factory=ScoreInputs, compare=False)
 
     def recipe_of(self, position: int) -> FileRecipe:
         """The recipe of the group that a tensor is in."""
@@ -135,10 +141,11 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
         follow_links: also follow links that lead out of the source.
 
     Raises:
-        CheckpointError: the checkpoint is malformed or of an unsupported kind; all problems.
-        SelectionError: the recipe does not fit it; all problems.
+        CheckpointError: the checkpoint, or a file that scores are made from, is malformed or of an
+            unsupported kind; all problems.
+        SelectionError: the recipe, or what scores are made from, does not fit it; all problems.
 
-    Cost: reads headers only; some milliseconds for a hundred files.
+    Cost: reads headers, and statistics of activations; some milliseconds for a hundred files.
     """
     checkpoint = open_checkpoint(source, follow_links=follow_links)
     selection = select_groups(checkpoint, recipe)
@@ -153,6 +160,11 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
             raise SelectionError(f"{where}{error.headline}", error.problems) from error
         tensors += planned
         groups.append(group)
+    scored = [
+        (group.recipe, [(t.entry, t.layout) for t in tensors[group.first : group.last]])
+        for group in groups
+    ]
+    inputs = find_inputs(recipe, scored, {verdict.entry.name for verdict in selection.verdicts})
     return Plan(
         checkpoint=checkpoint,
         recipe=recipe,
@@ -161,8 +173,9 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
         groups=tuple(groups),
         num_elements=sum(group.num_elements for group in groups),
         num_to_prune=sum(group.num_to_prune for group in groups),
-        digest=digest_of(checkpoint, recipe),
-        warnings=selection.warnings,
+        digest=digest_of(checkpoint, recipe, inputs.facts()),
+        warnings=(*selection.warnings, *inputs.warnings),
+        inputs=inputs,
     )
 
 
@@ -196,9 +209,18 @@ def _count_of(recipe: FileRecipe, num_elements: int) -> int:
     return resolve_count(recipe.sparsity, num_elements)
 
 
-def digest_of(checkpoint: Checkpoint, recipe: FileRecipe) -> str:
-    """Of everything that decides the output: recipe, names, sizes, headers and times of change."""
-    facts = {"version": _VERSION, "recipe": recipe.as_fields(), **source_facts(checkpoint)}
+def digest_of(checkpoint: Checkpoint, recipe: FileRecipe, inputs: Mapping[str, Any]) -> str:
+    """Of everything that decides the output: recipe, names, sizes, headers and times of change.
+
+    Args:
+        checkpoint: the source.
+        recipe: its paths do not count.
+        inputs: :meth:`ScoreInputs.facts` of what scores are made from.
+    """
+    facts: dict[str, Any] = {"version": _VERSION, "recipe": recipe.as_stored().as_fields()}
+    facts |= source_facts(checkpoint)
+    if inputs:
+        facts["inputs"] = inputs
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -17,7 +17,7 @@ from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.open_files import OpenFiles
-from distprune.files.planning import CARD_FILE, Plan, plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.ranking.group_cuts import GroupCuts, bytes_to_count, find_cuts
 from distprune.files.ranking.streaming import Source
 from distprune.files.ranking.units import prune_units
@@ -27,6 +27,7 @@ from distprune.files.reports.model_card import card_of
 from distprune.files.reports.report import Report, RunFacts
 from distprune.files.reports.stored import parse_report
 from distprune.files.results.partial import Partial
+from distprune.files.results.placing import check_unchanged
 from distprune.files.results.resuming import carry_out, versions
 from distprune.files.results.rewriting import Rewriter
 from distprune.files.results.task import Task
@@ -64,7 +65,8 @@ def prune(
 
     The copy has the same files, headers and index; every byte is that of the source except in
     pruned elements, which become +0. Other files are copied. ``destination/distprune/`` has the
-    masks, the recipe and the report. All files but ``distprune/run.json`` are the same to the byte
+    masks, the recipe and the report, and the statistics of activations if the scores are made from
+    them. All files but ``distprune/run.json`` are the same to the byte
     for every number of ranks.
 
     The destination appears by one rename at the end, or not at all. The next call with the same
@@ -99,7 +101,9 @@ def prune(
 
     Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global",
     or four to five times if normalised; row and N:M once), and reads once what an interrupted run
-    had done; a few hundred megabytes of memory per process, whatever the size. Communication: an
+    had done; a few hundred megabytes of memory per process, whatever the size. Scores "wanda" and
+    "stade" are made in these passes, one more of 16-bit weights in scope "global" and two if
+    normalised, and take 4 bytes of memory for each input of a layer. Communication: an
     all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
@@ -109,6 +113,8 @@ def prune(
     if plan.recipe.masks:
         entries = [tensor.entry for tensor in plan.tensors]
         layout = mask_layout(entries, plan.checkpoint.files)
+    written_last = [CARD_FILE] if plan.has_card else []
+    written_last += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
     task = Task(
         checkpoint=plan.checkpoint,
         digest=plan.digest,
@@ -116,7 +122,7 @@ def prune(
         make_units=lambda: prune_units(plan),
         layout=layout,
         copied=plan.copied,
-        written_last=[CARD_FILE] if plan.has_card else [],
+        written_last=written_last,
     )
     work = _Pruning(team, plan, task)
     try:
@@ -166,9 +172,14 @@ class _Pruning:
         report = make_report(
             self._plan, self._source, self._group_cuts, partial.finished_units.records(), run
         )
-        recipe = self._plan.recipe.to_yaml().encode()
+        recipe = self._plan.recipe.as_stored().to_yaml().encode()
         card = card_of(self._plan, report)
         others = {} if card is None else {CARD_FILE: card}
+        inputs = self._plan.inputs
+        if inputs.statistics is not None:
+            others[STATISTICS_FILE] = inputs.statistics.read_bytes()
+        if inputs.given is not None:
+            check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
         partial.complete(recipe, report.run_json(), report.result_json(), others)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ the same FileRecipe.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distprune._common.element_groups import GroupRule, Scope
 from distprune._recipe_form.imports import check
 from distprune._recipe_form.problems import Problems, RecipeError
-from distprune._recipe_form.values import Statistic, n_of_m
+from distprune._recipe_form.values import FROM_STATISTICS, Statistic, n_of_m
 from distprune._recipe_form.writing import select_mapping
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.yaml_text import yaml_text
@@ -22,13 +23,16 @@ from distprune.files.formats.yaml_text import yaml_text
 if TYPE_CHECKING:
     from distprune._recipe_form.form import RecipeForm
 
-Score = Literal["magnitude", "random"]
+Score = Literal["magnitude", "random", "wanda", "stade", "given"]
+# What the paths of inputs become in the recipe of a result, beside which the statistics lie.
+STORED_STATISTICS = "statistics.safetensors"
+STORED_SCORES = "scores"
 
 
 # Each group has at least one unit of work, and so one histogram; see ``ranking.units``.
 MAX_GROUPS = 128
 # Fields of the recipe as a whole; all others are fields of each group.
-_SHARED = ("seed", "nan", "masks", "card", "groups")
+_SHARED = ("seed", "nan", "masks", "card", "groups", "statistics", "scores")
 _PREFIX = re.compile(r"^(the document: |select\.|limits\.|output\.)")  # no part of a field's name
 
 
@@ -43,7 +47,9 @@ class FileRecipe:
             each output row.
         pattern: instead of a sparsity, "N:M": of every M neighbours along the input dimension, N
             are kept.
-        score: "magnitude", or "random": the numbers that ``RandomUnstructured`` would draw.
+        score: "magnitude"; "random": the numbers that ``RandomUnstructured`` would draw; "wanda":
+            |w| times the rms of its input; "stade": |w| times the standard deviation of its input;
+            "given": |score| of ``scores``.
         seed: of random scores; 0 by default.
         include: globs, or regular expressions after ``re:``, for whole names of tensors; None:
             matrices, except embeddings, heads, norms, routers, biases and scales.
@@ -60,12 +66,18 @@ class FileRecipe:
             "global"; floors are rounded up to a count, and ceilings down. The total stays exact.
         groups: instead of a sparsity and a selection, budgets for parts of the checkpoint: recipes
             whose tensors are ranked separately. A tensor in no group is left alone, and none is
-            in two. ``seed``, ``nan``, ``masks`` and ``card`` are those of this recipe.
+            in two. ``seed``, ``nan``, ``masks``, ``card``, ``statistics`` and ``scores``
+            are those of this recipe.
         card: whether README.md of the result describes the pruning, above the text of the
             source's README.md; false copies that of the source.
         normalize: what the magnitudes of each tensor are divided by before they are ranked together
             with those of others: "rms", "l2" or "mean" (of the magnitudes); None: raw magnitudes.
-            The command line and recipe files have "rms" as their default.
+            The command line and recipe files have "rms" as their default. Other scores than
+            magnitudes are divided likewise.
+        statistics: path of the statistics of activations that "wanda" and "stade" need, as
+            ``ActivationStatistics.save`` writes them.
+        scores: path of the scores for "given": a folder of safetensors files, or one file, with a
+            tensor for each pruned one, of its name and shape.
 
     Raises:
         SelectionError: with every field that is wrong.
@@ -89,10 +101,15 @@ class FileRecipe:
     groups: tuple[FileRecipe, ...] = ()
     card: bool = True
     normalize: Statistic | None = None
+    statistics: str | None = None
+    scores: str | None = None
 
     def __post_init__(self) -> None:
         problems = self._set_groups() if self.groups else []
         self._set(groups=tuple(self.groups or ()))
+        for name in ("statistics", "scores"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                self._set(**{name: os.fspath(path)})
         if not problems:
             try:
                 form = check(self.as_mapping(), Problems(), "the recipe")
@@ -116,18 +133,30 @@ class FileRecipe:
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        return self.is_together and self.score == "magnitude"
+        return self.is_together and self.score != "random"
+
+    @property
+    def ranks_magnitudes(self) -> bool:
+        """Whether the score of an element is its magnitude."""
+        return self.score == "magnitude"
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether scores are made of weights and of statistics of activations."""
+        return self.score in FROM_STATISTICS
 
     @property
     def divisor_text(self) -> str:
-        """What the magnitudes of a tensor are divided by, in words."""
-        names = {"rms": "rms", "l2": "l2 norm", "mean": "mean magnitude"}
+        """What the scores of a tensor are divided by, in words."""
+        mean = "mean magnitude" if self.ranks_magnitudes else "mean score"
+        names = {"rms": "rms", "l2": "l2 norm", "mean": mean}
         return "" if self.normalize is None else f"{names[self.normalize]} of its tensor"
 
     @property
     def score_text(self) -> str:
         """What ranks the weights, in words."""
-        return self.score + (f" / {self.divisor_text}" if self.normalize is not None else "")
+        score = "given scores" if self.score == "given" else self.score
+        return score + (f" / {self.divisor_text}" if self.normalize is not None else "")
 
     @property
     def has_limits(self) -> bool:
@@ -160,6 +189,9 @@ class FileRecipe:
         values: dict[str, Any] = {"version": 1 if is_raw else 2}
         if self.seed is not None:
             values["seed"] = self.seed
+        for name in ("statistics", "scores"):
+            if getattr(self, name) is not None:
+                values[name] = getattr(self, name)
         if self.groups:
             values["groups"] = [group._part_as_mapping(is_raw) for group in self.groups]
         else:
@@ -167,15 +199,25 @@ class FileRecipe:
         return values | {"nan": self.nan, "output": {"masks": self.masks, "card": self.card}}
 
     def as_fields(self) -> dict[str, Any]:
-        """The fields as plain values, for reports and digests; without ``normalize`` if it is None.
+        """The fields as plain values, for reports and digests.
 
-        Reports that were made before there was that field do not have it.
+        Without the fields of later versions that are None: reports that were made before do not
+        have them.
         """
         values = asdict(self)
         for part in (values, *values["groups"]):
-            if part["normalize"] is None:
-                del part["normalize"]
+            for name in ("normalize", "statistics", "scores"):
+                if part[name] is None:
+                    del part[name]
         return values
+
+    def as_stored(self) -> FileRecipe:
+        """The recipe as it stands in a result: beside its statistics, and without other paths."""
+        return replace(
+            self,
+            statistics=None if self.statistics is None else STORED_STATISTICS,
+            scores=None if self.scores is None else STORED_SCORES,
+        )
 
     def _part_as_mapping(self, is_raw: bool) -> dict[str, Any]:
         values: dict[str, Any] = {"score": self.score}
@@ -276,6 +318,7 @@ class FileRecipe:
         allowed: dict[str, tuple[object, ...]] = {
             "groups": ((),), "masks": (True, self.masks), "card": (True, self.card),
             "nan": ("error", self.nan), "seed": (None, 0, self.seed),
+            "statistics": (None,), "scores": (None,),
         }  # fmt: skip
         return [
             f"{name} is {getattr(group, name)!r}; expected it beside the groups, for all of them."

@@ -1,6 +1,7 @@
 """``verify``: compare a pruned checkpoint with its source, byte by byte.
 
-Of what the run left behind, only the recipe is trusted; the masks are a claim to be checked.
+Of what the run left behind, only the recipe, and statistics of activations if the scores are made
+from them, are trusted; the masks are a claim to be checked.
 Everything else is derived again: which tensors the recipe selects, how many elements are pruned,
 whether they were cut in the order of scores and where, and each number of the report.
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distprune._common.collectives import Communicator
@@ -30,7 +31,7 @@ from distprune.files.checks.findings import Findings
 from distprune.files.checks.side_by_side import SideBySide
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import CheckpointError, Interrupted, SelectionError
-from distprune.files.planning import CARD_FILE, Plan, plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.measuring import bytes_to_measure, measure
 from distprune.files.ranking.searching import Cut, TensorCut
@@ -72,6 +73,7 @@ def verify(
     destination: str | Path,
     source: str | Path,
     *,
+    scores: str | Path | None = None,
     communicator: Communicator | None = None,
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
@@ -89,6 +91,7 @@ def verify(
     Args:
         destination: a folder that :func:`prune` wrote, with masks; visible to every rank.
         source: the checkpoint that it was made from, or a copy of it.
+        scores: the scores that it was ranked by, or a copy of them, if they were given.
         communicator: of the ranks that share the work; by default of the default process group,
             or this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
@@ -110,7 +113,7 @@ def verify(
     the end.
     """
     team = Team(communicator or world(), progress, stop)
-    opened: _Opened = team.attempt(_Opened, Path(destination), source)
+    opened: _Opened = team.attempt(_Opened, Path(destination), source, scores)
     target = ascii(os.path.abspath(destination))
     team.compare([("destination", target), ("plan", opened.plan.digest)])
     try:
@@ -122,7 +125,7 @@ def verify(
 class _Opened:
     """Both folders: their headers and small files."""
 
-    def __init__(self, folder: Path, source: str | Path) -> None:
+    def __init__(self, folder: Path, source: str | Path, scores: str | Path | None) -> None:
         self.folder = folder
         _check_folder(folder)
         self.report_text = read_text(folder, REPORT_FILE)
@@ -136,7 +139,8 @@ class _Opened:
             )
         self.recipe: FileRecipe = recipe
         try:
-            self.plan: Plan = plan(source, recipe, follow_links=True)
+            located = _located(recipe, folder, scores)
+            self.plan: Plan = plan(source, located, follow_links=True)
         except SelectionError as error:
             raise CheckpointError(
                 f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error.headline}",
@@ -289,6 +293,22 @@ class _Checking:
         derived = with_digest(derived, opened.report, self._plan)
         are_cut = all(order.is_ordered for order in orders.values())
         return report_problems(opened.report_text, derived, () if are_cut else CUT_FIELDS)
+
+
+def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> FileRecipe:
+    """The recipe of a result with the paths of what its scores were made from."""
+    if recipe.statistics is not None:
+        recipe = replace(recipe, statistics=str(folder / STATISTICS_FILE))
+    if recipe.scores is None and scores is None:
+        return recipe
+    if recipe.scores is None:
+        raise CheckpointError(f"{folder} was not ranked by given scores; leave --scores out.")
+    if scores is None:
+        raise CheckpointError(
+            f"{folder} was ranked by given scores, which it does not hold; expected them, or a "
+            "copy of them (--scores FOLDER)."
+        )
+    return replace(recipe, scores=str(scores))
 
 
 def _check_folder(folder: Path) -> None:

@@ -63,6 +63,8 @@ def fields_of(recipe: Recipe, name: str) -> dict[str, Any]:
         "nan": recipe.nan,
         "masks": recipe.masks,
         "card": recipe.card,
+        "statistics": recipe.statistics,
+        "scores": recipe.scores,
     }
 
 

@@ -17,7 +17,7 @@ class RecipeGroup:
 
     Attributes:
         schedule: the sparsity of all of them together, by step.
-        method: "magnitude" or "random".
+        method: "magnitude" or "random"; for checkpoints also "wanda", "stade" and "given".
         include, exclude, names: as for ``select``.
         min_sparsity, max_sparsity: of every single parameter.
         min_ndim: leave alone tensors of fewer dimensions; None: the default of the command line.
@@ -49,7 +49,7 @@ class RecipeGroup:
             scope: of the recipe.
         """
         is_together = self.pattern is None and (self.scope or scope) == "global"
-        return is_together and self.method == "magnitude"
+        return is_together and self.method != "random"
 
     def select_mapping(self) -> dict[str, Any]:
         """The section ``select`` of a recipe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ def load_recipe(path: str | Path) -> Recipe:
 
     Args:
         path: of the file, or the name of a recipe that comes with distprune, such as "cubic_80".
+            Relative paths in the recipe start at its folder.
 
     Raises:
         RecipeError: with every problem, its line, what was found and what was expected.
@@ -34,7 +36,12 @@ def load_recipe(path: str | Path) -> Recipe:
     if not file.exists():
         file = shipped_recipes().get(str(path), file)
     document, problems = read_yaml(file)
-    return _recipe(document, problems, str(path))
+    recipe = _recipe(document, problems, str(path))
+    statistics, scores = (
+        None if value is None else str(file.parent / value)
+        for value in (recipe.statistics, recipe.scores)
+    )
+    return replace(recipe, statistics=statistics, scores=scores)
 
 
 def parse_recipe(mapping: Mapping[str, Any]) -> Recipe:
@@ -66,6 +73,8 @@ def _recipe(document: object, problems: Problems, where: str) -> Recipe:
         masks=form.output.masks,
         card=form.output.card,
         version=form.version,
+        statistics=form.statistics,
+        scores=form.scores,
     )
 
 

@@ -29,6 +29,7 @@ class Recipe:
         masks: whether to write masks.
         card: whether to write a model card.
         version: of the format.
+        statistics, scores: paths of what the scores of a checkpoint are made from; None without.
     """
 
     groups: tuple[RecipeGroup, ...]
@@ -39,12 +40,17 @@ class Recipe:
     masks: bool = True
     card: bool = True
     version: int = 1
+    statistics: str | None = None
+    scores: str | None = None
 
     def as_mapping(self) -> dict[str, Any]:
         """Plain values with every default filled in; ``parse_recipe`` reads them again."""
         head: dict[str, Any] = {"version": self.version}
         if self.seed is not None:
             head["seed"] = self.seed
+        for name in ("statistics", "scores"):
+            if getattr(self, name) is not None:
+                head[name] = getattr(self, name)
         if self.nan != "error":
             head["nan"] = self.nan
         if not (self.masks and self.card):
@@ -83,6 +89,8 @@ class Recipe:
         """The keys of a recipe that a pruner does not support."""
         scopes = {group.scope or self.scope for group in self.groups} - {"global"}
         names = [f"scope {scope!r}" for scope in sorted(scopes)]
+        scores = {group.method for group in self.groups} - {"magnitude", "random"}
+        names += [f"score {score!r}" for score in sorted(scores)]
         if self.pattern is not None or any(group.pattern is not None for group in self.groups):
             names.append("a pattern")
         if self.nan != "error":

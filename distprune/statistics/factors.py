@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from distprune._common.input_factors import deviation_of_inputs, rms_of_inputs
 from distprune.shards.factored import FactoredScores
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import Totals
@@ -16,15 +17,14 @@ from distprune.statistics.totals import Totals
 
 def wanda(totals: Totals, layout: WeightLayout) -> FactoredScores:
     """|w_ij| * rms of x_j."""
-    return FactoredScores([[_rounded(layout.of_inputs(_rms(totals)))]])
+    norms = rms_of_inputs(totals.squares, totals.num_tokens)
+    return FactoredScores([[_rounded(layout.of_inputs(norms))]])
 
 
 def stade(totals: Totals, layout: WeightLayout) -> FactoredScores:
     """|w_ij| * standard deviation of x_j."""
-    count = max(1, totals.num_tokens)
-    variance = totals.squares / count - (totals.sums / count).square()
-    # Of an input that is constant, rounding may leave less than 0.
-    return FactoredScores([[_rounded(layout.of_inputs(variance.clamp(min=0).sqrt()))]])
+    deviations = deviation_of_inputs(totals.sums, totals.squares, totals.num_tokens)
+    return FactoredScores([[_rounded(layout.of_inputs(deviations))]])
 
 
 def ria(
@@ -39,7 +39,7 @@ def ria(
         power: of the norm.
     """
     over_outputs, over_inputs = magnitudes
-    norms = _rms(totals) ** power
+    norms = rms_of_inputs(totals.squares, totals.num_tokens) ** power
     return FactoredScores(
         [
             [_rounded(layout.of_inputs(norms * _inverse(over_outputs)))],
@@ -49,10 +49,6 @@ def ria(
             ],
         ]
     )
-
-
-def _rms(totals: Totals) -> Tensor:
-    return (totals.squares / max(1, totals.num_tokens)).sqrt()
 
 
 def _inverse(sums: Tensor) -> Tensor:

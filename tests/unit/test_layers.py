@@ -64,7 +64,8 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "formats", "recipe", "checkpoints", "selecting", "planning",
+    "text", "errors", "team", "disk", "formats", "recipe", "checkpoints", "selecting", "scoring",
+    "planning",
     "ranking", "reports", "results", "checks",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "comparing", "inspecting", "converting"}

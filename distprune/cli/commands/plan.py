@@ -32,6 +32,8 @@ def plan(
     pattern: recipe_options.Pattern = None,
     scope: recipe_options.Scope = None,
     score: recipe_options.Score = None,
+    statistics: recipe_options.Statistics = None,
+    scores: recipe_options.Scores = None,
     normalize: recipe_options.Normalize = None,
     seed: recipe_options.Seed = None,
     include: recipe_options.Include = None,
@@ -72,6 +74,7 @@ def plan(
             "score": score, "normalize": normalize, "seed": seed, "include": include,
             "also": also, "exclude": exclude, "min_ndim": min_ndim, "input_dims": input_dim,
             "nan": nan, "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
+            "statistics": statistics, "scores": scores,
         },
     )  # fmt: skip
     made = make_plan(source, chosen, follow_links=follow_links)

@@ -63,6 +63,8 @@ def prune(
     pattern: recipe_options.Pattern = None,
     scope: recipe_options.Scope = None,
     score: recipe_options.Score = None,
+    statistics: recipe_options.Statistics = None,
+    scores: recipe_options.Scores = None,
     normalize: recipe_options.Normalize = None,
     seed: recipe_options.Seed = None,
     include: recipe_options.Include = None,
@@ -99,13 +101,16 @@ def prune(
 
       distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
 
+      distprune prune Llama-3.2-1B Llama-50 -r wanda_row_50 --statistics stats.safetensors
+
       torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """
     options = {
         "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
         "normalize": normalize, "include": include, "also": also, "exclude": exclude,
         "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan, "masks": masks, "card": card,
-        "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
+        "min_sparsity": min_sparsity, "max_sparsity": max_sparsity, "statistics": statistics,
+        "scores": scores,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
@@ -229,6 +234,8 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
         limits = {tensor.held_at for tensor in report.tensors if tensor.group == group.index}
         is_limited = bool(limits - {None})
         what, unit = "magnitude", ""
+        if not recipe.ranks_magnitudes:
+            what = "score"
         if recipe.normalize is not None:
             what, unit = "score", f" times the {recipe.divisor_text}"
         threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"

@@ -23,11 +23,22 @@ Against = Annotated[
     typer.Option("--against", metavar="SRC", help="Its source.", show_default=False),
 ]
 
+Scores = Annotated[
+    Path | None,
+    typer.Option(
+        "--scores",
+        metavar="FOLDER",
+        help="The scores that it was ranked by, if they were given.",
+        show_default=False,
+    ),
+]
+
 
 def verify(
     context: typer.Context,
     pruned: Pruned,
     against: Against,
+    scores: Scores = None,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
@@ -54,7 +65,7 @@ def verify(
     terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=ranks.is_leader())
     stop = stopping.Stop()
     with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
-        result = check(pruned, against, progress=meter, stop=stop)
+        result = check(pruned, against, scores=scores, progress=meter, stop=stop)
     if as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})
     elif result.is_good:

@@ -52,8 +52,8 @@ def recipe_of(report: Report, folder: str) -> FileRecipe:
 def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
     """A derived report with the stored modification times, and the digest that follows from them.
 
-    A copy of the source has other times. Since the digest depends on them, neither the times nor
-    the digest can be changed alone.
+    A copy of the source, or of given scores, has other times. Since the digest depends on them,
+    neither the times nor the digest can be changed alone.
 
     Args:
         report: derived from the result.
@@ -67,7 +67,9 @@ def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
         files=tuple(dataclasses.replace(f, mtime_ns=mtimes[f.name]) for f in source.files),
         others=tuple(dataclasses.replace(f, mtime_ns=mtimes[f.name]) for f in source.others),
     )
-    return dataclasses.replace(report, mtimes_ns=mtimes, digest=digest_of(original, plan.recipe))
+    inputs = plan.inputs.with_times(stored.inputs or {}).facts()
+    digest = digest_of(original, plan.recipe, inputs)
+    return dataclasses.replace(report, mtimes_ns=mtimes, digest=digest, inputs=inputs or None)
 
 
 def report_problems(raw: bytes, derived: Report, leave_out: Collection[str] = ()) -> list[str]:
@@ -99,7 +101,7 @@ def report_problems(raw: bytes, derived: Report, leave_out: Collection[str] = ()
 
 def recipe_problems(raw: bytes, recipe: FileRecipe) -> list[str]:
     """A sentence if recipe.yaml is not the text of the recipe; else nothing."""
-    if raw == recipe.to_yaml().encode():
+    if raw == recipe.as_stored().to_yaml().encode():
         return []
     return [f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}."]
 

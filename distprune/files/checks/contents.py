@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
-from distprune.files.planning import CARD_FILE, Plan
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.text import printable
@@ -36,6 +36,8 @@ def expected_sizes(plan: Plan, layout: MaskLayout) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {file.name: file.size for file in files}
     if plan.has_card:
         sizes[CARD_FILE] = None
+    if plan.inputs.statistics is not None:
+        sizes[STATISTICS_FILE] = None
     return sizes | {MASK_FILE: layout.size, REPORT_FILE: None, RUN_FILE: None, RECIPE_FILE: None}
 
 

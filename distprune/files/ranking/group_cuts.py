@@ -111,8 +111,11 @@ def _bytes_of_a_pass(plan: Plan, source: Source, unit: PruneUnit) -> int:
     """How many bytes of a unit are read to count it once, if it is to be counted."""
     if plan.groups[unit.group].recipe.normalize is None:
         return unit.num_bytes
-    sizes = ((span, source.itemsize(span.position)) for span in unit.spans)
-    return sum((span.last - span.first) * size for span, size in sizes if size > 2)
+    return sum(
+        (span.last - span.first) * source.itemsize(span.position)
+        for span in unit.spans
+        if source.raw_itemsize(span.position) > 2
+    )
 
 
 def _counted_groups(plan: Plan, source: Source) -> list[int]:
@@ -234,9 +237,9 @@ class _Searching:
         plan = self._plan
         counts = self._team.sum(torch.from_numpy(self._counts)).numpy()
         self._num_nan = counts + self._measured.num_nan
-        holders = [plan.tensors[i].entry.name for i in np.flatnonzero(self._num_nan).tolist()]
+        holders = np.flatnonzero(self._num_nan).tolist()
         if holders and plan.recipe.nan == "error":
-            raise nan_error(holders)
+            raise nan_error(plan, holders)
         for number in self._searches:
             self._check_numbers(number)
 

@@ -151,12 +151,15 @@ class _Measuring:
         counts = torch.from_numpy(np.stack([self._num_nan, self._num_inf]))
         self._num_nan, self._num_inf = self._team.sum(counts).numpy()
         if self._num_nan.any() and refuse_nan:
-            raise nan_error(self._names(self._num_nan))
+            raise nan_error(self._plan, np.flatnonzero(self._num_nan).tolist())
         if self._num_inf.any():
+            positions = np.flatnonzero(self._num_inf).tolist()
+            names = ", ".join(self._plan.tensors[i].entry.name for i in positions)
+            are_weights = all(self._plan.recipe_of(i).ranks_magnitudes for i in positions)
             raise CheckpointError(
-                f"infinite elements in {', '.join(self._names(self._num_inf))}; a tensor with them "
-                "has no rms, l2 norm or mean. Repair the checkpoint, exclude the tensor, or rank "
-                "raw magnitudes (normalize: none)."
+                f"infinite {'elements in' if are_weights else 'scores of'} {names}; a tensor with "
+                "them has no rms, l2 norm or mean. Repair the checkpoint, exclude the tensor, or "
+                f"rank raw {'magnitudes' if are_weights else 'scores'} (normalize: none)."
             )
 
     def read_again(self) -> Iterator[int]:
@@ -205,7 +208,7 @@ class _Measuring:
 
     def _numbers(self, position: int, weights: Weights, *, count: bool = False) -> Array:
         """The magnitudes, with 0 for what is not finite, which is counted if that is asked for."""
-        values = magnitudes(weights.bits, self._plan.tensors[position].entry.dtype)
+        values = magnitudes(weights.bits, self._tallies.source.raw_dtype(position))
         if math.isfinite(largest_of(values)):
             return values
         if count:
@@ -222,9 +225,6 @@ class _Measuring:
         if weights.counts is None:
             return grid_sum(values, *what)
         return grid_sum_of_counts(values, weights.counts, *what)
-
-    def _names(self, counts: Array) -> list[str]:
-        return [self._plan.tensors[i].entry.name for i in np.flatnonzero(counts).tolist()]
 
 
 def _is_normalized(plan: Plan, unit: PruneUnit) -> bool:

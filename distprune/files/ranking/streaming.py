@@ -21,6 +21,7 @@ from distprune.files.ranking.keys import (
     random_keys,
 )
 from distprune.files.ranking.scales import Scale, score_dtype
+from distprune.files.ranking.scorers import scorers_of
 
 CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
 # A group of more elements, ranked on its own, is counted in one read and cut in another.
@@ -39,12 +40,13 @@ class Source:
         self._files = OpenFiles(os.O_RDONLY)
         self._paths = {file.name: file.path for file in plan.checkpoint.files}
         self._seed = hash_seed(plan.recipe.seed) if plan.recipe.seed is not None else None
+        self._scorers = scorers_of(plan, self._files)
         self._group_formats = [
             key_format(
-                tensor.entry.dtype
+                self.raw_dtype(position)
                 if group.recipe.normalize is None
-                else score_dtype(tensor.entry.dtype)
-                for tensor in plan.tensors[group.first : group.last]
+                else score_dtype(self.raw_dtype(position))
+                for position in range(group.first, group.last)
             )
             for group in plan.groups
         ]
@@ -59,16 +61,16 @@ class Source:
         """Rank normalised scores from now on, in the groups whose recipes say so.
 
         Args:
-            divisors: per tensor, what its magnitudes are divided by; None: by nothing.
+            divisors: per tensor, what its raw scores are divided by; None: by nothing.
         """
         for position, divisor in enumerate(divisors):
             if divisor is not None:
                 tensor = self._plan.tensors[position]
                 key_format = self._group_formats[tensor.group]
-                self._scales[position] = Scale(tensor.entry.dtype, divisor, key_format)
+                self._scales[position] = Scale(self.raw_dtype(position), divisor, key_format)
 
     def scale_of(self, position: int) -> Scale | None:
-        """What a tensor's magnitudes are multiplied by; None: its scores are its magnitudes."""
+        """What a tensor's raw scores are multiplied by; None: by nothing."""
         if self._plan.recipe_of(position).normalize is None:
             return None
         return self._scales[position]
@@ -85,7 +87,7 @@ class Source:
         """The format of a tensor's keys: that of its group if they are ranked together."""
         tensor = self._plan.tensors[position]
         if tensor.num_groups and self.needs_values(tensor.group):
-            return key_format([tensor.entry.dtype])
+            return key_format([self.raw_dtype(position)])
         return self.group_format(tensor.group)
 
     def read_bits(self, position: int, first: int, last: int) -> Array:
@@ -118,20 +120,21 @@ class Source:
         tensor = self._plan.tensors[position]
         if not self.needs_values(tensor.group):
             return self._hashes(position, first, first + len(bits))
+        raw = self._raw_bits_of(position, first, bits)
         scale = self.scale_of(position)
         if scale is not None:
-            return scale.score_keys(bits)
-        return magnitude_keys(bits, tensor.entry.dtype, self.format_of(position))
+            return scale.score_keys(raw)
+        return magnitude_keys(raw, self.raw_dtype(position), self.format_of(position))
 
     def cut_keys_of(self, position: int, first: int, bits: Array) -> Array:
-        """The keys that a tensor is cut by: as :meth:`keys_of`, but magnitudes if normalised.
+        """The keys that a tensor is cut by: as :meth:`keys_of`, but of raw scores if normalised.
 
-        They are those of :meth:`Scale.interval`, and cost no multiplication.
+        They are those of :meth:`Scale.interval`, and cost no multiplication by a scale.
         """
-        dtype = self._plan.tensors[position].entry.dtype
         if self.scale_of(position) is None:
             return self.keys_of(position, first, bits)
-        return magnitude_keys(bits, dtype, key_format([dtype]))
+        dtype = self.raw_dtype(position)
+        return magnitude_keys(self._raw_bits_of(position, first, bits), dtype, key_format([dtype]))
 
     def read_keys(self, position: int, first: int, last: int) -> Array:
         """The keys of the elements [first, last). Random scores are computed without a read.
@@ -141,7 +144,11 @@ class Source:
         """
         if not self.needs_values(self._plan.tensors[position].group):
             return self._hashes(position, first, last)
-        return self.keys_of(position, first, self.read_bits(position, first, last))
+        scale, dtype = self.scale_of(position), self.raw_dtype(position)
+        raw = self.read_raw_bits(position, first, last)
+        if scale is not None:
+            return scale.score_keys(raw)
+        return magnitude_keys(raw, dtype, self.format_of(position))
 
     def chunks_of_keys(self, position: int, first: int, last: int) -> Iterator[tuple[Array, int]]:
         """:meth:`read_keys` in chunks, each with the bytes that its elements have in the file."""
@@ -150,10 +157,34 @@ class Source:
             keys = self.read_keys(position, start, stop)
             yield keys, (stop - start) * self.itemsize(position)
 
-    def chunks_of_bits(self, position: int, first: int, last: int) -> Iterator[Array]:
-        """:meth:`read_bits` in chunks."""
+    def chunks_of_raw_bits(self, position: int, first: int, last: int) -> Iterator[Array]:
+        """:meth:`read_raw_bits` in chunks."""
         for start in range(first, last, CHUNK):
-            yield self.read_bits(position, start, min(start + CHUNK, last))
+            yield self.read_raw_bits(position, start, min(start + CHUNK, last))
+
+    def read_raw_bits(self, position: int, first: int, last: int) -> Array:
+        """Read what the elements [first, last) are ranked by, before a normalisation.
+
+        Returns:
+            Their scores in the format :meth:`raw_dtype`, signs included: weights, if those are
+            ranked by magnitude.
+
+        Raises:
+            CheckpointError: as for :meth:`read_bits`.
+        """
+        scorer = self._scorers[position]
+        if scorer is not None and not scorer.needs_weights:
+            return scorer.score_bits(first, last, None)
+        return self._raw_bits_of(position, first, self.read_bits(position, first, last))
+
+    def raw_dtype(self, position: int) -> str:
+        """The format of a tensor's scores before a normalisation."""
+        scorer = self._scorers[position]
+        return self._plan.tensors[position].entry.dtype if scorer is None else scorer.dtype
+
+    def raw_itemsize(self, position: int) -> int:
+        """Bytes of a score before a normalisation."""
+        return bits_dtype(self.raw_dtype(position)).itemsize
 
     def itemsize(self, position: int) -> int:
         """Bytes of a stored element."""
@@ -162,15 +193,23 @@ class Source:
     def close(self) -> None:
         self._files.close()
 
+    def _raw_bits_of(self, position: int, first: int, bits: Array) -> Array:
+        """The scores of elements, before a normalisation; ``bits`` themselves for magnitudes."""
+        scorer = self._scorers[position]
+        return bits if scorer is None else scorer.score_bits(first, first + len(bits), bits)
+
     def _hashes(self, position: int, first: int, last: int) -> Array:
         assert self._seed is not None
         offset = self._plan.tensors[position].offset
         return random_keys(offset + first, offset + last, self._seed)
 
 
-def nan_error(names: Sequence[str]) -> NaNError:
-    """The error for selected tensors that contain NaN."""
+def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
+    """The error for selected tensors that have NaN among their weights or their given scores."""
+    names = ", ".join(plan.tensors[position].entry.name for position in positions)
+    are_given = any(plan.recipe_of(position).score == "given" for position in positions)
     return NaNError(
-        f"NaN in {', '.join(names)}; a NaN has no place in a ranking. Repair the checkpoint, "
-        "exclude the tensor, or keep NaN as they are (nan: keep)."
+        f"NaN in {'the scores of ' if are_given else ''}{names}; a NaN has no place in a ranking. "
+        f"Repair the {'scores' if are_given else 'checkpoint'}, exclude the tensor, or keep NaN as "
+        "they are (nan: keep)."
     )

@@ -37,12 +37,14 @@ class Weights:
 class Tallies:
     """Reads spans, and remembers those that it can.
 
+    Where scores are no magnitudes, they take the place of the weights.
+
     Args:
         source: of the plan.
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
         self._tallies: dict[Span, Weights] = {}
         self._num_bytes = 0
         self._seen: set[Span] = set()
@@ -59,15 +61,16 @@ class Tallies:
         if span in self._tallies:
             yield self._tallies[span], 0
             return
-        itemsize = self._source.itemsize(span.position)
-        is_tallied = itemsize == 2
+        itemsize = self.source.itemsize(span.position)
+        is_tallied = self.source.raw_itemsize(span.position) == 2
         histogram = np.zeros(1 << 15, dtype=np.int64)
-        for bits in self._source.chunks_of_bits(span.position, span.first, span.last):
+        for bits in self.source.chunks_of_raw_bits(span.position, span.first, span.last):
+            num_bytes = len(bits) * itemsize
             if not is_tallied:
-                yield Weights(bits), bits.nbytes
+                yield Weights(bits), num_bytes
                 continue
             histogram += digit_histogram(bits & bits.dtype.type(0x7FFF), 0, 0)
-            yield None, 0 if span in self._seen else bits.nbytes
+            yield None, 0 if span in self._seen else num_bytes
         self._seen.add(span)
         if is_tallied:
             tally = _tally(histogram)

@@ -64,7 +64,7 @@ def derive_report(
     only = groups[0] if len(groups) == 1 else None
     return Report(
         digest=plan.digest,
-        recipe=plan.recipe.as_fields(),
+        recipe=plan.recipe.as_stored().as_fields(),
         num_elements=plan.num_elements,
         num_pruned=sum(group.num_pruned for group in groups),
         threshold=only.threshold if only else None,
@@ -80,6 +80,7 @@ def derive_report(
         run=run,
         groups=tuple(groups),
         warnings=warnings_about(plan, tensors),
+        inputs=plan.inputs.facts() or None,
     )
 
 

@@ -173,6 +173,7 @@ def _metadata(
 
 def _section(plan: Plan, report: Report, names: Names) -> list[str]:
     base, percent = names.base_model, format_percent(report.num_pruned, report.num_elements)
+    scores = "" if plan.inputs.given is None else " --scores SCORES"
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
     return [
         f"# Pruned copy of {base or 'a checkpoint'}",
@@ -192,7 +193,7 @@ def _section(plan: Plan, report: Report, names: Names) -> list[str]:
         "The recipe, which is in `distprune/recipe.yaml` with every default:",
         "",
         "```yaml",
-        plan.recipe.to_yaml().rstrip(),
+        plan.recipe.as_stored().to_yaml().rstrip(),
         "```",
         "",
         "## To use it, to make it, to check it",
@@ -202,11 +203,13 @@ def _section(plan: Plan, report: Report, names: Names) -> list[str]:
         "weights, or a compressed format that is made from this one.",
         "",
         "```bash",
-        "distprune prune SRC DST -r distprune/recipe.yaml  # makes it again, to the byte",
-        "distprune verify DST --against SRC                # compares it with its source",
+        f"distprune prune SRC DST -r distprune/recipe.yaml{scores}  # makes it again, to the byte",
+        f"distprune verify DST --against SRC{scores}                # compares it with its source",
         "```",
         "",
-        f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. Every "
+        f"`SRC` is a folder with {base or 'the source'}, and `DST` one with this checkpoint. "
+        + ("`SCORES` are the scores that it was ranked by. " if scores else "")
+        + "Every "
         "byte of the weights that was not pruned, and every other file but this one, is that of "
         "the source. `distprune/report.json` has the counts of every tensor"
         + (", and `distprune/masks.safetensors` the masks." if plan.recipe.masks else "."),
@@ -218,7 +221,7 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
     scopes = {"global": "all selected tensors together", "layer": "each tensor on its own",
               "row": "each output row on its own"}  # fmt: skip
     if recipe.pattern:
-        order = f"{recipe.score}, {recipe.pattern} along the inputs"
+        order = f"{recipe.score_text}, {recipe.pattern} along the inputs"
     elif recipe.sparsity is None:  # several budgets
         order = "as the recipe below says"
     else:
@@ -229,11 +232,20 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
         ("tensors", f"{len(report.tensors):,} pruned, {len(report.kept):,} left as they were"),
         ("ranked by", order),
     ]  # fmt: skip
+    statistics = plan.inputs.statistics
+    if statistics is not None:
+        mode = statistics.mode.replace("_", " ")
+        value = (
+            f"`distprune/statistics.safetensors`, {mode}, {statistics.num_tokens:,} tokens, sha256 "
+            f"`{statistics.sha256}`"
+        )
+        facts.append(("statistics of activations", value))
     if report.threshold is not None:
         ties = f"{report.num_ties_pruned:,} of the {report.num_ties:,} weights that have it"
-        what, value = "largest magnitude that was pruned", f"{report.threshold:.6g}"
+        is_magnitude = recipe.normalize is None and plan.groups[0].recipe.ranks_magnitudes
+        what = f"largest {'magnitude' if is_magnitude else 'score'} that was pruned"
+        value = f"{report.threshold:.6g}"
         if recipe.normalize is not None:
-            what = "largest score that was pruned"
             value += f" times the {recipe.divisor_text}"
         facts.append((what, f"{value} ({ties})"))
     return facts

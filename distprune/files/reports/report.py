@@ -22,16 +22,17 @@ class TensorReport:
         num_pruned: elements that were pruned.
         num_nan: elements that are NaN and were kept.
         threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
-            that a limit held: a magnitude, in units of ``divisor`` if that is given.
+            that a limit held: a magnitude unless the recipe has another score, in units of
+            ``divisor`` if that is given.
         num_zero: elements that were zero in the source.
         group: number of the tensor's group.
         limits: how many elements had to be pruned, and how many at most; None: no limits were
             given.
         held_at: the limit that decided how many were pruned, "min_sparsity" or "max_sparsity";
             None: the ranking decided.
-        divisor: what its magnitudes were divided by before they were ranked (its rms, its l2 norm
-            or its mean magnitude, as the recipe says); None: by nothing. The scores were
-            ``fp32(magnitude * fp32(1 / divisor))``.
+        divisor: what its magnitudes were divided by before they were ranked (their rms, their l2
+            norm or their mean, as the recipe says); None: by nothing. The scores were
+            ``fp32(magnitude * fp32(1 / divisor))``. Other raw scores were divided likewise.
     """
 
     name: str
@@ -126,6 +127,9 @@ class Report:
         run: how the result was made; not in report.json.
         groups: those of the recipe, in its order.
         warnings: what may be wrong with the result, one or two sentences each.
+        inputs: what scores were made from besides weights: ``statistics``, with the sha256 of the
+            file, its mode and its number of tokens; ``scores``, with sizes, crc32 of headers and
+            times of change. None without.
     """
 
     digest: str
@@ -145,9 +149,10 @@ class Report:
     run: RunFacts
     groups: tuple[GroupReport, ...] = ()
     warnings: tuple[str, ...] = ()
+    inputs: dict[str, Any] | None = None
 
     def magnitude_cut_at(self, tensor: TensorReport) -> float | None:
-        """About where the magnitudes of a tensor were cut; None if nothing says it.
+        """About where the magnitudes (the raw scores) of a tensor were cut; None if unknown.
 
         Args:
             tensor: of this report.
@@ -163,6 +168,8 @@ class Report:
         """The content of report.json."""
         values = asdict(self)
         del values["run"]
+        if self.inputs is None:  # as in reports from before there were any
+            del values["inputs"]
         for tensor in values["tensors"]:
             if tensor["divisor"] is None:  # as in reports from before there were any
                 del tensor["divisor"]

@@ -28,7 +28,10 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
         plan: of the result.
         tensors: counts of each tensor of the plan.
     """
-    is_raw = all(group.recipe.normalize is None for group in plan.groups)
+    is_raw = all(
+        group.recipe.normalize is None and group.recipe.score in ("magnitude", "random")
+        for group in plan.groups
+    )
     emptied = _nearly_empty(plan, tensors) if is_raw else _collapsed(plan, tensors)
     return (*emptied, *_sparse_before(tensors))
 
@@ -44,9 +47,11 @@ def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
     if not raw:
         return ""
     shown = _shown(raw)
+    are_weights = all(plan.groups[tensor.group].recipe.ranks_magnitudes for tensor in raw)
     keep = "keeps" if len(raw) == 1 else "keep"
     return (
-        f"{shown} {keep} at most 1 %, because raw magnitudes were ranked; normalize: rms "
+        f"{shown} {keep} at most 1 %, because raw {'magnitudes' if are_weights else 'scores'} were "
+        "ranked; normalize: rms "
         "(--normalize rms) divides those of each tensor by their rms, so that tensors of different "
         "scales compare."
     )
@@ -70,8 +75,10 @@ def _collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     if not emptied:
         return []
     keep = "keeps" if len(emptied) == 1 else "keep"
+    are_weights = all(group.recipe.score in ("magnitude", "random") for group in plan.groups)
+    what = "normalised weights" if are_weights else "scores"
     return [
-        f"{_shown(emptied)} {keep} at most 1 %, because the normalised weights are "
+        f"{_shown(emptied)} {keep} at most 1 %, because the {what} are "
         "smaller than those of the other tensors. The model may be useless; limits.max_sparsity "
         "(--max-sparsity) bounds what a single tensor loses, and exclude leaves it alone."
     ]

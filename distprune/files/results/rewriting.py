@@ -171,7 +171,7 @@ class Rewriter:
         tensor = self._plan.tensors[span.position]
         num_nan = key_format.count_nan(keys)
         if num_nan and self._plan.recipe.nan == "error":
-            raise nan_error([tensor.entry.name])
+            raise nan_error(self._plan, [span.position])
         if num_nan:
             self._count("nan", span.position, num_nan)
             if key_format.count_nan(keys[lowest]):

@@ -1,0 +1,31 @@
+"""What Wanda and STADE multiply |w| by: one number for each input, from sums over tokens.
+
+Live models and files compute it here, in fp64, and round it once to fp32.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rms_of_inputs(squares: Tensor, num_tokens: int) -> Tensor:
+    """The root mean square of each input; 0 if there were no tokens.
+
+    Args:
+        squares: float64, the sum of x**2 over all tokens.
+        num_tokens: how many there were.
+    """
+    return (squares / max(1, num_tokens)).sqrt()
+
+
+def deviation_of_inputs(sums: Tensor, squares: Tensor, num_tokens: int) -> Tensor:
+    """The standard deviation of each input; 0 if there were no tokens.
+
+    Args:
+        sums, squares: float64, the sums of x and of x**2 over all tokens.
+        num_tokens: how many there were.
+    """
+    count = max(1, num_tokens)
+    variance = squares / count - (sums / count).square()
+    # Of an input that is constant, rounding may leave less than 0.
+    return variance.clamp(min=0).sqrt()

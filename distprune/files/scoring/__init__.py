@@ -1,0 +1,1 @@
+"""What scores are made from besides weights: statistics of activations, or scores in files."""

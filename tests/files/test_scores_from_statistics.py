@@ -1,0 +1,197 @@
+"""Masks by Wanda, STADE and given scores: the command line's are the model's, bit for bit."""
+
+import warnings
+
+import pytest
+import torch
+from test_meets_the_library import masks_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from transformers.pytorch_utils import Conv1D
+
+import distprune
+from distprune.files import pruning
+from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.ranking import columns, streaming
+from distprune.files.recipe import FileRecipe
+from distprune.files.results import rewriting
+from distprune.files.verifying import verify
+from distprune.statistics import ActivationStatistics
+from distprune.testing import run_ranks
+from helpers import tiny_checkpoints
+from helpers.small_work_units import small_units
+
+EXCLUDED = "layers.4"  # has no statistics
+
+
+def make_model(dtype):
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(12, 10),
+        Conv1D(6, 12),  # [in, out]
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.Conv1d(4, 8, 2),
+        nn.Linear(5, 7),
+        nn.Linear(20, 6),
+    ]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    for which, layer in enumerate(layers):
+        values = (torch.randn_like(layer.weight) * 8).round() / 4 * 3.0 ** (2 - which)
+        mixed = torch.float32 if which % 2 else torch.bfloat16
+        layer.weight = nn.Parameter(values.to(mixed if dtype == "mixed" else dtype))
+    return model
+
+
+def selected(model):
+    return distprune.select(model, exclude=f"{EXCLUDED}*")
+
+
+def make_statistics(path, prefix=""):
+    """Random statistics; no token came to the last layer."""
+    torch.manual_seed(1)
+    parameters = {}
+    for pair in selected(make_model(torch.float32)):
+        module, weight = pair[0], pair[0].weight
+        layout = {nn.Linear: "linear", Conv1D: "conv1d_of_transformers"}.get(
+            type(module), "convolution"
+        )
+        stored = StoredStatistics(
+            layout, tuple(weight.shape), getattr(module, "groups", 1), 300, None, None
+        )
+        sums, squares = torch.randn(2, *stored.input_shape, dtype=torch.float64).numpy()
+        squares = squares**2 * 40 + sums**2 / 300
+        num_tokens = 300
+        if pair.fqn.startswith("layers.5"):
+            num_tokens, sums, squares = 0, sums * 0, squares * 0
+        parameters[prefix + pair.fqn] = StoredStatistics(
+            layout, stored.shape, stored.groups, num_tokens, sums, squares
+        )
+    write_statistics(path, "one_pass", parameters)
+    return path
+
+
+CALLS = [
+    {"amount": 0.4, "normalize": "rms", "score": "wanda"},
+    {"amount": 0.6, "normalize": "mean", "score": "wanda"},
+    {"amount": 0.5, "normalize": None, "score": "wanda"},
+    {"amount": 0.55, "normalize": "l2", "score": "stade"},
+    {"amount": 0.5, "normalize": "rms", "score": "wanda", "min_sparsity": 0.4, "max_sparsity": 0.7},
+    {"amount": 0.3, "scope": "layer", "score": "wanda"},
+    {"amount": 0.5, "scope": "row", "score": "wanda"},
+    {"amount": 0.6, "scope": "row", "score": "stade"},
+    {"pattern": "1:2", "score": "wanda"},
+    {"amount": 0.5, "normalize": "rms", "score": "given"},
+    {"amount": 0.5, "normalize": None, "score": "given"},
+    {"amount": 0.5, "scope": "row", "score": "given"},
+]
+
+
+def given_scores(model, dtype):
+    """Some of them negative: their absolute values are ranked."""
+    torch.manual_seed(2)
+    return {
+        pair.fqn: (torch.randn(pair[0].weight.shape) * 4).round().to(dtype)
+        for pair in selected(model)
+    }
+
+
+def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
+    """In the library, plain or under FSDP2: the whole masks of each call, by name."""
+    found = []
+    for call in CALLS:
+        model = make_model(dtype)
+        if is_sharded:
+            for layer in model["layers"]:
+                fully_shard(layer)
+        parameters = selected(model)
+        keywords = {name: value for name, value in call.items() if name != "score"}
+        if call["score"] == "given":
+            whole = given_scores(make_model(dtype), scores_dtype)
+            scores = {}
+            for pair in parameters:
+                scores[pair] = whole[pair.fqn]
+                if is_sharded:
+                    weight = pair[0].weight
+                    scores[pair] = distribute_tensor(
+                        whole[pair.fqn], weight.device_mesh, weight.placements
+                    )
+        else:
+            collected = ActivationStatistics.load(statistics, parameters)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "no token")
+                scores = getattr(collected, call["score"])()
+        distprune.global_unstructured(
+            parameters, distprune.L1Unstructured, importance_scores=scores, **keywords
+        )
+        masks = {pair.fqn: pair[0].weight_mask for pair in parameters}
+        whole = {n: m.full_tensor() if is_sharded else m for n, m in masks.items()}
+        found.append({name: mask.bool() for name, mask in whole.items()})
+    return found
+
+
+@small_units(num_elements=44)
+def prune_files(source, folder, statistics, scores, chunk):
+    """On every rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (streaming, rewriting, columns):
+            patch.setattr(module, "CHUNK", chunk)
+        if chunk < 100:
+            for module in (streaming, rewriting, columns):
+                patch.setattr(module, "MAX_IN_MEMORY", 8 * chunk)
+        for number, call in enumerate(CALLS):
+            keywords = {name: value for name, value in call.items() if name != "amount"}
+            keywords["scores" if call["score"] == "given" else "statistics"] = (
+                scores if call["score"] == "given" else statistics
+            )
+            recipe = FileRecipe(
+                call.get("amount"),
+                exclude=(f"{EXCLUDED}*", "*.bias"),
+                include=("layers.*",),
+                input_dims={"layers.1.weight": 0},
+                **keywords,
+            )
+            plan = pruning.plan_together(source, recipe)
+            assert ("no token" in " ".join(plan.warnings)) == (call["score"] != "given")
+            pruning.prune(plan, folder / str(number))
+
+
+def check(source, folder, inputs, wanted, ranks, chunk):
+    folder.mkdir()
+    run_ranks(prune_files, ranks, source, folder, *inputs, chunk)
+    for number, masks in enumerate(wanted):
+        found = masks_of(folder / str(number))
+        assert found.keys() == masks.keys()
+        wrong = [name for name, keep in masks.items() if not found[name].equal(keep)]
+        assert not wrong, CALLS[number]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "scores_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float16),
+        ("mixed", torch.float64),
+    ],
+)
+def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype):
+    model = make_model(dtype)
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    source = tiny_checkpoints.save(tmp_path / "source", state)
+    statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
+    scores = str(tiny_checkpoints.save(tmp_path / "scores", given_scores(model, scores_dtype)))
+    (wanted,) = run_ranks(masks_of_model, 1, dtype, statistics, scores_dtype, False)
+    assert all(sum(int((~keep).sum()) for keep in masks.values()) > 0 for masks in wanted)
+    inputs = (statistics, scores)
+    check(source, tmp_path / "one", inputs, wanted, 1, chunk=1 << 19)
+    check(source, tmp_path / "two", inputs, wanted, 2, chunk=24)
+    for number, call in enumerate(CALLS):
+        given = scores if call["score"] == "given" else None
+        result = verify(tmp_path / "two" / str(number), source, scores=given)
+        assert not result.problems, (call, result.problems)
+    if dtype != "mixed":
+        for sharded in run_ranks(masks_of_model, 2, dtype, statistics, scores_dtype, True):
+            for masks, whole in zip(sharded, wanted, strict=True):
+                assert all(masks[name].equal(keep) for name, keep in whole.items())
