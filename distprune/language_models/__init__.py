@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from distprune.language_models.evaluating import perplexity as perplexity
     from distprune.language_models.loading import load_sharded as load_sharded
     from distprune.language_models.running import RunProgress as RunProgress
+    from distprune.language_models.saving import SavedModel as SavedModel
+    from distprune.language_models.saving import save_sharded as save_sharded
     from distprune.language_models.text import TokenWindows as TokenWindows
     from distprune.language_models.text import read_windows as read_windows
 
@@ -31,23 +33,27 @@ if TYPE_CHECKING:
 _MODULES = {
     "PerplexityReport": "evaluating",
     "RunProgress": "running",
+    "SavedModel": "saving",
     "TextPerplexity": "evaluating",
     "TokenWindows": "text",
     "calibrate": "calibrating",
     "load_sharded": "loading",
     "perplexity": "evaluating",
     "read_windows": "text",
+    "save_sharded": "saving",
 }
 
 __all__ = [
     "PerplexityReport",
     "RunProgress",
+    "SavedModel",
     "TextPerplexity",
     "TokenWindows",
     "calibrate",
     "load_sharded",
     "perplexity",
     "read_windows",
+    "save_sharded",
 ]
 
 

@@ -19,6 +19,8 @@ WRAPS = {
     "tp": ("tp", None, 2),
     "fsdp2_tp-2x2": ("fsdp2_tp", (2, 2), 4),
 }
+CASES = [("llama", wrap) for wrap in WRAPS]
+CASES += [(family, wrap) for family in FAMILIES[1:] for wrap in ("none", "fsdp2", "tp")]
 WITHOUT_PLAN = {"mixtral": "moe_tp_experts", "gpt2": "no tensor-parallel plan"}
 
 
@@ -69,8 +71,7 @@ def compared(folder, wrap, mesh, dtype):
     return differences, torch.equal(ours, theirs), float((ours - theirs).abs().max())
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "wrap"), CASES)
 def test_model_is_that_of_from_pretrained(folders, family, wrap):
     kind, mesh, num_ranks = WRAPS[wrap]
     if "tp" in kind and family in WITHOUT_PLAN:

@@ -49,7 +49,8 @@ ROOMS = {
         "recipe",
     },
     "language_models": {
-        "_common", "torch_private", "_transformers", "shards", "files", "criteria", "statistics",
+        "_common", "torch_private", "_transformers", "shards", "masks", "call", "api", "files",
+        "criteria", "statistics",
     },
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",

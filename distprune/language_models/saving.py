@@ -1,0 +1,319 @@
+"""Save a sharded model, pruned or not, as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.collectives import Communicator
+from distprune._common.naming import NamedParameter
+from distprune._common.process_groups import world
+from distprune._transformers.saving import as_saved
+from distprune._transformers.table import pretrained_model
+from distprune.api.parameter_places import all_places, find_places
+from distprune.call.arguments import ParameterArguments
+from distprune.call.comparing import count_live_and_compare
+from distprune.call.reading import read_parameters
+from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
+from distprune.files.checkpoints.duplicates import is_weights
+from distprune.files.disk.access import sync_folder, write_atomically, writing
+from distprune.files.disk.destination import resolve_destination
+from distprune.files.disk.locking import Lock
+from distprune.files.disk.space import check_free_bytes
+from distprune.files.results.permissions import make_folders
+from distprune.files.results.placing import check_free, check_own_folder, check_place
+from distprune.language_models.buffers import persistent_buffers
+from distprune.language_models.extra import require_extra
+from distprune.language_models.gathering import Gathering
+from distprune.language_models.weight_writing import WeightFiles, parse_size
+from distprune.shards.target import Target
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The result of :func:`save_sharded`, the same on every rank.
+
+    Attributes:
+        folder: that was written, absolute.
+        num_bytes: of all weights.
+        zeros: by the model's parameter, how many of its saved elements are zero.
+        numel: by the model's parameter, how many elements it has.
+    """
+
+    folder: Path
+    num_bytes: int
+    zeros: dict[str, int]
+    numel: dict[str, int]
+
+
+def save_sharded(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    source: str | Path,
+    max_shard_size: int | str = "5GB",
+    sidecar: Mapping[str, str | bytes | Path] | None = None,
+    files: Mapping[str, str | bytes | Path] | None = None,
+) -> SavedModel:
+    """Save a model as a Hugging Face folder, pruned weights as zeros. Collective over all ranks.
+
+    The folder loads in transformers alone. Tensors have the names and shapes that
+    ``save_pretrained`` would give them; tied ones are written once. What a mask prunes is zero in
+    the file; the model stays as it is, pruned. The first rank writes, into a folder beside the
+    destination that gets its name at the end: a folder of this name is complete. If a run is
+    killed, the next one begins anew.
+
+    Args:
+        model: of transformers, sharded in any way, wrapped or not.
+        folder: must not exist; its parent must. Only the first rank uses the disk.
+        source: the folder from which the model was loaded, or its name in the local Hugging Face
+            cache: all files but its weights are taken over (config, generation config, tokenizer,
+            licence, ...). In config.json the dtype becomes that of the saved weights.
+        max_shard_size: bytes of weights in one file, or a text such as "5GB".
+        sidecar: files in the subfolder ``distprune``, by name: a text, bytes, or the path of a file
+            to copy.
+        files: other files of the folder in the same form, in place of those of ``source``.
+
+    Returns:
+        Where the model is, and its zeros.
+
+    Raises:
+        TypeError: the model is not one of transformers (merge adapters first).
+        ValueError: nothing can be named so, the ranks were given different arguments, replicas of
+            a parameter differ, or a tied parameter is pruned differently under its names.
+        NotImplementedError: a parameter's layout is not supported, or transformers computes with a
+            parameter when it saves it.
+        CheckpointError: ``source`` is damaged or does not exist.
+        OutputError: the destination exists or is in use, or cannot be written.
+        ImportError: the extra ``language-models`` is not installed.
+        Where one rank fails, every rank raises; what was written is removed.
+
+    Cost: memory: 32 MB of a parameter at a time (or one index of dimension 0); on the first rank,
+        parameters that are several tensors in the file as a whole, twice. On the wire: an
+        all-reduce of each sharded parameter's bytes, 32 MB at a time, and 24 bytes per parameter.
+    """
+    require_extra()
+    communicator = world()
+    max_bytes = communicator.run(lambda: parse_size(max_shard_size))
+    facts = [("folder", os.fspath(folder)), ("max_shard_size", str(max_bytes))]
+
+    def arguments() -> ParameterArguments:
+        return ParameterArguments(parameters=_parameters(model), facts=facts)
+
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        _, targets = read_parameters(arguments, communicator)
+        count_live_and_compare(targets, True, communicator)
+        weights, buffers = communicator.run(lambda: _plan(model, targets, max_bytes))
+        output = _Output(Path(folder), weights) if communicator.index == 0 else None
+        try:
+            communicator.run(
+                lambda: output.start(source, model, sidecar or {}, files or {}) if output else None
+            )
+            _gather(targets, buffers, weights, communicator)
+            communicator.run(lambda: output.publish() if output else None)
+        finally:
+            if output is not None:
+                output.close()
+    names = list(weights.zeros)
+    zeros = communicator.leader_of(
+        len(names), lambda: torch.tensor([weights.zeros[name] for name in names])
+    )
+    numel = {t.label: t.shard.numel for t in targets} | {n: b.numel() for n, b in buffers.items()}
+    return SavedModel(
+        Path(os.path.abspath(folder)),
+        weights.num_bytes,
+        dict(zip(names, zeros.tolist(), strict=True)),
+        {name: numel[name] for name in names},
+    )
+
+
+def _parameters(model: nn.Module) -> list[NamedParameter]:
+    """Every parameter once, tied ones under the name by which transformers saves them."""
+    pretrained = pretrained_model(model)
+    if pretrained is None:
+        raise TypeError(
+            f"model is a {type(model).__name__}, and not a model of transformers, wrapped or not; "
+            "expected what load_sharded returned. If it has adapters, merge them first "
+            "(merge_and_unload)."
+        )
+    left_out = getattr(pretrained, "all_tied_weights_keys", None) or {}
+    named = {place.pair.fqn: place.pair for place in all_places(model)}
+    names_of = {(id(module), name): fqn for fqn, (module, name) in named.items()}
+    chosen = []
+    for pair in find_places(model, lambda place: True):
+        names = [names_of[id(module), name] for module, name in pair.places]
+        kept = next((name for name in names if name not in left_out), names[0])
+        module, name = named[kept]
+        chosen.append(NamedParameter(module, name, kept).with_places(pair.places))
+    return chosen
+
+
+def _plan(
+    model: nn.Module, targets: list[Target], max_bytes: int
+) -> tuple[WeightFiles, dict[str, Tensor]]:
+    pretrained = pretrained_model(model)
+    buffers = persistent_buffers(model)
+    ignored = set(getattr(pretrained, "_keys_to_ignore_on_save", None) or ())
+    shapes = {t.label: tuple(t.shard.shape) for t in targets}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    dtypes = {t.label: t.shard.values.dtype for t in targets}
+    dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
+    for name in ignored & set(shapes):
+        del shapes[name]
+        buffers.pop(name, None)
+    saved = as_saved(model, shapes, shapes)
+    return WeightFiles(saved, shapes, dtypes, max_bytes), buffers
+
+
+def _gather(
+    targets: list[Target],
+    buffers: Mapping[str, Tensor],
+    weights: WeightFiles,
+    communicator: Communicator,
+) -> None:
+    gathering = Gathering(communicator)
+    for target in targets:
+        if target.label in weights.zeros:
+            gathering.gather(target.shard, _adder(weights, target.label))
+    gathering.finish()
+
+    def add_buffers() -> None:
+        for name, buffer in buffers.items() if communicator.index == 0 else ():
+            weights.add(name, 0, buffer.detach().cpu().reshape(-1))
+
+    communicator.run(add_buffers)
+
+
+def _adder(weights: WeightFiles, name: str) -> Any:
+    return lambda start, values: weights.add(name, start, values)
+
+
+class _Output:
+    """The folder under way. Only the first rank uses it.
+
+    Args:
+        destination: of the caller.
+        weights: to write.
+    """
+
+    def __init__(self, destination: Path, weights: WeightFiles) -> None:
+        self._given = destination
+        self._weights = weights
+        self._lock: Lock | None = None
+        self._partial: Path | None = None
+        self._target = destination
+
+    def start(
+        self,
+        source: str | Path,
+        model: nn.Module,
+        sidecar: Mapping[str, str | bytes | Path],
+        files: Mapping[str, str | bytes | Path],
+    ) -> None:
+        """Make the unfinished folder with all files, the weights empty."""
+        checkpoint = open_checkpoint(source, follow_links=True)
+        extra = {f"{SIDECAR}/{_plain(name)}": content for name, content in sidecar.items()}
+        extra |= {_plain(name): content for name, content in files.items()}
+        for name, content in extra.items():
+            if isinstance(content, Path) and not content.is_file():
+                raise ValueError(f"{name}: {content} is not a file; expected one to copy.")
+        self._target = resolve_destination(self._given)
+        check_place(checkpoint.root, self._target)
+        check_free(self._target)
+        lock = Lock(self._target)
+        lock.acquire()
+        self._lock = lock
+        check_free(self._target)
+        partial = self._target.with_name(f"{self._target.name}.partial-save")
+        if os.path.lexists(partial):  # of a run that was killed
+            check_own_folder(partial)
+            with writing(partial):
+                shutil.rmtree(partial)
+        with writing(partial):
+            make_folders(checkpoint.folders, partial)
+        self._partial = partial
+        check_free_bytes(partial, sum(self._weights.sizes.values()), self._target)
+        self._weights.start(partial)
+        self._take_over(checkpoint, model)
+        for name, content in extra.items():
+            _write(partial / name, content)
+
+    def publish(self) -> None:
+        """Give the folder its name."""
+        assert self._lock is not None and self._partial is not None
+        self._weights.finish()
+        self._lock.confirm()
+        check_free(self._target)
+        with writing(self._target):
+            for path, _, _ in os.walk(self._partial):
+                sync_folder(path)
+            os.rename(self._partial, self._target)
+            sync_folder(self._target.parent)
+        self._partial = None
+
+    def close(self) -> None:
+        """Release everything; an unfinished folder is removed."""
+        self._weights.close()
+        if self._partial is not None:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _take_over(self, checkpoint: Checkpoint, model: nn.Module) -> None:
+        assert self._partial is not None
+        for other in checkpoint.others:
+            if is_weights(other.name) or other.name == "config.json":
+                continue
+            if other.name.endswith((".safetensors", ".safetensors.index.json")):
+                continue
+            _write(self._partial / other.name, Path(other.path))
+        config = _with_dtype(checkpoint.config, pretrained_model(model))
+        text = json.dumps(config, indent=2, sort_keys=False) + "\n"
+        write_atomically(self._partial / "config.json", text.encode())
+
+
+def _with_dtype(config: dict[str, Any], model: Any) -> dict[str, Any]:
+    """A config that says the dtype of the weights, also in its parts that say one."""
+    dtype = str(model.dtype).removeprefix("torch.")
+
+    def changed(part: dict[str, Any]) -> dict[str, Any]:
+        result = {}
+        for key, value in part.items():
+            if key in ("dtype", "torch_dtype") and isinstance(value, str):
+                value = dtype
+            elif isinstance(value, dict):
+                value = changed(value)
+            result[key] = value
+        return result
+
+    config = changed(config)
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["dtype"] = dtype
+    return config
+
+
+def _plain(name: str) -> str:
+    """The name of a file inside a folder."""
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is no name for a file inside the folder.")
+    return str(path)
+
+
+def _write(path: Path, content: str | bytes | Path) -> None:
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            return
+    write_atomically(path, content.encode() if isinstance(content, str) else content)

@@ -1,0 +1,129 @@
+"""language_models.save_sharded: a folder that plain transformers loads, with the masks' zeros."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import distprune as prune
+from distprune.testing import run_ranks
+from helpers.tiny_transformers import save_tiny
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ["llama", "qwen3", "gemma3", "mixtral", "gpt2"]
+WRAPS = {
+    "none": ("none", None, 1),
+    "ddp": ("ddp", None, 2),
+    "fsdp2": ("fsdp2", None, 2),
+    "hsdp-2x2": ("fsdp2", (2, 2), 4),
+    "tp": ("tp", None, 2),
+    "fsdp2_tp-2x2": ("fsdp2_tp", (2, 2), 4),
+}
+CASES = [("llama", wrap) for wrap in WRAPS]
+CASES += [(family, wrap) for family in FAMILIES[1:] for wrap in ("fsdp2", "tp")]
+CASES = [case for case in CASES if case not in (("mixtral", "tp"), ("gpt2", "tp"))]  # no plan
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family) / "model"
+            save_tiny(family, made[family])
+            (made[family] / "LICENSE").write_text("free")
+        return made[family]
+
+    return folder
+
+
+def saved(source, target, wrap, mesh, amount, dtype=None):
+    """Load, prune and save on the ranks; the zeros that were reported, and the masks' own."""
+    from distprune import language_models
+
+    model = language_models.load_sharded(source, wrap=wrap, mesh=mesh, dtype=dtype)
+    expected = {}
+    if amount:
+        report = prune.global_unstructured(
+            prune.select(model), pruning_method=prune.L1Unstructured, amount=amount
+        )
+        expected = {entry.name: entry.num_pruned for entry in report.parameters}
+    result = language_models.save_sharded(
+        model,
+        target,
+        source=source,
+        max_shard_size="10KB",
+        sidecar={"recipe.txt": "half"},
+        files={"README.md": "# pruned"},
+    )
+    tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    return result.zeros, result.numel, expected, logits
+
+
+@pytest.mark.parametrize(("family", "wrap"), CASES)
+def test_loads_in_transformers_with_exactly_the_reported_zeros(folders, tmp_path, family, wrap):
+    kind, mesh, num_ranks = WRAPS[wrap]
+    target = tmp_path / "out"
+    results = run_ranks(saved, num_ranks, folders(family), target, kind, mesh, 0.5)
+    zeros, numel, expected, logits = results[0]
+    assert all(result[:3] == (zeros, numel, expected) for result in results)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    original = transformers.AutoModelForCausalLM.from_pretrained(folders(family), dtype="auto")
+    theirs = dict(original.named_parameters())
+    assert {n: int((p == 0).sum()) for n, p in loaded.named_parameters()} == zeros
+    assert {n: p.numel() for n, p in loaded.named_parameters()} == numel
+    # The seeds have no zeros, so each zero is a pruned element.
+    assert {n: zeros[n] for n in expected} == expected and sum(expected.values()) > 0
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, torch.where(parameter != 0, theirs[name], 0)), name
+    if "tp" not in kind:
+        tokens = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
+    assert (target / "LICENSE").read_text() == "free"
+    assert (target / "README.md").read_text() == "# pruned"
+    assert (target / "distprune" / "recipe.txt").read_text() == "half"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_bytes_are_those_of_save_pretrained(folders, tmp_path, family):
+    from safetensors import safe_open
+
+    run_ranks(saved, 2, folders(family), tmp_path / "ours", "fsdp2", None, 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders(family), dtype="auto")
+    model.save_pretrained(tmp_path / "theirs")
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as theirs:
+        assert set(index["weight_map"]) == set(theirs.keys())
+        for name, file in index["weight_map"].items():
+            with safe_open(tmp_path / "ours" / file, "pt") as ours:
+                assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name)), name
+
+
+def test_command_line_inspects_it(folders, tmp_path):
+    target = tmp_path / "out"
+    zeros, *_ = run_ranks(saved, 2, folders("llama"), target, "fsdp2", None, 0.5)[0]
+    done = subprocess.run(
+        [sys.executable, "-m", "distprune", "inspect", str(target), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tensors = json.loads(done.stdout)["tensors"]
+    assert {tensor["name"]: tensor["num_zero"] for tensor in tensors} == zeros
+
+
+def test_dtype_of_the_config_becomes_that_of_the_weights(folders, tmp_path):
+    target = tmp_path / "out"
+    run_ranks(saved, 2, folders("llama"), target, "fsdp2", None, 0.5, torch.bfloat16)
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
