@@ -30,7 +30,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@echo "== installing into $(VENV), with the versions in constraints.txt$(TORCH:%= but torch %)"
 	$(PYTHON) -m venv $(VENV)
-	sed '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
+	sed '$(TORCH:%=s/^torch==.*/torch==%/;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs,lint,test]'
 	@touch $@
 

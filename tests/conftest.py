@@ -23,7 +23,13 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)  # the processes of the ranks copy this sys.path
 
+import torch  # noqa: E402
+
 from distprune.testing import preload  # noqa: E402
+
+# Triton reads this when it is imported: where nothing compiles its kernels, they are interpreted.
+if not (torch.cuda.is_available() or torch.xpu.is_available()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Imported once, in the process that the ranks are forked from.
 preload(
@@ -106,8 +112,6 @@ class _Collector:
 
 
 def _write(path, name, results):
-    import torch
-
     from helpers import training_pair
 
     head = {"torch": torch.__version__, "backend": "gloo"}

@@ -40,19 +40,21 @@ class Around:
     Attributes:
         pivots: keys to count up to.
         interval: of keys to collect, if any.
-        sample: the sample that suggested the interval; None: the interval holds all keys.
+        sample: the sample that suggested the interval, if one did.
+        share: which fraction of all elements lies in the interval, if there is no sample.
     """
 
     pivots: set[int]
     interval: Interval | None
     sample: _Sample | None = None
+    share: float = 1.0
 
     def expected_share(self) -> float:
         """About which fraction of this rank's elements lies in the interval."""
         if self.interval is None:
             return 0.0
         if self.sample is None:
-            return 1.0
+            return self.share
         inside = within(self.sample.keys, *self.interval)
         return inside.numel() / max(1, self.sample.keys.numel())
 

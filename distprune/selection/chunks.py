@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 from distprune._common.memory import Scratch
 from distprune.selection.candidates import Candidates
-from distprune.selection.kernels import kernels_on
+from distprune.selection.kernels import FusedKernels, kernels_on
 
 R = TypeVar("R")
 
@@ -18,6 +18,8 @@ R = TypeVar("R")
 _THREADED_CHUNK = 1 << 19  # bytes
 # More threads than this spend their time on waiting for the interpreter's lock.
 _MAX_THREADS = 8
+# Elements: positions in a chunk are 32-bit integers. A power of two, which keeps chunks aligned.
+_LARGEST_FUSED = 1 << 30
 
 
 def spans_of(positions: range, device: torch.device, itemsize: int) -> Iterator[range]:
@@ -34,23 +36,51 @@ def counted_spans(part: Candidates) -> Iterator[range]:
     return spans_of(part.counted, part.device, part.keys.dtype.itemsize)
 
 
-def chunks_of(parts: Sequence[Candidates], *, only_counted: bool) -> list[tuple[int, range]]:
-    """(position of the part, span) of every chunk of every part.
+def chunks_of(
+    parts: Sequence[Candidates], *, only_counted: bool, positions: Iterable[int] | None = None
+) -> list[tuple[int, range]]:
+    """(position of the part, span) of every chunk of some parts.
 
     Args:
         only_counted: leave out what other ranks count. Otherwise a chunk is counted as a whole,
             or not at all.
+        positions: of the parts; None: all.
     """
     chunks = []
-    for position, part in enumerate(parts):
-        counted = part.counted
-        ranges = [counted]
-        if not only_counted:
-            ranges = [range(counted.start), counted, range(counted.stop, part.num_local)]
-        for positions in ranges:
-            spans = spans_of(positions, part.device, part.keys.dtype.itemsize)
+    for position in range(len(parts)) if positions is None else positions:
+        part = parts[position]
+        for each in _counted_or_not(part, only_counted):
+            spans = spans_of(each, part.device, part.keys.dtype.itemsize)
             chunks += [(position, span) for span in spans]
     return chunks
+
+
+def fused_chunks_of(
+    kernels: FusedKernels,
+    parts: Sequence[Candidates],
+    positions: Iterable[int],
+    *,
+    only_counted: bool,
+) -> list[tuple[int, range]]:
+    """:func:`chunks_of` for fused kernels: as large as can be, where that takes no memory."""
+    chunks = []
+    for position in positions:
+        part = parts[position]
+        if not kernels.is_in_memory(part):
+            chunks += chunks_of(parts, only_counted=only_counted, positions=[position])
+            continue
+        for each in _counted_or_not(part, only_counted):
+            for start in range(each.start, each.stop, _LARGEST_FUSED):
+                chunks.append((position, range(start, min(start + _LARGEST_FUSED, each.stop))))
+    return chunks
+
+
+def _counted_or_not(part: Candidates, only_counted: bool) -> list[range]:
+    """What this rank counts of a part, and with it what it does not."""
+    counted = part.counted
+    if only_counted:
+        return [counted]
+    return [range(counted.start), counted, range(counted.stop, part.num_local)]
 
 
 def num_threads_for(parts: Sequence[Candidates], chunks: Sequence[tuple[int, range]]) -> int:

@@ -1,12 +1,18 @@
-"""The functions that touch every element, in two forms: numpy's on a CPU, torch's elsewhere.
+"""The functions that touch every element, in three forms, with the same results.
 
-cpu.py and device.py are two implementations of :class:`Kernels`, with the same results. Everything
-else in this room is written once, and gets the functions for a device from :func:`kernels_on`.
+cpu.py and device.py are two implementations of :class:`Kernels`: numpy's on a CPU, and torch's
+operations elsewhere. triton_kernels.py is one of :class:`FusedKernels`, which does the work of some
+of these functions for many chunks at once, on devices that Triton compiles for. Everything else in
+this room is written once, and gets the functions for a device from :func:`kernels_on` and
+:func:`fused_on`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +24,11 @@ from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection import cpu, device
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
 from distprune.selection.keys import KeyRange
+
+logger = logging.getLogger(__name__)
+
+# Set to anything but 0 or nothing, devices use torch's operations alone.
+NO_TRITON = "DISTPRUNE_NO_TRITON"
 
 
 class Kernels(Protocol):
@@ -133,6 +144,104 @@ class Kernels(Protocol):
         """Keys of some runs of elements, 1-d; ``dead`` where an element does not compete."""
 
 
+class FusedKernels(Protocol):
+    """What is done to chunks of many parameters in one launch, reading each score once."""
+
+    def takes(self, part: Candidates, out: Tensor | None) -> bool:
+        """Whether the functions below can read a part, and write its mask.
+
+        For the others there are :class:`Kernels`.
+        """
+
+    def is_in_memory(self, part: Candidates) -> bool:
+        """Whether a chunk takes no memory, so that chunks may be large."""
+
+    def scan(
+        self,
+        parts: Sequence[Candidates],
+        chunks: Sequence[tuple[int, range]],
+        pivots: Sequence[int],
+        interval: Interval | None,
+        outs: Sequence[Tensor] | None,
+        expected_share: float,
+    ) -> list[ChunkScan]:
+        """:meth:`Kernels.scan` of some chunks; waits for each device once.
+
+        Args:
+            parts: this rank's parameters.
+            chunks: position of the part, and span; of parts that are taken.
+            pivots, interval: as for :meth:`Kernels.scan`.
+            outs: flat masks, uninitialised, one per part.
+            expected_share: about which fraction of the elements lies in the interval. If there are
+                more, some scores are read twice.
+
+        Returns:
+            Counts on the host, and exactly what lies in the interval; in the order of the chunks.
+        """
+
+    def can_cut(self, part: Candidates, position: int, cut: Cut) -> bool:
+        """Whether :meth:`write` and :meth:`prune_collected` can find the ties before the cut."""
+
+    def write(
+        self,
+        parts: Sequence[Candidates],
+        chunks: Sequence[tuple[int, range]],
+        cuts: Sequence[tuple[int, Cut]],
+        outs: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """:meth:`Kernels.write` of some chunks; survivors keep the values of the masks in force.
+
+        Args:
+            parts, chunks, outs: as for :meth:`scan`.
+            cuts: per part, its position in the list that was cut, and the cut.
+
+        Returns:
+            Per part, how many live elements were pruned that this rank counts.
+        """
+
+    def prune_collected(
+        self,
+        parts: Sequence[Candidates],
+        collected: Mapping[int, Sequence[Collected]],
+        cut: Cut,
+        outs: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """:meth:`Kernels.prune_collected` of all chunks, by position of their part.
+
+        Returns:
+            As :meth:`write`.
+        """
+
+
 def kernels_on(where: torch.device) -> Kernels:
     """The functions for chunks on a device."""
     return cpu if memory.takes_numpy(where) else device
+
+
+def fused_on(where: torch.device) -> FusedKernels | None:
+    """The kernels that read each score once, where there are some for a device.
+
+    None on a CPU; where Triton is not installed, or cannot compile, which is logged as a warning;
+    and if the environment variable DISTPRUNE_NO_TRITON is set.
+    """
+    if memory.takes_numpy(where) or where.type not in ("cuda", "xpu"):
+        return None
+    if os.environ.get(NO_TRITON, "0") not in ("", "0"):
+        return None
+    return _compiled_on(where)
+
+
+@functools.cache
+def _compiled_on(where: torch.device) -> FusedKernels | None:
+    try:
+        from distprune.selection import triton_kernels
+
+        triton_kernels.try_on(where)
+    except Exception as error:  # Triton, its compiler and the driver raise errors of many types
+        logger.warning(
+            "Triton's kernels do not run on %s (%s: %s); torch operations are used, which move "
+            "several times as many bytes. Set %s=1 to say that this is meant.",
+            where, type(error).__name__, error, NO_TRITON,
+        )  # fmt: skip
+        return None
+    return triton_kernels

@@ -126,17 +126,17 @@ class ScoreKeys:
 
     def __init__(self, scores: ScoreSource, common: KeyRange) -> None:
         self.scores = scores
-        self._common = common
+        self.common = common
         self.dtype = common.dtype
         self.is_thread_safe = scores.is_thread_safe
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
-        return _keys(self.scores.load(start, stop, scratch), self._common, scratch)
+        return _keys(self.scores.load(start, stop, scratch), self.common, scratch)
 
     def gather(self, runs: Runs) -> Tensor:
         """Keys of some runs of elements: a new tensor."""
-        return to_keys(self.scores.gather(runs), self._common)
+        return to_keys(self.scores.gather(runs), self.common)
 
 
 class RandomKeys:
@@ -153,14 +153,14 @@ class RandomKeys:
     dtype = torch.int64
 
     def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:
-        self._seed = seed
-        self._offset = offset
-        self._index = index
+        self.seed = seed
+        self.offset = offset
+        self.index = index
         self._device = device
 
     def of_others(self, offset: int, index: IndexMap, device: torch.device) -> RandomKeys:
         """Keys of the same seed, for a list of other things than elements."""
-        return RandomKeys(self._seed, offset, index, device)
+        return RandomKeys(self.seed, offset, index, device)
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         if not memory.takes_numpy(self._device):
@@ -170,16 +170,16 @@ class RandomKeys:
         keys = scratch.array("keys", stop - start, np.int64)
         for first in range(start, stop, SERIAL):
             last = min(first + SERIAL, stop)
-            indices = self._index(torch.arange(first, last)).numpy()
-            np.add(indices, self._offset, out=keys[first - start : last - start])
-        hash_in_place(keys, self._seed, scratch)
+            indices = self.index(torch.arange(first, last)).numpy()
+            np.add(indices, self.offset, out=keys[first - start : last - start])
+        hash_in_place(keys, self.seed, scratch)
         return Keys(torch.from_numpy(keys), RANDOM_KEYS.high)
 
     def gather(self, runs: Runs) -> Tensor:
         return self._at(runs.positions(self._device))
 
     def _at(self, positions: Tensor) -> Tensor:
-        return hash_keys(self._index(positions) + self._offset, self._seed)
+        return hash_keys(self.index(positions) + self.offset, self.seed)
 
 
 RANDOM_KEYS = KeyRange(torch.int64, 0, LARGEST_HASH, LARGEST_HASH, torch.int64, Order.ASCENDING)

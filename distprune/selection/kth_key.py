@@ -101,7 +101,7 @@ class KthKeySearch:
             inside = upto - below
             begins_at = None
             if inside <= COLLECT_ALL:
-                around = Around(set(), (low, high))
+                around = Around(set(), (low, high), share=inside / total)
             elif num_rounds == 0 and self.start is not None and self.start.keys == keys:
                 begins_at = self.start
                 around = _around(begins_at, low, high)

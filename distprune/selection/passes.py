@@ -39,11 +39,12 @@ from distprune.selection.chunks import (
     call_all,
     chunks_of,
     counted_spans,
+    fused_chunks_of,
     num_threads,
     num_threads_for,
     spans_of,
 )
-from distprune.selection.kernels import kernels_on
+from distprune.selection.kernels import FusedKernels, fused_on, kernels_on
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,27 @@ def scan(
             a device meets many more is scanned again.
     """
     outs = drafts if drafts is not None and interval is not None else None
-    chunks = chunks_of(parts, only_counted=outs is None)
+    totals = [[0] * (1 + len(pivots)) for _ in parts]
+    collected: list[list[Collected]] = [[] for _ in parts]
+
+    def add(position: int, elements: Collected | None, row: Sequence[int]) -> None:
+        if elements is None or elements.is_counted:
+            totals[position] = [
+                total + count for total, count in zip(totals[position], row, strict=True)
+            ]
+
+    fused, taken = _fused_for(parts, outs)
+    if fused is not None:
+        chunks = fused_chunks_of(fused, parts, taken, only_counted=outs is None)
+        found = fused.scan(parts, chunks, pivots, interval, outs, expected_share)
+        for (position, _), result, (number, *row) in zip(
+            chunks, found, _on_host(found, 2 + len(pivots)), strict=True
+        ):
+            add(position, result.collected, row)
+            if result.collected is not None and number:
+                collected[position].append(result.collected)
+    others = [position for position in range(len(parts)) if position not in taken]
+    chunks = chunks_of(parts, only_counted=outs is None, positions=others)
     calls = []
     for position, span in chunks:
         part = parts[position]
@@ -121,16 +142,11 @@ def scan(
         calls.append(partial(kernel, part, span, pivots, interval, out, capacity=capacity))
     results = call_all(calls, num_threads_for(parts, chunks))
     rows = _on_host(results, 2 + len(pivots))
-    totals = [[0] * (1 + len(pivots)) for _ in parts]
-    collected: list[list[Collected]] = [[] for _ in parts]
     for (position, _), call, result, (number, *row) in zip(
         chunks, calls, results, rows, strict=True
     ):
         elements = result.collected
-        if elements is None or elements.is_counted:
-            totals[position] = [
-                total + count for total, count in zip(totals[position], row, strict=True)
-            ]
+        add(position, elements, row)
         if elements is not None and number > elements.positions.numel():
             elements = call(Scratch(), capacity=None).collected
         if elements is not None and number:
@@ -144,6 +160,29 @@ def scan(
         concatenate([keys for of_part in counted for keys in of_part]),
         [sum(keys.numel() for keys in of_part) for of_part in counted],
     )
+
+
+def _fused_for(
+    parts: Sequence[Candidates],
+    outs: Sequence[Tensor] | None,
+    cuts: Sequence[tuple[int, Cut]] | None = None,
+) -> tuple[FusedKernels | None, dict[int, Candidates]]:
+    """Fused kernels, if there are any, and the parts to use them for by position.
+
+    Args:
+        outs: the masks to write, if any.
+        cuts: per part, its position in the list that was cut, and the cut; if it is known.
+    """
+    found: FusedKernels | None = None
+    taken = {}
+    for position, part in enumerate(parts):
+        fused = fused_on(part.device)
+        if fused is None or not fused.takes(part, None if outs is None else outs[position]):
+            continue
+        if cuts is None or fused.can_cut(part, *cuts[position]):
+            found = fused
+            taken[position] = part
+    return found, taken
 
 
 def _on_host(results: Sequence[ChunkScan], length: int) -> list[list[int]]:
@@ -182,6 +221,14 @@ def write_masks(
     counts: list[Count | None] = [None] * len(parts)
     if drafted is not None:
         counts = finish_drafts(drafted, parts, cuts[0].cut, outs)
+    at = [(own.position, own.cut) for own in cuts]
+    fused, taken = _fused_for(parts, outs, at) if None in counts else (None, {})
+    if fused is not None:
+        anew = [position for position in taken if counts[position] is None]
+        chunks = fused_chunks_of(fused, parts, anew, only_counted=False)
+        numbers = fused.write(parts, chunks, at, outs)
+        for position in anew:
+            counts[position] = numbers[position]
     for position, (part, own) in enumerate(zip(parts, cuts, strict=True)):
         if counts[position] is None:
             counts[position] = write_keep(part, own.position, own.cut, outs[position], part.live)
@@ -213,15 +260,24 @@ def finish_drafts(
             for position in range(len(parts))
         ]
 
-    counts: list[Count | None] = []
+    at = [(position, cut) for position in range(len(parts))]
+    fused, taken = _fused_for(parts, drafts, at)
+    counts: list[Count | None] = [*scanned.num_below]
+    if fused is not None:
+        elements = {position: scanned.collected[position] for position in taken}
+        numbers = fused.prune_collected(parts, elements, cut, drafts)
+        for position in taken:
+            counts[position] = scanned.num_below[position] + numbers[position]
     for position, part in enumerate(parts):
+        if position in taken:
+            continue
         num_pruned: Count = scanned.num_below[position]
         kernel = kernels_on(part.device).prune_collected
         for collected in scanned.collected[position]:
             number = kernel(part, position, cut, collected, drafts[position])
             if collected.is_counted:
                 num_pruned = num_pruned + number
-        counts.append(num_pruned)
+        counts[position] = num_pruned
     return counts
 
 

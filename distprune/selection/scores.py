@@ -30,10 +30,12 @@ class ScoreSource(Protocol):
     Attributes:
         dtype: of the scores.
         is_thread_safe: whether several threads may load chunks at a time.
+        is_in_memory: whether a load computes nothing and takes no memory.
     """
 
     dtype: torch.dtype
     is_thread_safe: bool
+    is_in_memory: bool
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         """Scores of flat positions [start, stop), 1-d; valid until the scratch is used again."""
@@ -52,6 +54,7 @@ class TensorScores:
     """
 
     is_thread_safe = True
+    is_in_memory = True
 
     def __init__(self, scores: Tensor) -> None:
         self._scores = scores.detach()
@@ -75,6 +78,7 @@ class ComputedScores:
 
     # Calls a user's function.
     is_thread_safe = False
+    is_in_memory = False
 
     def __init__(
         self, values: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -104,6 +108,7 @@ class FactorScores:
     """
 
     is_thread_safe = True
+    is_in_memory = False
 
     def __init__(self, shard: LocalShard, factored: FactoredScores, *, are_signed: bool) -> None:
         if not shard.values.dtype.is_floating_point:
@@ -186,6 +191,8 @@ class ScaledScores:
         scores: floating point.
         scale: a number of the dtype of the result.
     """
+
+    is_in_memory = False
 
     def __init__(self, scores: ScoreSource, scale: float) -> None:
         self._scores = scores

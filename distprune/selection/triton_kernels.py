@@ -1,0 +1,379 @@
+"""``kernels.FusedKernels`` by Triton: scores are read once, for many parameters in one launch.
+
+The operations of device.py read and write whole chunks of keys and flags one after the other. Here
+a program has a block of scores in registers while it makes the keys, counts them, writes the
+drafted mask, and stores what lies in the interval:
+
+    tile 0    | block | block | block |      collected: [k k k . . . . .]    in the order of
+    tile 1    | block | block | block |                 [k . . . . . . .]    their positions
+    tile 2    | block | bl                              [k k k k k k k k] k  too many
+                                                            |  the counts come to the host
+                                                            v
+                                                        [k k k k | k k k k k]    packed
+
+Each tile has room for somewhat more elements than are expected. The scores of a tile that has too
+many are read again. So nothing depends on the order in which programs run, and nothing is waited
+for before all tiles are launched.
+
+Cost: per element, its score is read, and the mask in force if there is one; a drafted mask is
+written. Memory: the room of the tiles, and what is packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from distprune._common.mask_values import bits_of_one
+from distprune._common.memory import Array
+from distprune.selection import triton_source as source
+from distprune.selection import triton_tables as tables
+from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
+from distprune.selection.keys import Order, ScoreKeys, key_range
+from distprune.selection.scores import TensorScores
+from distprune.selection.triton_tables import Kind, Piece, Tiles
+from distprune.shards.geometry import IndexMap
+
+# Warps of a program.
+_NUM_WARPS = 8
+# Collected elements that a program moves or corrects.
+_FEW, _RUN = 256, 1 << 14
+_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+_ORDERS = {Order.MAGNITUDE: 0, Order.ASCENDING: 1, Order.DESCENDING: -1}
+
+takes = tables.takes
+is_in_memory = tables.is_in_memory
+
+
+def try_on(device: torch.device) -> None:
+    """Read and write one element on a device.
+
+    Raises:
+        Exception: of any type, if kernels cannot be compiled or launched there.
+    """
+    numbers = key_range(torch.float32, Order.MAGNITUDE)
+    keys = ScoreKeys(TensorScores(torch.ones(1, device=device)), numbers)
+    part = Candidates(keys, None, IndexMap((range(1),), (1,), 0), range(1), 1, 1, device)
+    mask = torch.empty(1, dtype=torch.bool, device=device)
+    everything = (numbers.low, numbers.high)
+    (result,) = scan([part], [(0, range(1))], [], everything, [mask], 1.0)
+    assert result.collected is not None
+    (count,) = prune_collected([part], {0: [result.collected]}, Cut(numbers.high, 0, 0), [mask])
+    if int(count) != 1 or bool(mask.item()):
+        raise RuntimeError("a wrong mask was written")
+
+
+def scan(
+    parts: Sequence[Candidates],
+    chunks: Sequence[tuple[int, range]],
+    pivots: Sequence[int],
+    interval: Interval | None,
+    outs: Sequence[Tensor] | None,
+    expected_share: float,
+) -> list[ChunkScan]:
+    others = [p for p in pivots if interval is None or p not in (interval[0] - 1, interval[1])]
+    launches = [
+        _Scan.launch(kind, pieces, others, interval, expected_share)
+        for kind, pieces in _launches(parts, chunks, outs)
+    ]
+    results: dict[int, ChunkScan] = {}
+    for launch, counts in zip(launches, _on_host([s.counts for s in launches]), strict=True):
+        totals = np.zeros((len(launch.chunks), counts.shape[1]), dtype=np.int64)
+        np.add.at(totals, launch.tiles.piece, counts)
+        keys, positions = launch.packed(counts[:, 0], parts)
+        end = 0
+        for (number, position, span), (num_inside, num_below, *row) in zip(
+            launch.chunks, totals.tolist(), strict=True
+        ):
+            by_pivot = dict(zip(others, row, strict=False))
+            collected = None
+            if interval is not None:
+                by_pivot[interval[0] - 1] = num_below
+                by_pivot[interval[1]] = num_below + num_inside
+                here = slice(end, end := end + num_inside)
+                is_counted = span.start in parts[position].counted
+                collected = Collected(span, positions[here], keys[here], is_counted, num_inside)
+            results[number] = ChunkScan([by_pivot[p] for p in pivots], num_below, collected)
+    return [results[number] for number in range(len(chunks))]
+
+
+def write(
+    parts: Sequence[Candidates],
+    chunks: Sequence[tuple[int, range]],
+    cuts: Sequence[tuple[int, Cut]],
+    outs: Sequence[Tensor],
+) -> list[Tensor]:
+    totals: dict[torch.device, Tensor] = {}
+    for kind, pieces in _launches(parts, chunks, outs):
+        tiles = tables.tiles_of(pieces)
+        ends = []
+        for piece in pieces:
+            end = tables.end_of_ties(piece.part, *_cut_at(cuts, piece.position, piece.span))
+            assert end is not None, "can_cut tells"
+            ends.append(end)
+        thresholds = np.array([cuts[piece.position][1].threshold for piece in pieces])
+        tiles.table[:, tables.THRESHOLD] = thresholds[tiles.piece]
+        tiles.table[:, tables.END] = np.array(ends, dtype=np.int64)[tiles.piece] - tiles.first
+        numbers, table = _on_device(kind.device, [kind.seed], tiles.table)
+        counts = torch.empty(len(tiles.table), dtype=torch.int32, device=kind.device)
+        with _current(kind.device):
+            source.write_tiles[(len(tiles.table),)](
+                table, numbers, counts, _format(kind), tables.BLOCK, num_warps=_NUM_WARPS
+            )
+        is_counted = [piece.span.start in piece.part.counted for piece in pieces]
+        _add(totals, counts, [p.position for p in pieces], is_counted, tiles.piece, len(parts))
+    return _per_part(totals, parts)
+
+
+def can_cut(part: Candidates, position: int, cut: Cut) -> bool:
+    return tables.end_of_ties(part, position, range(0), cut) is not None
+
+
+def prune_collected(
+    parts: Sequence[Candidates],
+    collected: Mapping[int, Sequence[Collected]],
+    cut: Cut,
+    outs: Sequence[Tensor],
+) -> list[Tensor]:
+    totals: dict[torch.device, Tensor] = {}
+    groups: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Collected]]] = {}
+    for position, chunks in collected.items():
+        for chunk in chunks:
+            group = (chunk.keys.device, chunk.keys.dtype, outs[position].itemsize)
+            groups.setdefault(group, []).append((position, chunk))
+    for (device, dtype, mask_bytes), members in groups.items():
+        rows = []
+        for position, chunk in members:
+            end = tables.end_of_ties(parts[position], position, chunk.span, cut)
+            out = outs[position].data_ptr() + chunk.span.start * mask_bytes
+            addresses = [chunk.keys.data_ptr(), chunk.positions.data_ptr(), out]
+            rows.append([*addresses, chunk.keys.numel(), cut.threshold, end])
+        table = np.array(rows, dtype=np.int64)
+        numbers = -(-table[:, 3] // _RUN)
+        member = np.repeat(np.arange(len(members)), numbers)
+        first = (np.arange(len(member)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * _RUN
+        table = table[member]
+        table[:, 0] += first * dtype.itemsize
+        table[:, 1] += first * 4
+        table[:, 3] = np.minimum(_RUN, table[:, 3] - first)
+        _, on_device = _on_device(device, [], table)
+        counts = torch.empty(len(table), dtype=torch.int32, device=device)
+        with _current(device):
+            source.correct_runs[(len(table),)](
+                on_device, counts, _TYPES[dtype.itemsize], _TYPES[mask_bytes], _FEW
+            )
+        is_counted = [chunk.is_counted for _, chunk in members]
+        _add(totals, counts, [p for p, _ in members], is_counted, member, len(parts))
+    return _per_part(totals, parts)
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """A launch whose counts have not been waited for.
+
+    Attributes:
+        kind: of the pieces.
+        chunks: per piece, its number, the position of its part, and its span ...
+        outs: ... and the mask of the part.
+        tiles: of the pieces.
+        numbers: the table of numbers that the launch read.
+        counts: int32 [tiles, slots], on the device.
+        keys, positions: what the tiles collected, with gaps.
+    """
+
+    kind: Kind
+    chunks: list[tuple[int, int, range]]
+    outs: list[Tensor | None]
+    tiles: Tiles
+    numbers: Tensor
+    counts: Tensor
+    keys: Tensor
+    positions: Tensor
+
+    @classmethod
+    def launch(
+        cls,
+        kind: Kind,
+        pieces: Sequence[Piece],
+        pivots: Sequence[int],
+        interval: Interval | None,
+        expected_share: float,
+    ) -> _Scan:
+        tiles = tables.tiles_of(pieces)
+        tiles.table[:, tables.FIRST] = tiles.first
+        if interval is not None:
+            expected = expected_share * tiles.lengths
+            room = (1.25 * expected + 4 * np.sqrt(expected) + 16).astype(np.int64)
+            tiles.table[:, tables.CAPACITY] = np.minimum(room, tiles.lengths)
+            ends = np.cumsum(tiles.table[:, tables.CAPACITY])
+            tiles.table[:, tables.PLACE] = ends - tiles.table[:, tables.CAPACITY]
+        size = int(tiles.table[:, tables.CAPACITY].sum())
+        numbers, table = _on_device(
+            kind.device, [kind.seed, *(interval or (0, 0)), *pivots], tiles.table
+        )
+        slots = 1 << (1 + len(pivots)).bit_length()
+        counts = torch.empty((len(tiles.table), slots), dtype=torch.int32, device=kind.device)
+        keys = torch.empty(size, dtype=kind.keys.dtype, device=kind.device)
+        positions = torch.empty(size, dtype=torch.int32, device=kind.device)
+        drafts = interval is not None and pieces[0].out is not None
+        with _current(kind.device):
+            source.scan_tiles[(len(tiles.table),)](
+                table, numbers, counts, keys, positions, _format(kind), len(pivots), slots,
+                interval is not None, drafts, tables.BLOCK, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+        chunks = [(piece.number, piece.position, piece.span) for piece in pieces]
+        outs = [piece.out for piece in pieces]
+        return cls(kind, chunks, outs, tiles, numbers, counts, keys, positions)
+
+    def packed(self, number: Array, parts: Sequence[Candidates]) -> tuple[Tensor, Tensor]:
+        """Keys and positions without gaps; ``number`` of each tile."""
+        capacity = self.tiles.table[:, tables.CAPACITY]
+        target = np.cumsum(number) - number
+        keys = torch.empty(int(number.sum()), dtype=self.keys.dtype, device=self.keys.device)
+        positions = torch.empty(keys.numel(), dtype=torch.int32, device=keys.device)
+        fits = (number > 0) & (number <= capacity)
+        if fits.any():
+            rows = np.stack([self.tiles.table[:, tables.PLACE], target, number], axis=1)[fits]
+            _, table = _on_device(keys.device, [], rows)
+            with _current(keys.device):
+                source.pack_tiles[(len(rows),)](
+                    table, self.keys, self.positions, keys, positions, _FEW
+                )
+        crowded = number > capacity
+        if crowded.any():
+            self._read_again(crowded, number, target, parts, keys, positions)
+        return keys, positions
+
+    def _read_again(
+        self,
+        crowded: Array,
+        number: Array,
+        target: Array,
+        parts: Sequence[Candidates],
+        keys: Tensor,
+        positions: Tensor,
+    ) -> None:
+        """Collect what the tiles that had too little room hold."""
+        pieces = [
+            Piece.of(number, position, span, parts[position], out)
+            for (number, position, span), out in zip(self.chunks, self.outs, strict=True)
+        ]
+        rows = tables.tiles_of(pieces).table
+        rows[:, tables.FIRST] = self.tiles.first
+        rows[:, tables.PLACE], rows[:, tables.CAPACITY] = target, number
+        rows = rows[crowded]
+        _, table = _on_device(keys.device, [], rows)
+        counts = torch.empty((len(rows), 2), dtype=torch.int32, device=keys.device)
+        with _current(keys.device):
+            source.scan_tiles[(len(rows),)](
+                table, self.numbers, counts, keys, positions, _format(self.kind), 0, 2, True, False,
+                tables.BLOCK, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+
+
+def _launches(
+    parts: Sequence[Candidates],
+    chunks: Sequence[tuple[int, range]],
+    outs: Sequence[Tensor] | None,
+) -> Iterator[tuple[Kind, list[Piece]]]:
+    """What to launch together: what is in memory, by kind; computed scores piece by piece."""
+    kinds: dict[Kind, list[Piece]] = {}
+    for number, (position, span) in enumerate(chunks):
+        part = parts[position]
+        piece = Piece.of(number, position, span, part, None if outs is None else outs[position])
+        if not is_in_memory(part):
+            yield piece.kind(), [piece]
+        else:
+            kinds.setdefault(piece.kind(), []).append(piece)
+    yield from kinds.items()
+
+
+def _format(kind: Kind) -> source.Format:
+    """What to compile for."""
+    keys = kind.keys
+    is_random = kind.scores is None
+    size = keys.dtype.itemsize if kind.scores is None else kind.scores.itemsize
+    one = 1 if kind.masks is torch.bool else int(bits_of_one(kind.masks))
+    return source.Format(
+        scores=_TYPES[size],
+        is_widened=kind.scores is not None and size < keys.dtype.itemsize,
+        magnitudes=torch.iinfo(keys.dtype).max,
+        largest=keys.largest_number,
+        order=0 if is_random else _ORDERS[keys.order],
+        is_random=is_random,
+        keys=_TYPES[keys.dtype.itemsize],
+        has_live=kind.has_live,
+        masks=_TYPES[kind.masks.itemsize],
+        is_bool=kind.masks is torch.bool,
+        one=one,
+        is_aligned=kind.is_aligned,
+    )
+
+
+def _cut_at(cuts: Sequence[tuple[int, Cut]], position: int, span: range) -> tuple[int, range, Cut]:
+    in_list, cut = cuts[position]
+    return in_list, span, cut
+
+
+def _on_device(device: torch.device, numbers: Sequence[int], table: Array) -> tuple[Tensor, Tensor]:
+    """Numbers and a table, copied together; the host does not wait."""
+    # Of even length, so that the table is always aligned to the same number of bytes.
+    head = np.array([*numbers, *[0] * (len(numbers) % 2)], dtype=np.int64)
+    host = torch.from_numpy(np.concatenate([head, table.ravel()]))
+    if device.type != "cpu":
+        host = host.pin_memory()
+    both = host.to(device, non_blocking=True)
+    return both[: len(head)], both[len(head) :]
+
+
+def _on_host(counts: Sequence[Tensor]) -> list[Array]:
+    """Tables of counts, int64. Waits once for each device."""
+    found: dict[int, Array] = {}
+    for device in {each.device for each in counts}:
+        here = [i for i, each in enumerate(counts) if each.device == device]
+        flat = torch.cat([counts[i].view(-1) for i in here]).cpu().numpy().astype(np.int64)
+        sizes = np.cumsum([counts[i].numel() for i in here])[:-1]
+        for i, part in zip(here, np.split(flat, sizes), strict=True):
+            found[i] = part.reshape(counts[i].shape)
+    return [found[i] for i in range(len(counts))]
+
+
+def _add(
+    totals: dict[torch.device, Tensor],
+    counts: Tensor,
+    positions: Sequence[int],
+    is_counted: Sequence[bool],
+    member: Array,
+    num_parts: int,
+) -> None:
+    """Add counts of tiles to the totals of their parts, without waiting."""
+    device = counts.device
+    if device not in totals:
+        totals[device] = torch.zeros(num_parts + 1, dtype=torch.int64, device=device)
+    # What others count goes to the last place.
+    places = np.where(is_counted, positions, num_parts)[member]
+    _, index = _on_device(device, [], places.astype(np.int64))
+    totals[device].index_add_(0, index, counts.long())
+
+
+def _per_part(totals: Mapping[torch.device, Tensor], parts: Sequence[Candidates]) -> list[Tensor]:
+    """0-d, on the device of each part."""
+    rows = {device: total.unbind() for device, total in totals.items()}
+    zero = torch.zeros((), dtype=torch.int64)
+    return [rows[part.device][i] if part.device in rows else zero for i, part in enumerate(parts)]
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch on this device."""
+    if device.type == "cpu":  # by the interpreter
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = torch.get_device_module(device).device(
+        device
+    )
+    return context
