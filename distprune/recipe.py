@@ -9,7 +9,10 @@ required::
     version: 1
     score: magnitude           # or random; "method" means the same
     seed: 0                    # of random
-    scope: global              # one ranking over all selected parameters
+    scope: global              # one ranking over all selected parameters; layer: one for each of
+                               # them; row: one for each output row
+    pattern: "4x4"             # prune whole tiles of 4 outputs and 4 inputs; or, instead of a
+                               # sparsity, "2:4": 2 of every 4 in a row are kept
     schedule:                  # or, at once: sparsity: 0.8
       kind: cubic              # linear; one_shot, which has step and sparsity
       begin: 0
@@ -21,7 +24,8 @@ required::
       include: ["*"]
       exclude: [lm_head]
       names: [weight]
-    limits:                    # of every single parameter
+      input_dims: {"*.w1": 0}  # the dimension of the inputs, for rows and patterns
+    limits:                    # of every single parameter; not beside a pattern
       min_sparsity: 0.0
       max_sparsity: 0.95
 
@@ -32,8 +36,6 @@ from the top level.
 The command line prunes checkpoints by the same recipes. A checkpoint is pruned at once, so its
 recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
 
-    scope: layer               # one ranking for each tensor; row: for each output row
-    pattern: "2:4"             # instead of a sparsity: 2 of every 4 in a row are kept
     score: wanda               # |w| times the rms of its input; stade: times its deviation
     statistics: a.safetensors  # of activations, for wanda and stade; relative to the recipe
     scores: FOLDER             # for score given: tensors of the same names and shapes
@@ -41,7 +43,6 @@ recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
     select:
       also: ["lm_head"]        # pruned in addition to the default, which include would replace
       min_ndim: 2              # leave alone tensors of fewer dimensions larger than 1
-      input_dims: {"*.w1": 0}  # the dimension of the inputs, for rows and patterns
     output: {masks: true, card: true}  # whether to write the masks and a model card
 
 Checking a recipe needs pydantic, and reading one from a file PyYAML: ``pip install

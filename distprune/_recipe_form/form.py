@@ -23,7 +23,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from distprune._recipe_form.values import choice_text, compile_pattern, input_dims_pairs, n_of_m
+from distprune._recipe_form.values import (
+    checked_pattern,
+    choice_text,
+    compile_pattern,
+    input_dims_pairs,
+    tile_of,
+)
 
 
 def expected(text: str) -> PydanticCustomError:
@@ -91,10 +97,6 @@ def _path(value: Any) -> str:
     return value
 
 
-def _pattern_text(value: Any) -> str:
-    return "{}:{}".format(*n_of_m(value))
-
-
 def _one_of(*choices: str | int) -> WrapValidator:
     """Report a value that is none of the choices, with the one that is close to it."""
 
@@ -112,7 +114,7 @@ def _one_of(*choices: str | int) -> WrapValidator:
 _Text = Annotated[str, Field(min_length=1)]
 _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
-_PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}:[0-9]{1,4}$")]
+_PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}[:x][0-9]{1,4}$")]
 
 Version = Annotated[Literal[1, 2], _one_of(1, 2)]
 Score = Annotated[
@@ -132,7 +134,7 @@ Flag = Annotated[bool, _or_expected("true or false")]
 Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
 Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
 PathText = Annotated[str, _checked(_path, _Text)]
-NOfM = Annotated[str, _checked(_pattern_text, _PatternText)]
+Pattern = Annotated[str, _checked(checked_pattern, _PatternText)]
 InputDims = Annotated[
     tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
 ]
@@ -228,7 +230,7 @@ class BudgetForm(Section):
     scope: Scope | None = Field(
         default=None,
         description="What is ranked together: everything, each tensor, or each output row. "
-        "Default: global. Models: global only.",
+        "Default: global.",
     )
     normalize: Normalize | None = Field(
         default=None,
@@ -236,9 +238,10 @@ class BudgetForm(Section):
         "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; in "
         "recipes of version 1: none.",
     )
-    pattern: NOfM | None = Field(
+    pattern: Pattern | None = Field(
         default=None,
-        description="N:M instead of a sparsity: N of every M in a row are kept. Checkpoints only.",
+        description="N:M instead of a sparsity: N of every M in a row are kept. AxB beside a "
+        "sparsity: whole tiles of A outputs and B inputs are pruned.",
     )
     sparsity: Share | None = Field(
         default=None, description="The share of the selected weights to prune, at once."
@@ -253,7 +256,12 @@ class BudgetForm(Section):
 
     @property
     def has_amount(self) -> bool:
-        return not (self.sparsity is None and self.schedule is None and self.pattern is None)
+        return not (self.sparsity is None and self.schedule is None and not self.is_n_of_m)
+
+    @property
+    def is_n_of_m(self) -> bool:
+        """Whether there is a pattern N:M, which is an amount by itself."""
+        return self.pattern is not None and tile_of(self.pattern) is None
 
     @property
     def is_normalizable(self) -> bool:
@@ -331,7 +339,7 @@ def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
     if group.has_amount:
         inherited |= {"sparsity": None, "schedule": None}
     if group.pattern is not None:
-        inherited |= {"scope": None, "limits": None}
+        inherited |= {"limits": None} | ({"scope": None} if group.is_n_of_m else {})
     return GroupForm.model_construct(**(inherited | own), select=group.select)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from distprune._recipe_form.form import GroupForm, RecipeForm
 from distprune._recipe_form.problems import KeyPath, Problems
-from distprune._recipe_form.values import FROM_STATISTICS
+from distprune._recipe_form.values import FROM_STATISTICS, tile_of
 
 _AMOUNTS = ("sparsity", "pattern", "schedule")
 
@@ -47,11 +47,16 @@ def check_keys(document: Mapping[str, Any], problems: Problems) -> None:
         if not isinstance(table, Mapping):
             continue
         _check_table(table, path, problems)
-        has_amount = any(key in table for key in _AMOUNTS)
+        has_amount = _has_amount(table)
         if has_groups:
-            has_amount |= path == () or any(key in document for key in _AMOUNTS)
+            has_amount |= path == () or _has_amount(document)
         if not has_amount and "groups" not in table:
             problems.add(path, "has no 'sparsity', 'pattern' or 'schedule'; expected one of them.")
+
+
+def _has_amount(table: Mapping[str, Any]) -> bool:
+    is_tiled = tile_of(table.get("pattern")) is not None
+    return any(key in table for key in _AMOUNTS if not (is_tiled and key == "pattern"))
 
 
 _beside_pattern = "has no place beside 'pattern', which says how much and where."
@@ -61,7 +66,11 @@ def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) ->
     if "score" in table and "method" in table:
         text = "is given beside 'score', and means the same; leave it out."
         problems.add((*path, "method"), text)
-    if "pattern" in table:
+    is_tiled = tile_of(table.get("pattern")) is not None
+    if is_tiled and "limits" in table:
+        text = "has no place beside a pattern of tiles, which is ranked without limits."
+        problems.add((*path, "limits"), text)
+    if "pattern" in table and not is_tiled:
         for key in ("sparsity", "schedule", "scope", "limits"):
             if key in table:
                 problems.add((*path, key), _beside_pattern)
@@ -107,7 +116,9 @@ def _check_limits(group: GroupForm, path: KeyPath, problems: Problems) -> None:
 def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:
     if group.normalize in (None, "none") or group.is_normalizable:
         return
-    if group.pattern is not None:
+    if group.pattern is not None and not group.is_n_of_m:
+        beside = "beside a pattern of tiles, whose scores are sums of raw magnitudes"
+    elif group.pattern is not None:
         beside = "beside a pattern, which compares weights of one tensor"
     elif group.scope in ("layer", "row"):
         beside = f"with scope {group.scope!r}, which compares weights of one tensor"

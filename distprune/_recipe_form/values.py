@@ -6,7 +6,9 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from distprune._common.n_of_m import checked_pattern as checked_pattern
 from distprune._common.n_of_m import n_of_m as n_of_m
+from distprune._common.n_of_m import tile_of as tile_of
 from distprune._common.patterns import check_pattern
 
 # What the magnitudes of a tensor are divided by.

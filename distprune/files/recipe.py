@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distprune._common.element_groups import GroupRule, Scope
 from distprune._recipe_form.imports import check
 from distprune._recipe_form.problems import Problems, RecipeError
-from distprune._recipe_form.values import FROM_STATISTICS, Statistic, n_of_m
+from distprune._recipe_form.values import FROM_STATISTICS, Statistic, n_of_m, tile_of
 from distprune._recipe_form.writing import select_mapping
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.yaml_text import yaml_text
@@ -117,6 +117,8 @@ class FileRecipe:
                 problems = [_PREFIX.sub("", problem, count=1) for problem in error.problems]
             else:
                 self._set_checked(form)
+                if self.tile is not None:
+                    problems = ["pattern: tiles are for models; checkpoints have N:M."]
         if problems:
             raise SelectionError(headline("the recipe", problems), problems)
 
@@ -133,7 +135,7 @@ class FileRecipe:
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        return self.is_together and self.score != "random"
+        return self.is_together and self.tile is None and self.score != "random"
 
     @property
     def ranks_magnitudes(self) -> bool:
@@ -165,14 +167,19 @@ class FileRecipe:
     @property
     def kept_of(self) -> tuple[int, int] | None:
         """(N, M) of the pattern."""
-        if self.pattern is None:
+        if self.pattern is None or self.tile is not None:
             return None
         return n_of_m(self.pattern)
 
     @property
+    def tile(self) -> tuple[int, int] | None:
+        """(A, B) of a pattern of tiles."""
+        return tile_of(self.pattern)
+
+    @property
     def group_rule(self) -> GroupRule:
         """Which groups of elements are ranked on their own, and how many each of them loses."""
-        return GroupRule(self.scope, self.sparsity, self.kept_of)
+        return GroupRule(self.scope, self.sparsity, self.kept_of, self.tile)
 
     @property
     def goes_along_inputs(self) -> bool:
@@ -223,7 +230,7 @@ class FileRecipe:
         values: dict[str, Any] = {"score": self.score}
         if self.pattern is not None:
             values["pattern"] = self.pattern
-        if self.pattern is None or self.scope != "global":
+        if self.kept_of is None or self.scope != "global":
             values["scope"] = self.scope
         if self.normalize is not None or (not is_raw and self.is_normalizable):
             values["normalize"] = self.normalize or "none"

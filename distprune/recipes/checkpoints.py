@@ -82,4 +82,7 @@ def _fields_of_group(recipe: Recipe, group: RecipeGroup) -> dict[str, Any]:
     scope = group.scope or recipe.scope
     if group.is_normalizable(recipe.scope):
         fields["normalize"] = group.normalize
+    if group.tile is not None:
+        tile = "{}x{}".format(*group.tile)
+        return fields | {"pattern": tile, "scope": scope, "sparsity": group.schedule.ends_at}
     return fields | {"scope": scope, "sparsity": group.schedule.ends_at, **limits}

@@ -23,7 +23,9 @@ class RecipeGroup:
         min_ndim: leave alone tensors of fewer dimensions; None: the default of the command line.
         scope: as for the recipe; None: that of the recipe.
         pattern: (n, m), for this group only.
-        also, input_dims: as for ``distprune.files.FileRecipe``; for checkpoints.
+        tile: (a, b): whole tiles of a outputs and b inputs are pruned; None without.
+        also: as for ``distprune.files.FileRecipe``; for checkpoints.
+        input_dims: as there; for models too.
         normalize: "rms", "l2" or "mean": what magnitudes are divided by before those of all tensors
             are ranked together; None: nothing.
     """
@@ -38,6 +40,7 @@ class RecipeGroup:
     min_ndim: int | None = None
     scope: str | None = None
     pattern: tuple[int, int] | None = None
+    tile: tuple[int, int] | None = None
     also: tuple[str, ...] = ()
     input_dims: tuple[tuple[str, tuple[int, ...]], ...] = ()
     normalize: Statistic | None = None
@@ -48,7 +51,7 @@ class RecipeGroup:
         Args:
             scope: of the recipe.
         """
-        is_together = self.pattern is None and (self.scope or scope) == "global"
+        is_together = self.pattern is self.tile is None and (self.scope or scope) == "global"
         return is_together and self.method != "random"
 
     def select_mapping(self) -> dict[str, Any]:
@@ -66,10 +69,14 @@ class RecipeGroup:
         values: dict[str, Any] = {"score": self.method}
         if self.scope is not None:
             values["scope"] = self.scope
+        if self.tile is not None:
+            values["pattern"] = "{}x{}".format(*self.tile)
         if self.is_normalizable(scope):
             values["normalize"] = self.normalize or "none"
         limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
-        return values | _budget(self.schedule) | {"select": select, "limits": limits}
+        if self.tile is None:
+            values["limits"] = limits
+        return values | _budget(self.schedule) | {"select": select}
 
 
 def _budget(schedule: Schedule) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,19 +25,32 @@ if TYPE_CHECKING:
 def make_pruner(
     groups: Sequence[RecipeGroup], seed: int | None, model: nn.Module, group: ProcessGroup | None
 ) -> ScheduledPruner:
-    """Make a pruner; see :meth:`distprune.recipe.Recipe.pruner`."""
-    entries = [
-        {
-            "parameters": select(model, part.include, part.exclude, names=part.names),
-            "schedule": part.schedule,
-            "pruning_method": _random(seed) if part.method == "random" else L1Unstructured,
-            "min_sparsity": part.min_sparsity,
-            "max_sparsity": part.max_sparsity,
-            "normalize": part.normalize,
-        }
-        for part in groups
-    ]
-    return ScheduledPruner(entries, group=group)
+    """Make a pruner; see :meth:`distprune.recipe.Recipe.pruner`.
+
+    Args:
+        groups: with the scope and the pattern that they have from the recipe.
+        seed, model, group: of the recipe, and as there.
+    """
+    return ScheduledPruner([_entry(part, seed, model) for part in groups], group=group)
+
+
+def _entry(part: RecipeGroup, seed: int | None, model: nn.Module) -> dict[str, Any]:
+    """A group of a recipe, as ScheduledPruner takes it."""
+    entry: dict[str, Any] = {
+        "parameters": select(model, part.include, part.exclude, names=part.names),
+        "schedule": part.schedule,
+        "pruning_method": _random(seed) if part.method == "random" else L1Unstructured,
+        "normalize": part.normalize,
+        "input_dims": dict(part.input_dims),
+    }
+    scope = part.scope or "global"
+    if part.pattern is not None:
+        return entry | {"pattern": "{}:{}".format(*part.pattern)}
+    if part.tile is not None:
+        return entry | {"pattern": "{}x{}".format(*part.tile), "scope": scope}
+    if scope != "global":
+        return entry | {"scope": scope}
+    return entry | {"min_sparsity": part.min_sparsity, "max_sparsity": part.max_sparsity}
 
 
 def _random(seed: int | None) -> type[BasePruningMethod]:

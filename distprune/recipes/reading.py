@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distprune._recipe_form.problems import KeyPath, Problems, RecipeError
-from distprune._recipe_form.values import n_of_m
+from distprune._recipe_form.values import n_of_m, tile_of
 from distprune._recipe_form.yaml_reading import read_yaml
 from distprune.recipes.groups import RecipeGroup
 from distprune.recipes.records import Recipe
@@ -68,7 +68,7 @@ def _recipe(document: object, problems: Problems, where: str) -> Recipe:
         groups=tuple(groups),
         seed=form.seed,
         scope=form.scope or "global",
-        pattern=None if form.pattern is None else n_of_m(form.pattern),
+        pattern=_n_of_m(form.pattern),
         nan=form.nan,
         masks=form.output.masks,
         card=form.output.card,
@@ -100,7 +100,8 @@ def _group(
         max_sparsity=1.0 if limits is None else limits.max_sparsity,
         min_ndim=select.min_ndim,
         scope=None if own is None else own.scope,
-        pattern=n_of_m(own.pattern) if own is not None and own.pattern is not None else None,
+        pattern=None if own is None else _n_of_m(own.pattern),
+        tile=tile_of(group.pattern),
         also=select.also,
         input_dims=select.input_dims,
         normalize=None if group.normalize == "none" else group.normalize,
@@ -113,7 +114,13 @@ def _schedule(group: GroupForm, path: KeyPath, problems: Problems) -> Schedule:
             return schedule_of(group.schedule.model_dump())
         except ValueError as error:  # values that do not go together
             problems.add((*path, "schedule"), str(error))
-    if group.pattern is not None:
-        n, m = n_of_m(group.pattern)
+    kept_of = _n_of_m(group.pattern)
+    if kept_of is not None:
+        n, m = kept_of
         return OneShot(0, 1 - n / m)
     return OneShot(0, group.sparsity or 0.0)
+
+
+def _n_of_m(pattern: str | None) -> tuple[int, int] | None:
+    """The pattern N:M; None without one, and of tiles."""
+    return None if pattern is None or tile_of(pattern) is not None else n_of_m(pattern)

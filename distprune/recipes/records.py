@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distprune.recipes.groups import RecipeGroup
@@ -74,25 +74,25 @@ class Recipe:
 
         Raises:
             ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
-                keys that are for checkpoints only, such as another scope.
+                keys that are for checkpoints only.
         """
         from distprune.recipes.pruner import make_pruner
 
         if names := self._only_for_checkpoints():
             raise ValueError(
-                f"the recipe has {', '.join(names)}; expected none of that, because a pruner "
-                "ranks all parameters of a model together. `distprune prune` prunes checkpoints."
+                f"the recipe has {', '.join(names)}; expected none of that for a model, because "
+                "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
             )
-        return make_pruner(self.groups, self.seed, model, group)
+        groups = [
+            replace(part, scope=part.scope or self.scope, pattern=part.pattern or self.pattern)
+            for part in self.groups
+        ]
+        return make_pruner(groups, self.seed, model, group)
 
     def _only_for_checkpoints(self) -> list[str]:
         """The keys of a recipe that a pruner does not support."""
-        scopes = {group.scope or self.scope for group in self.groups} - {"global"}
-        names = [f"scope {scope!r}" for scope in sorted(scopes)]
         scores = {group.method for group in self.groups} - {"magnitude", "random"}
-        names += [f"score {score!r}" for score in sorted(scores)]
-        if self.pattern is not None or any(group.pattern is not None for group in self.groups):
-            names.append("a pattern")
+        names = [f"score {score!r}" for score in sorted(scores)]
         if self.nan != "error":
             names.append(f"nan {self.nan!r}")
         if not self.masks:
@@ -103,6 +103,4 @@ class Recipe:
             names.append("select.min_ndim")
         if any(group.also for group in self.groups):
             names.append("select.also")
-        if any(group.input_dims for group in self.groups):
-            names.append("select.input_dims")
         return names

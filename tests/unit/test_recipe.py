@@ -1,5 +1,6 @@
 """Recipes: every mistake is named, with its line; what is right becomes a pruner."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -312,19 +313,68 @@ def test_a_pruner_divides_by_what_the_recipe_says():
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
-        ({"scope": "layer"}, "scope 'layer'"),
-        ({"scope": "row"}, "scope 'row'"),
-        ({"pattern": "2:4"}, "a pattern"),
         ({"nan": "keep", "output": {"masks": False}}, "nan 'keep', output.masks"),
         ({"select": {"min_ndim": 2}}, "select.min_ndim"),
-        ({"groups": [{"select": {}}, {"select": {}, "scope": "row"}]}, "scope 'row'"),
-        ({"groups": [{"select": {}, "pattern": "2:4"}]}, "a pattern"),
     ],
 )
 def test_a_pruner_refuses_what_only_the_command_line_does(recipe, what):
-    amount = {} if "pattern" in recipe else {"sparsity": 0.5}
     with pytest.raises(ValueError, match=f"the recipe has {what}; expected none of that"):
-        parse_recipe({"version": 1, **amount, **recipe}).pruner(Tiny())
+        parse_recipe({"version": 1, "sparsity": 0.5, **recipe}).pruner(Tiny())
+
+
+BLOCKS = {"include": ["block.*"]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        ({"scope": "layer", "sparsity": 0.3}, {"scope": "layer", "amount": 0.3}),
+        ({"scope": "row", "sparsity": 0.4}, {"scope": "row", "amount": 0.4}),
+        ({"pattern": "1:2"}, {"pattern": "1:2"}),
+        ({"pattern": "2x1", "sparsity": 0.3}, {"pattern": "2x1", "amount": 0.3}),
+        (
+            {"pattern": "1x2", "sparsity": 0.5, "scope": "row"},
+            {"pattern": "1x2", "amount": 0.5, "scope": "row"},
+        ),
+        (
+            {"groups": [{"select": {**BLOCKS, "input_dims": {"*": 0}}, "pattern": "1:2"}]},
+            {"pattern": "1:2", "input_dims": {"*": 0}},
+        ),
+        (
+            {"scope": "layer", "sparsity": 0.5, "groups": [{"select": BLOCKS, "pattern": "2x2"}]},
+            {"pattern": "2x2", "amount": 0.5, "scope": "layer"},
+        ),
+    ],
+)
+def test_scopes_and_patterns_of_models(recipe, arguments):
+    torch.manual_seed(0)
+    model = Tiny()
+    twin = copy.deepcopy(model)
+    if "groups" not in recipe:
+        recipe = {**recipe, "select": BLOCKS}
+    parsed = parse_recipe({"version": 2, **recipe})
+    assert parse_recipe(parsed.as_mapping()) == parsed
+    parsed.pruner(model).step()
+    pairs = prune.select(twin, BLOCKS["include"])
+    prune.global_unstructured(pairs, prune.L1Unstructured, **arguments)
+    masks, expected = masks_of(model), masks_of(twin)
+    assert masks.keys() == expected.keys() and len(masks) > 1
+    assert all(torch.equal(masks[name], expected[name]) for name in masks)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"pattern": "4x4"}, "has no 'sparsity', 'pattern' or 'schedule'"),
+        ({"pattern": "4x4", "sparsity": 0.5, "limits": {"max_sparsity": 0.9}}, "limits: has no pl"),
+        ({"pattern": "4x4", "sparsity": 0.5, "normalize": "rms"}, "sums of raw magnitudes"),
+        ({"pattern": "4*4", "sparsity": 0.5}, "or tiles of outputs and inputs"),
+        ({"pattern": "2:4", "sparsity": 0.5}, "sparsity: has no place beside 'pattern'"),
+    ],
+)
+def test_what_stands_beside_a_pattern(recipe, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe({"version": 2, **recipe})
 
 
 def test_shipped_recipes_fit_a_llama():
