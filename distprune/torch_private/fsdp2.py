@@ -198,6 +198,11 @@ def subclass_attributes(cls: type) -> dict[str, Any]:
     return {}
 
 
+def plain_class(cls: type) -> type:
+    """The class of which ``fully_shard`` made a subclass; the class itself if it made none."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+
+
 def _groups() -> Iterator[FSDPParamGroup]:
     seen: set[int] = set()
     for reference in list(_composable_state._module_state_mapping.values()):

@@ -45,13 +45,13 @@ def install(module: nn.Module, name: str) -> None:
     """Compute ``module.<name>`` from now on."""
     names = {*getattr(type(module), _NAMES, ()), name}
     module.__dict__.pop(name, None)  # a value that an earlier hook had set
-    module.__class__ = _live_class(_base_class(module), tuple(sorted(names)))
+    module.__class__ = _live_class(base_class(module), tuple(sorted(names)))
 
 
 def uninstall(module: nn.Module, name: str) -> None:
     """Undo :meth:`install`; the class is the original one after the last name."""
     names = {*getattr(type(module), _NAMES, ())} - {name}
-    base = _base_class(module)
+    base = base_class(module)
     module.__class__ = _live_class(base, tuple(sorted(names))) if names else base
 
 
@@ -66,7 +66,8 @@ def masked_value(module: nn.Module, name: str) -> Tensor:
     return dense_gradients.product(module, name, original, mask)
 
 
-def _base_class(module: nn.Module) -> type:
+def base_class(module: nn.Module) -> type:
+    """The class of a module before :func:`install`."""
     base: type = getattr(type(module), _BASE, type(module))
     return base
 
@@ -112,7 +113,7 @@ def _reduce(module: nn.Module, protocol: int) -> Any:
     state = module.__dict__ if own_state is None else own_state()
     if state is module.__dict__:
         state = dict(state)
-    return _restore, (_base_class(module), getattr(type(module), _NAMES)), state
+    return _restore, (base_class(module), getattr(type(module), _NAMES)), state
 
 
 def _restore(base: type, names: tuple[str, ...]) -> nn.Module:

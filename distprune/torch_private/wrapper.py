@@ -7,6 +7,7 @@ import sys
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.torch_private import live_property
 from distprune.torch_private.gradient_source import GradientSource
 from distprune.torch_private.managed import Managed, ManagedRun, ShardMask
 
@@ -63,6 +64,16 @@ def gradients_of(managed: Managed) -> GradientSource:
 
     assert isinstance(managed, fsdp2.ManagedParameter)
     return fsdp2_gradients.GatheredSource(managed)
+
+
+def plain_class(module: nn.Module) -> type:
+    """The class of a module before FSDP2 or a mask gave it a subclass of it."""
+    base = live_property.base_class(module)
+    if "torch.distributed.fsdp" not in sys.modules:
+        return base
+    from distprune.torch_private import fsdp2
+
+    return fsdp2.plain_class(base)
 
 
 def is_managed(module: nn.Module, name: str) -> bool:

@@ -45,8 +45,8 @@ ROOMS = {
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
     "recipe": {"_recipe_form", "recipes"},
     "integrations": {
-        "_common", "torch_private", "masks", "call", "methods", "api", "verification", "schedule",
-        "recipe",
+        "_common", "torch_private", "budgets", "masks", "call", "methods", "api", "verification",
+        "schedule", "checkpoint", "criteria", "recipe",
     },
     "language_models": {
         "_common", "torch_private", "_transformers", "shards", "masks", "call", "api", "files",
