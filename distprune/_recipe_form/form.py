@@ -111,6 +111,16 @@ def _one_of(*choices: str | int) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _not_of_models(value: Any) -> Any:
+    """Refuse the scores that only models have, and say what to do."""
+    if value == "ria":
+        raise expected(
+            "another score: 'ria' needs sums along the rows and columns of weights, which only "
+            "ActivationStatistics.ria of a loaded model has (its scores, saved, are score 'given')"
+        )
+    return value
+
+
 _Text = Annotated[str, Field(min_length=1)]
 _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
@@ -120,6 +130,7 @@ Version = Annotated[Literal[1, 2], _one_of(1, 2)]
 Score = Annotated[
     Literal["magnitude", "random", "wanda", "stade", "given"],
     _one_of("magnitude", "random", "wanda", "stade", "given"),
+    BeforeValidator(_not_of_models),
 ]
 Normalize = Annotated[Literal["rms", "l2", "mean", "none"], _one_of("rms", "l2", "mean", "none")]
 Scope = Annotated[Literal["global", "layer", "row"], _one_of("global", "layer", "row")]

@@ -127,7 +127,8 @@ class _OfInputs:
         assert weights is not None
         width = 8 * self._float.itemsize
         wide = widened(weights, self._weight_dtype, width).view(self._float)
-        scores = np.empty_like(wide)
+        # Without a conversion they are the weights, which are still needed.
+        scores = wide if wide.itemsize > weights.itemsize else np.empty_like(wide)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             self._multiply(wide, scores, first)
         return scores.view(unsigned_type(width))

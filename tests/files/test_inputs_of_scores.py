@@ -1,0 +1,293 @@
+"""Statistics and given scores: whose they are, what is refused, and what a result keeps of them."""
+
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from distprune.files import planning, pruning
+from distprune.files.errors import CheckpointError, Interrupted, NaNError, SelectionError
+from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.recipe import FileRecipe
+from distprune.files.verifying import verify
+from distprune.recipe import parse_recipe
+from distprune.recipes.checkpoints import load_file_recipe
+from helpers.disk_crashes import Steps, kill_self, run_forked, stop_after
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import save, tree_digest
+
+RUN = ("distprune/run.json",)
+NAMES = [f"model.layers.{n}.fc.weight" for n in range(4)]
+
+
+def weights():
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randn(16, 24, generator=g) for name in NAMES}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return save(tmp_path / "source", weights())
+
+
+def write(path, names=NAMES, shape=(16, 24), num_tokens=100, layout="linear", factor=1.0):
+    draws = np.random.default_rng(0)
+    parameters = {}
+    for name in names:
+        stored = StoredStatistics(layout, shape, 1, num_tokens, None, None)
+        sums, squares = draws.random((2, *stored.input_shape)) * 50 * factor
+        parameters[name] = StoredStatistics(layout, shape, 1, num_tokens, sums, squares)
+    write_statistics(path, "sequential", parameters)
+    return str(path)
+
+
+@pytest.fixture
+def statistics(tmp_path):
+    return write(tmp_path / "statistics.safetensors")
+
+
+@pytest.fixture
+def scores(tmp_path):
+    g = torch.Generator().manual_seed(1)
+    return save(tmp_path / "scores", {name: torch.randn(16, 24, generator=g) for name in NAMES})
+
+
+def wanda(statistics, **more):
+    return FileRecipe(0.5, score="wanda", statistics=statistics, **more)
+
+
+def test_a_result_is_verified_without_the_original_statistics(source, statistics, tmp_path):
+    target = tmp_path / "target"
+    report = pruning.prune(planning.plan(source, wanda(statistics, normalize="rms")), target)
+    kept = target / "distprune" / "statistics.safetensors"
+    with open(statistics, "rb") as file:
+        assert kept.read_bytes() == file.read()
+    assert report.inputs["statistics"]["mode"] == "sequential"
+    assert report.inputs["statistics"]["num_tokens"] == 100
+    assert len(report.inputs["statistics"]["sha256"]) == 64
+    card = (target / "README.md").read_text()
+    assert "| ranked by | wanda / rms of its tensor, all selected tensors together |" in card
+    assert f"sequential, 100 tokens, sha256 `{report.inputs['statistics']['sha256']}`" in card
+    assert str(tmp_path) not in card + (target / "distprune" / "recipe.yaml").read_text()
+    os.remove(statistics)
+    shutil.move(target, tmp_path / "moved")
+    moved = tmp_path / "moved"
+    assert verify(moved, source).is_good
+    again = load_file_recipe(moved / "distprune" / "recipe.yaml")
+    pruning.prune(planning.plan(source, again), tmp_path / "again")
+    assert tree_digest(tmp_path / "again", RUN) == tree_digest(moved, RUN)
+    write(moved / "distprune" / "statistics.safetensors", factor=1.01)
+    problems = verify(moved, source).problems
+    assert any("sha256" in problem for problem in problems)
+
+
+def test_given_scores_are_needed_again_to_verify(source, scores, tmp_path):
+    target = tmp_path / "target"
+    recipe = FileRecipe(0.5, score="given", scores=str(scores))
+    pruning.prune(planning.plan(source, recipe), target)
+    assert str(tmp_path) not in (target / "distprune" / "report.json").read_text()
+    with pytest.raises(CheckpointError, match="--scores"):
+        verify(target, source)
+    copy = shutil.copytree(scores, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert verify(target, source, scores=copy).is_good
+    other = weights()
+    other[NAMES[0]] = -other[NAMES[0]] + 1
+    assert not verify(target, source, scores=save(tmp_path / "other", other)).is_good
+    magnitudes = tmp_path / "magnitudes"
+    pruning.prune(planning.plan(source, FileRecipe(0.5)), magnitudes)
+    with pytest.raises(CheckpointError, match="leave --scores out"):
+        verify(magnitudes, source, scores=scores)
+
+
+def test_magnitudes_as_given_scores_prune_what_magnitude_prunes(source, tmp_path):
+    scores = save(tmp_path / "scores", {name: -w.abs() for name, w in weights().items()})
+    for number, more in enumerate([{}, {"normalize": "rms"}, {"scope": "row"}]):
+        recipes = FileRecipe(0.5, **more), FileRecipe(0.5, score="given", scores=scores, **more)
+        masks = []
+        for which, recipe in enumerate(recipes):
+            target = tmp_path / f"{number}-{which}"
+            pruning.prune(planning.plan(source, recipe), target)
+            masks.append((target / "distprune" / "masks.safetensors").read_bytes())
+        assert masks[0] == masks[1]
+
+
+@pytest.mark.parametrize("kind", ["statistics", "scores"])
+def test_a_run_continues_with_the_same_inputs_only(source, statistics, scores, tmp_path, kind):
+    recipe = wanda(statistics, normalize="rms")
+    if kind == "scores":
+        recipe = FileRecipe(0.5, score="given", scores=str(scores))
+    plan = planning.plan(source, recipe)
+    pruning.prune(plan, tmp_path / "whole")
+    target = tmp_path / "target"
+    with small_units(), pytest.raises(Interrupted):
+        pruning.prune(plan, target, stop=stop_after(55 if kind == "statistics" else 40))
+    copied = tmp_path / "elsewhere.safetensors"
+    if kind == "statistics":  # another path, but the same bytes
+        shutil.copyfile(statistics, copied)
+        plan = planning.plan(source, wanda(str(copied), normalize="rms"))
+    said = []
+    with small_units():
+        pruning.prune(plan, target, tell=said.append)
+    assert "Resuming" in said[0]
+    assert tree_digest(target, RUN) == tree_digest(tmp_path / "whole", RUN)
+    if kind == "statistics":
+        changed = wanda(write(copied, factor=2.0), normalize="rms")
+    else:
+        file = scores / "model.safetensors"
+        os.utime(file, ns=(0, 12345))
+        changed = recipe
+    assert planning.plan(source, changed).digest != plan.digest
+
+
+def killed_at(step, source, target, recipe):
+    with Steps(step, kill_self), small_units():
+        pruning.prune(planning.plan(source, recipe), target)
+
+
+@pytest.mark.parametrize("from_the_end", [60, 30, 20, 16, 12, 8, 4, 0])
+def test_killed_at_a_step_it_ends_the_same(source, statistics, tmp_path, from_the_end):
+    recipe = wanda(statistics, normalize="rms")
+    with Steps() as steps, small_units():
+        pruning.prune(planning.plan(source, recipe), tmp_path / "whole")
+    target = tmp_path / "target"
+    status = run_forked(killed_at, steps.count - from_the_end, source, target, recipe)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    with small_units():
+        pruning.prune(planning.plan(source, recipe), target)
+    assert tree_digest(target, RUN) == tree_digest(tmp_path / "whole", RUN)
+
+
+def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):
+    plan = planning.plan(source, wanda(statistics))
+    write(statistics, factor=3.0)
+    with pytest.raises(CheckpointError, match="has changed"):
+        pruning.prune(plan, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("names", [[n.removeprefix("model.") for n in NAMES],
+                                   [f"base.{n}" for n in NAMES]])  # fmt: skip
+def test_the_prefix_of_a_base_model_makes_no_difference(source, statistics, tmp_path, names):
+    other = write(tmp_path / "other.safetensors", names)
+    plans = [planning.plan(source, wanda(path)) for path in (statistics, other)]
+    assert not plans[1].warnings
+    for path, plan in zip("ab", plans, strict=True):
+        pruning.prune(plan, tmp_path / path)
+    masks = [tmp_path / path / "distprune" / "masks.safetensors" for path in "ab"]
+    assert masks[0].read_bytes() == masks[1].read_bytes()
+
+
+def problems_of(source, recipe):
+    with pytest.raises(SelectionError) as error:
+        planning.plan(source, recipe)
+    return str(error.value)
+
+
+def test_tensors_without_statistics_are_named(source, tmp_path):
+    path = write(tmp_path / "some.safetensors", NAMES[:2])
+    text = problems_of(source, wanda(path))
+    assert "has 2 problems" in text and f"{NAMES[2]} has no statistics" in text
+    assert "exclude the tensor" in text and f"It has statistics of {NAMES[0]}" in text
+    assert planning.plan(source, wanda(path, exclude=("*.2.*", "*.3.*"))).num_elements == 768
+
+
+def test_statistics_of_another_weight_are_refused(source, tmp_path):
+    path = write(tmp_path / "a.safetensors", shape=(24, 16))
+    assert f"{NAMES[0]} has the shape [16, 24]" in problems_of(source, wanda(path))
+    path = write(tmp_path / "b.safetensors", layout="conv1d_of_transformers")
+    text = problems_of(source, wanda(path, scope="row"))
+    assert "inputs are along the dimensions [0]" in text and "input_dims" in text
+    assert planning.plan(source, wanda(path, scope="row", input_dims={"*": 0})).num_to_prune
+
+
+def test_statistics_of_unknown_tensors_and_of_no_token_are_warnings(source, tmp_path):
+    path = write(tmp_path / "more.safetensors", [*NAMES, "model.other.weight"], num_tokens=0)
+    first, second = planning.plan(source, wanda(path)).warnings
+    assert f"no token came to {NAMES[0]}" in first and "all scores are zero" in first
+    assert "model.other.weight, which the checkpoint does not have" in second
+
+
+def test_scores_that_do_not_fit_are_named(source, tmp_path):
+    wrong = {NAMES[0]: torch.ones(24, 16), NAMES[1]: torch.ones(16, 24, dtype=torch.int64)}
+    wrong[NAMES[2]] = torch.ones(16, 24)
+    text = problems_of(source, FileRecipe(0.5, score="given", scores=save(tmp_path / "s", wrong)))
+    assert f"{NAMES[0]}: its scores have the shape [24, 16]; expected" in text
+    assert f"{NAMES[1]}: its scores are I64; expected one of" in text
+    assert f"{NAMES[3]} has no scores" in text and NAMES[2] not in text
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize": "rms"}, {"scope": "row"}, {"scope": "layer"}])
+def test_nan_and_infinities(source, tmp_path, more):
+    values = weights()
+    values[NAMES[1]][2, 3] = float("nan")
+    scores = save(tmp_path / "scores", values)
+    recipe = FileRecipe(0.5, score="given", scores=scores, **more)
+    with pytest.raises(NaNError, match=f"NaN in the scores of {NAMES[1]};.*Repair the scores"):
+        pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    keep = FileRecipe(0.5, score="given", scores=scores, nan="keep", **more)
+    report = pruning.prune(planning.plan(source, keep), tmp_path / "kept")
+    assert [tensor.num_nan for tensor in report.tensors] == [0, 1, 0, 0]
+    assert verify(tmp_path / "kept", source, scores=scores).is_good
+    if more == {"normalize": "rms"}:
+        values[NAMES[1]][2, 3] = float("inf")
+        recipe = FileRecipe(0.5, score="given", scores=save(tmp_path / "inf", values), **more)
+        with pytest.raises(CheckpointError, match=f"infinite scores of {NAMES[1]}"):
+            pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"score": "wanda"}, "wanda needs statistics .*--statistics FILE"),
+        ({"score": "given"}, "given needs scores; expected --scores FOLDER"),
+        ({"statistics": "a"}, "statistics: has no effect without score 'wanda' or 'stade'"),
+        ({"score": "wanda", "scores": "a"}, "scores: has no effect without score 'given'"),
+        ({"score": "wanda", "seed": 1}, "seed: has no effect without score 'random'"),
+        ({"score": "ria"}, "'ria' needs sums .*score 'given'"),
+        ({"score": "wanda", "statistics": 3}, "statistics: expected the path of a file"),
+    ],
+)
+def test_recipes_that_make_no_sense(source, fields, text):
+    with pytest.raises(SelectionError, match=text):
+        planning.plan(source, FileRecipe(0.5, **fields))
+
+
+def test_groups_share_their_inputs(source, statistics, scores, tmp_path):
+    groups = (
+        FileRecipe(0.5, include=("*.0.*", "*.1.*"), score="wanda", normalize="rms"),
+        FileRecipe(0.25, "row", include=("*.2.*",), score="given"),
+        FileRecipe(0.25, include=("*.3.*",)),
+    )
+    recipe = FileRecipe(groups=groups, statistics=statistics, scores=str(scores))
+    assert FileRecipe(**json.loads(json.dumps(recipe.as_fields()))) == recipe
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    assert load_file_recipe(path) == recipe
+    report = pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    assert [group.num_pruned for group in report.groups] == [384, 96, 96]
+    assert verify(tmp_path / "target", source, scores=scores).is_good
+    with pytest.raises(SelectionError, match=r"statistics is .*beside the groups"):
+        FileRecipe(groups=(wanda(statistics), FileRecipe(0.5, include=("a",))))
+
+
+def test_models_refuse_these_scores_by_name(statistics):
+    recipe = parse_recipe(
+        {"version": 2, "score": "wanda", "sparsity": 0.5, "statistics": statistics}
+    )
+    assert parse_recipe(recipe.as_mapping()) == recipe
+    with pytest.raises(ValueError, match="the recipe has score 'wanda'"):
+        recipe.pruner(torch.nn.Linear(3, 3))
+
+
+def test_paths_in_a_recipe_start_at_the_recipe(source, statistics, tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    path = tmp_path / "recipes" / "mine.yaml"
+    path.write_text(
+        "version: 2\nscore: wanda\nstatistics: ../statistics.safetensors\nsparsity: 0.5\n"
+    )
+    monkeypatch.chdir("/")
+    assert planning.plan(source, load_file_recipe(path)).inputs.statistics.num_tokens == 100
