@@ -83,10 +83,10 @@ def _hashes(indices, seed, FORM: tl.constexpr):
 
 
 @triton.jit
-def _present(row, at, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def _present(length, at, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Which elements of a block lie in the tile."""
     if MASKED:
-        return at < tl.load(row + LENGTH)
+        return at < length
     return tl.full([BLOCK], True, tl.int1)
 
 
@@ -101,11 +101,11 @@ def _load(address, at, present, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKE
 
 
 @triton.jit
-def _keys(row, at, present, seed, FORM: tl.constexpr, MASKED: tl.constexpr):
+def _keys(scores, at, present, seed, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Keys of a block, as keys.[Note: keys]: int64 if they take 64 bits, otherwise int32."""
     if FORM.is_random:
-        return _hashes(tl.load(row + SCORES) + at.to(tl.int64), seed, FORM)
-    bits = _load(tl.load(row + SCORES), at, present, FORM.scores, FORM.is_aligned, MASKED)
+        return _hashes(scores + at.to(tl.int64), seed, FORM)
+    bits = _load(scores, at, present, FORM.scores, FORM.is_aligned, MASKED)
     if FORM.scores.primitive_bitwidth == 16:
         bits = bits.to(tl.int32)
     if FORM.is_widened:
@@ -119,12 +119,12 @@ def _keys(row, at, present, seed, FORM: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _live(row, at, present, FORM: tl.constexpr, MASKED: tl.constexpr):
+def _live(live_mask, at, present, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Which elements of a block compete, and the bits of their mask if there is one."""
     live = present
     bits = at
     if FORM.has_live:
-        bits = _load(tl.load(row + LIVE), at, present, FORM.masks, FORM.is_aligned, MASKED)
+        bits = _load(live_mask, at, present, FORM.masks, FORM.is_aligned, MASKED)
         if FORM.is_bool:
             live = bits != 0
         else:
@@ -134,9 +134,9 @@ def _live(row, at, present, FORM: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _store(row, at, present, pruned, bits, FORM: tl.constexpr, MASKED: tl.constexpr):
+def _store(out, at, present, pruned, bits, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Write a block of a mask: 0 where pruned; elsewhere the bits before, or 1."""
-    pointer = tl.load(row + OUT).to(tl.pointer_type(FORM.masks))
+    pointer = out.to(tl.pointer_type(FORM.masks))
     if FORM.is_aligned:
         pointer = tl.multiple_of(pointer, 16)
     if FORM.has_live:
@@ -154,32 +154,29 @@ def _store(row, at, present, pruned, bits, FORM: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def _scan_block(
-    row, first, taken, totals, numbers, keys_out, positions_out,
+    block, taken, totals, scores, live_mask, out, length, first, place, capacity, seed, low, high,
+    numbers, keys_out, positions_out,
     FORM: tl.constexpr, NUM_PIVOTS: tl.constexpr, SLOTS: tl.constexpr, COLLECTS: tl.constexpr,
     DRAFTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    at = first + tl.arange(0, BLOCK)
-    present = _present(row, at, BLOCK, MASKED)
-    keys = _keys(row, at, present, tl.load(numbers), FORM, MASKED)
-    live, bits = _live(row, at, present, FORM, MASKED)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    present = _present(length, at, BLOCK, MASKED)
+    keys = _keys(scores, at, present, seed, FORM, MASKED)
+    live, bits = _live(live_mask, at, present, FORM, MASKED)
     slots = tl.arange(0, SLOTS)
     if COLLECTS:
-        low = tl.load(numbers + 1).to(keys.dtype)
-        high = tl.load(numbers + 2).to(keys.dtype)
-        below = live & (keys < low)
-        inside = live & (keys >= low) & (keys <= high)
+        below = live & (keys < low.to(keys.dtype))
+        inside = live & (keys >= low.to(keys.dtype)) & (keys <= high.to(keys.dtype))
         num_inside = tl.sum(inside.to(tl.int32), 0)
         totals += tl.where(slots == 0, num_inside, 0)
         totals += tl.where(slots == 1, tl.sum(below.to(tl.int32), 0), 0)
         if DRAFTS:
-            _store(row, at, present, below, bits, FORM, MASKED)
+            _store(out, at, present, below, bits, FORM, MASKED)
         if num_inside > 0:
-            place = taken + tl.cumsum(inside.to(tl.int32), 0) - 1
-            kept = inside & (place < tl.load(row + CAPACITY))
-            target = tl.load(row + PLACE) + place
-            position = tl.load(row + FIRST) + at
-            tl.store(keys_out + target, keys.to(FORM.keys), mask=kept)
-            tl.store(positions_out + target, position.to(tl.int32), mask=kept)
+            number = taken + tl.cumsum(inside.to(tl.int32), 0) - 1
+            kept = inside & (number < capacity)
+            tl.store(keys_out + place + number, keys.to(FORM.keys), mask=kept)
+            tl.store(positions_out + place + number, (first + at).to(tl.int32), mask=kept)
         taken += num_inside
     for pivot in tl.static_range(NUM_PIVOTS):
         upto = live & (keys <= tl.load(numbers + 3 + pivot).to(keys.dtype))
@@ -204,18 +201,24 @@ def scan_tiles(
     """
     tile = tl.program_id(0).to(tl.int64)
     row = table + tile * WIDTH
+    # Loaded once: no block has to wait for them.
+    scores, live_mask, out = tl.load(row + SCORES), tl.load(row + LIVE), tl.load(row + OUT)
     length = tl.load(row + LENGTH).to(tl.int32)
+    first, place, capacity = tl.load(row + FIRST), tl.load(row + PLACE), tl.load(row + CAPACITY)
+    seed, low, high = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     whole = length // BLOCK
     taken = tl.full([], 0, tl.int32)
     totals = tl.zeros([SLOTS], tl.int32)
     for block in range(0, whole):
         taken, totals = _scan_block(
-            row, block * BLOCK, taken, totals, numbers, keys_out, positions_out,
+            block, taken, totals, scores, live_mask, out, length, first, place, capacity, seed,
+            low, high, numbers, keys_out, positions_out,
             FORM, NUM_PIVOTS, SLOTS, COLLECTS, DRAFTS, BLOCK, False,
         )  # fmt: skip
     if whole * BLOCK < length:
         taken, totals = _scan_block(
-            row, whole * BLOCK, taken, totals, numbers, keys_out, positions_out,
+            whole, taken, totals, scores, live_mask, out, length, first, place, capacity, seed,
+            low, high, numbers, keys_out, positions_out,
             FORM, NUM_PIVOTS, SLOTS, COLLECTS, DRAFTS, BLOCK, True,
         )  # fmt: skip
     tl.store(counts + tile * SLOTS + tl.arange(0, SLOTS), totals)
@@ -223,16 +226,16 @@ def scan_tiles(
 
 @triton.jit
 def _write_block(
-    row, first, numbers, FORM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
-    at = first + tl.arange(0, BLOCK)
-    present = _present(row, at, BLOCK, MASKED)
-    keys = _keys(row, at, present, tl.load(numbers), FORM, MASKED)
-    live, bits = _live(row, at, present, FORM, MASKED)
-    threshold = tl.load(row + THRESHOLD).to(keys.dtype)
-    is_tie = (keys == threshold) & (at < tl.load(row + END))
-    pruned = live & ((keys < threshold) | is_tie)
-    _store(row, at, present, pruned, bits, FORM, MASKED)
+    block, scores, live_mask, out, length, threshold, end, seed,
+    FORM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    present = _present(length, at, BLOCK, MASKED)
+    keys = _keys(scores, at, present, seed, FORM, MASKED)
+    live, bits = _live(live_mask, at, present, FORM, MASKED)
+    is_tie = (keys == threshold.to(keys.dtype)) & (at < end)
+    pruned = live & ((keys < threshold.to(keys.dtype)) | is_tie)
+    _store(out, at, present, pruned, bits, FORM, MASKED)
     return tl.sum(pruned.to(tl.int32), 0)
 
 
@@ -247,13 +250,19 @@ def write_tiles(table, numbers, counts, FORM: tl.constexpr, BLOCK: tl.constexpr)
     """
     tile = tl.program_id(0).to(tl.int64)
     row = table + tile * WIDTH
+    scores, live_mask, out = tl.load(row + SCORES), tl.load(row + LIVE), tl.load(row + OUT)
     length = tl.load(row + LENGTH).to(tl.int32)
+    threshold, end, seed = tl.load(row + THRESHOLD), tl.load(row + END), tl.load(numbers)
     whole = length // BLOCK
     num_pruned = tl.full([], 0, tl.int32)
     for block in range(0, whole):
-        num_pruned += _write_block(row, block * BLOCK, numbers, FORM, BLOCK, False)
+        num_pruned += _write_block(
+            block, scores, live_mask, out, length, threshold, end, seed, FORM, BLOCK, False
+        )
     if whole * BLOCK < length:
-        num_pruned += _write_block(row, whole * BLOCK, numbers, FORM, BLOCK, True)
+        num_pruned += _write_block(
+            whole, scores, live_mask, out, length, threshold, end, seed, FORM, BLOCK, True
+        )
     tl.store(counts + tile, num_pruned)
 
 

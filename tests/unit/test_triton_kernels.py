@@ -4,8 +4,12 @@ They are interpreted here, block by block, so that data are small and blocks as 
 compile is tested too, for devices that are not here.
 """
 
+import json
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +33,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def fused(monkeypatch):
+def fused(monkeypatch, request):
     """Routes what is on a CPU to Triton's interpreter."""
     pytest.importorskip("triton")
+    if request.node.get_closest_marker("slow"):
+        return None
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton compiles here, and does not interpret")
     from distprune.selection import triton_kernels, triton_tables
@@ -322,3 +328,32 @@ def test_a_device_that_triton_does_not_reach_is_left_to_torch_and_named(caplog):
     with caplog.at_level("WARNING", logger="distprune"):
         assert kernels._compiled_on(torch.device("xpu", 0)) is None
     assert "xpu:0" in caplog.text and kernels.NO_TRITON in caplog.text
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_devices_that_are_not_here(tmp_path):
+    """As they are launched, up to the launch; aligned elements are loaded 16 bytes at a time."""
+    script = Path(__file__).parents[1] / "helpers" / "compiled_kernels.py"
+    paths = [str(script.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    result = subprocess.run(
+        [sys.executable, script, "cuda:90:32=bfloat16,random", "hip:gfx942:64=widened"],
+        env=environment, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    if result.returncode and "ptxas" in result.stderr:
+        pytest.skip("Triton has no assembler for NVIDIA's devices here")
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout)
+    names = {"scan_tiles", "pack_tiles", "write_tiles", "correct_runs"}
+    for kinds in found.values():
+        assert all(names <= set(assembly) for assembly in kinds.values())
+    cuda = found["cuda:90:32"]
+    for name in ("scan_tiles", "write_tiles"):
+        assert "ld.global.v4.b32" in cuda["bfloat16"][name]
+        assert "st.global.v4.b32" in cuda["bfloat16"][name]
+    assert "global_load_dwordx4" in found["hip:gfx942:64"]["widened"]["scan_tiles"]
