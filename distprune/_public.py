@@ -27,6 +27,7 @@ from distprune.api.mask_loading import load_masks as load_masks
 from distprune.api.replacing_masks import get_masks as get_masks
 from distprune.api.replacing_masks import set_masks as set_masks
 from distprune.api.select import select as select
+from distprune.api.semi_structured import is_semi_structured as is_semi_structured
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
 from distprune.api.zeros import masks_from_zeros as masks_from_zeros
@@ -37,6 +38,8 @@ from distprune.call.mask_update import MaskUpdateReport as MaskUpdateReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
+from distprune.call.semi_structured import SemiStructuredParameter as SemiStructuredParameter
+from distprune.call.semi_structured import SemiStructuredReport as SemiStructuredReport
 from distprune.call.structured_report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.structured_report import StructuredReport as StructuredReport
 from distprune.methods import structured

@@ -15,6 +15,7 @@ import torch
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune._common.report_text import share
+from distprune._common.semi_structured import layout_problem
 from distprune.budgets.base import Division
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.attaching import attach_masks
@@ -88,6 +89,7 @@ def prune_parameters(
         bytes_sent=communicator.bytes_sent,
         seconds=time.perf_counter() - started,
         collapsed=find_collapsed(entries, shapes) if is_ranked else (),
+        no_sparse_layout=_no_sparse_layout(arguments, targets, grouping),
     )
 
 
@@ -139,6 +141,21 @@ def _refuse_options_of_rankings(
         f"meaning for it; expected a method that does, such as {examples}, or your own with "
         "DISTRIBUTED = 'scores'."
     )
+
+
+def _no_sparse_layout(
+    arguments: PruningArguments, targets: Sequence[Target], grouping: Grouping | None
+) -> tuple[tuple[str, str], ...] | None:
+    """After 2:4, the parameters that ``to_sparse_semi_structured`` does not take, and why."""
+    # Ranks of a pipeline do not know the parameters of others.
+    if grouping is None or grouping.rule.kept_of != (2, 4) or arguments.pipeline_parallel:
+        return None
+    problems = [
+        (target.label, layout_problem(target.shard.shape, target.shard.values.dtype, own.dims))
+        for target, own in zip(targets, grouping.parameters, strict=True)
+        if own is not None
+    ]
+    return tuple((label, problem) for label, problem in problems if problem)
 
 
 def _report_each(

@@ -1,0 +1,189 @@
+"""Whether masks fit N:M, counted over all ranks without gathering any; and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distprune._common.collectives import Communicator
+from distprune._common.element_groups import GroupRule
+from distprune._common.report_text import table
+from distprune._common.semi_structured import backends_for, layout_problem
+from distprune.call.arguments import ParameterArguments
+from distprune.call.comparing import count_live_and_compare
+from distprune.call.grouping import InputDims, input_dims_of
+from distprune.call.reading import read_parameters
+from distprune.selection.candidates import Candidates
+from distprune.selection.in_tiles import TiledParts, rank_tiles
+from distprune.selection.keys import Order, ScoreKeys, key_range
+from distprune.selection.scores import TensorScores
+from distprune.selection.tile_places import Tiling
+from distprune.shards.target import Target
+
+
+@dataclass(frozen=True)
+class SemiStructuredParameter:
+    """One pruned parameter, whole.
+
+    Attributes:
+        name: fully qualified.
+        num_groups: of M neighbours along the inputs; 0 if M does not divide them.
+        num_fitting: groups of which at most N elements are kept.
+        backends: of ``torch.sparse.to_sparse_semi_structured`` that take its shape and dtype.
+        layout_problem: why none does, or why the inputs lie elsewhere; "" if one does.
+    """
+
+    name: str
+    num_groups: int
+    num_fitting: int
+    backends: tuple[str, ...]
+    layout_problem: str
+
+    @property
+    def fits_pattern(self) -> bool:
+        """Whether the whole mask fits N:M."""
+        return 0 < self.num_groups == self.num_fitting
+
+    @property
+    def fits(self) -> bool:
+        """Whether the mask fits N:M, and a backend takes the weight."""
+        return self.fits_pattern and not self.layout_problem
+
+
+@dataclass(frozen=True)
+class SemiStructuredReport:
+    """What ``is_semi_structured`` found, the same on every rank. True if everything fits.
+
+    Attributes:
+        pattern: "N:M".
+        parameters: all pruned ones.
+    """
+
+    pattern: str
+    parameters: tuple[SemiStructuredParameter, ...]
+
+    def __bool__(self) -> bool:
+        return all(parameter.fits for parameter in self.parameters)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                entry.name,
+                f"{entry.num_fitting:,} of {entry.num_groups:,}",
+                ", ".join(entry.backends) if not entry.layout_problem else "none",
+                entry.layout_problem,
+            ]
+            for entry in self.parameters
+        ]
+        count = sum(entry.fits for entry in self.parameters)
+        total = ["fit", f"{count} of {len(rows)} parameters", "", ""]
+        return "\n".join(table(["parameter", self.pattern, "backends", "problem"], rows, total))
+
+
+def count_fitting(
+    make_arguments: Callable[[], ParameterArguments],
+    kept_of: Callable[[], tuple[int, int]],
+    input_dims: InputDims | None,
+    communicator: Communicator,
+) -> SemiStructuredReport:
+    """Count the groups of every parameter whose mask fits N:M. Collective.
+
+    Args:
+        make_arguments: a local step that may fail: the parameters.
+        kept_of: (N, M), once the arguments have been made.
+        input_dims: as for ``global_unstructured``.
+        communicator: the ranks that take part.
+
+    Raises:
+        ValueError: replicas have different masks, or no group is known for a parameter; on every
+            rank.
+
+    Cost: a read of the masks; see ``rank_tiles``.
+    """
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        _, targets = read_parameters(make_arguments, communicator)
+        count_live_and_compare(targets, False, communicator)
+        n, m = kept_of()
+        rule = GroupRule("global", None, None, (1, m))
+
+        def settle() -> list[tuple[int, ...]]:
+            return input_dims_of(input_dims, targets)
+
+        dims = communicator.run(
+            settle,
+            lambda found: [
+                (f"inputs of {target.label}", str(own))
+                for target, own in zip(targets, found, strict=True)
+            ],
+        )
+        counted = [
+            i
+            for i, target in enumerate(targets)
+            if dims[i] and target.shard.numel and target.shard.shape[dims[i][0]] % m == 0
+        ]
+        fitting = _num_fitting([targets[i] for i in counted], [dims[i] for i in counted], n, rule,
+                               communicator)  # fmt: skip
+    by_position = dict(zip(counted, fitting, strict=True))
+    return SemiStructuredReport(
+        f"{n}:{m}",
+        tuple(
+            SemiStructuredParameter(
+                target.label,
+                target.shard.numel // m if i in by_position else 0,
+                by_position.get(i, 0),
+                backends_for(target.shard.shape, target.shard.values.dtype),
+                layout_problem(target.shard.shape, target.shard.values.dtype, dims[i]),
+            )
+            for i, target in enumerate(targets)
+        ),
+    )
+
+
+def _num_fitting(
+    targets: Sequence[Target],
+    dims: Sequence[tuple[int, ...]],
+    n: int,
+    rule: GroupRule,
+    communicator: Communicator,
+) -> list[int]:
+    """Per parameter, its groups that keep at most n elements: sums of masks over tiles 1 x M."""
+    if not targets:
+        return []
+    assert rule.tile is not None
+    keys = key_range(torch.float32, Order.MAGNITUDE)
+    parts, tilings = [], []
+    for target, own in zip(targets, dims, strict=True):
+        shard = target.shard
+        mask = torch.ones_like(shard.values) if shard.mask is None else shard.mask
+        sizes = [1] * len(shard.shape)
+        sizes[own[0]] = rule.tile[1]
+        tilings.append(Tiling(tuple(shard.shape), tuple(sizes)))
+        parts.append(
+            Candidates(
+                ScoreKeys(TensorScores(shard.flat((mask != 0).float())), keys),
+                None,
+                shard.index,
+                shard.counted,
+                shard.values.numel(),
+                shard.numel,
+                shard.values.device,
+            )
+        )
+    names = [target.label for target in targets]
+    firsts = [target.shard.replica == 0 for target in targets]
+    sizes_of_all = [target.shard.numel for target in targets]
+    tiles = rank_tiles(
+        TiledParts(parts, names, tilings, rule.tile_size, sizes_of_all, firsts, keys, communicator)
+    )
+
+    def count() -> torch.Tensor:
+        counts = []
+        for part in tiles.parts:
+            own = part.keys.load(part.counted.start, part.counted.stop).values
+            limit = torch.tensor([float(n)], dtype=torch.float64)
+            counts.append(int((own <= limit.view(torch.int64)).sum()))
+        return torch.tensor(counts, dtype=torch.int64)
+
+    return communicator.reduce(len(parts), count).tolist()
