@@ -15,6 +15,7 @@ import sys
 WIDTH = 96
 COMMANDS = (
     "plan", "prune", "apply", "convert", "inspect", "verify", "diff",
+    "eval", "calibrate",
     "recipe ls", "recipe show", "recipe schema", "env", "selftest",
 )  # fmt: skip
 

@@ -13,9 +13,11 @@ import distprune
 from distprune.cli import exits, ranks, streams
 from distprune.cli.commands import (
     apply,
+    calibrate,
     convert,
     diff,
     env,
+    eval,
     inspect,
     plan,
     prune,
@@ -44,7 +46,7 @@ _EPILOG = """
 
 [bold]Exit codes[/bold]
 
-  0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint,
+  0 done, 1 a defect of distprune, 2 wrong usage or recipe, 3 bad checkpoint or text,
 4 disk or destination, 5 ranks that differ or are lost, 6 checkpoints that differ
 (diff --exit-code), 7 too little memory or too few open files, 130 and 143 interrupted
 (SIGINT, SIGTERM), 141 the reader of stdout is gone.
@@ -67,12 +69,14 @@ app = typer.Typer(
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Prune": (plan.plan, prune.prune, apply.apply, convert.convert),
+    "Language models": (eval.evaluate, calibrate.calibrate),
     "Look": (inspect.inspect, verify.verify, diff.diff),
     "Recipes and support": (env.env,),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(help=_flowing(_command.__doc__ or ""), rich_help_panel=_panel)(_command)
+        _name = "eval" if _command is eval.evaluate else None
+        app.command(_name, help=_flowing(_command.__doc__ or ""), rich_help_panel=_panel)(_command)
 
 
 # It has its own parser, which works without typer.

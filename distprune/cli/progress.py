@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from distprune.cli.console import Terminal
@@ -28,6 +30,25 @@ class State(Protocol):
 
     @property
     def bytes_per_second(self) -> float: ...
+
+    @property
+    def seconds_left(self) -> float | None: ...
+
+
+class WindowsState(Protocol):
+    """What distprune.language_models.RunProgress says."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def num_windows(self) -> int: ...
+
+    @property
+    def total_windows(self) -> int: ...
+
+    @property
+    def windows_per_second(self) -> float: ...
 
     @property
     def seconds_left(self) -> float | None: ...
@@ -67,21 +88,25 @@ class Meter:
             self._bar.stop()
 
     def __call__(self, state: State) -> None:
+        self._show(state.phase, state.num_bytes, state.total_bytes, lambda: describe(state))
+
+    def windows(self, state: WindowsState) -> None:
+        """Show a run over windows of text."""
+        describe = partial(describe_windows, state)
+        self._show(state.phase, state.num_windows, state.total_windows, describe)
+
+    def _show(self, phase: str, done: int, total: int, describe: Callable[[], str]) -> None:
         if not self._is_on:
             return
         if self._bar is None:
             if time.monotonic() - self._said_at >= _EVERY:
                 self._said_at = time.monotonic()
-                self._terminal.note(f"{state.phase}: {describe(state)}")
+                self._terminal.note(f"{phase}: {describe()}")
             return
         if self._task is None:
-            self._task = self._bar.add_task(state.phase, text="")
+            self._task = self._bar.add_task(phase, text="")
         self._bar.update(
-            self._task,
-            description=state.phase,
-            total=max(state.total_bytes, 1),
-            completed=state.num_bytes,
-            text=describe(state),
+            self._task, description=phase, total=max(total, 1), completed=done, text=describe()
         )
 
 
@@ -122,7 +147,19 @@ def describe(state: State) -> str:
     left = state.seconds_left
     if left is None:
         return text
+    return f"{text}, {format_size(state.bytes_per_second)}/s, {_clock(left)} left"
+
+
+def describe_windows(state: WindowsState) -> str:
+    """ "12 of 128 windows, 3.1/s, 0:37 left"."""
+    text = f"{state.num_windows:,} of {state.total_windows:,} windows"
+    left = state.seconds_left
+    return (
+        text if left is None else f"{text}, {state.windows_per_second:.3g}/s, {_clock(left)} left"
+    )
+
+
+def _clock(left: float) -> str:
     minutes, seconds = divmod(round(max(left, 0)), 60)
     hours, minutes = divmod(minutes, 60)
-    clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-    return f"{text}, {format_size(state.bytes_per_second)}/s, {clock} left"
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

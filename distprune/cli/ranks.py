@@ -33,11 +33,12 @@ def is_child() -> bool:
 
 
 @contextlib.contextmanager
-def process_group(timeout: float) -> Iterator[None]:
-    """Join the other ranks, if there are any, in a gloo process group.
+def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
+    """Join the other ranks, if there are any, in a process group.
 
     Args:
         timeout: seconds after which a rank that does not respond is treated as lost.
+        backend: of torch.distributed.
 
     Raises:
         RanksError: the process group cannot be initialised.
@@ -50,7 +51,7 @@ def process_group(timeout: float) -> Iterator[None]:
     store = os.environ.get(STORE)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method="env://" if store is None else f"file://{store}",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from distprune.language_models.evaluating import PerplexityReport as PerplexityReport
     from distprune.language_models.evaluating import TextPerplexity as TextPerplexity
     from distprune.language_models.evaluating import perplexity as perplexity
+    from distprune.language_models.layers import linear_layers as linear_layers
+    from distprune.language_models.layers import load_tokenizer as load_tokenizer
     from distprune.language_models.loading import load_sharded as load_sharded
     from distprune.language_models.running import RunProgress as RunProgress
     from distprune.language_models.saving import SavedModel as SavedModel
@@ -37,7 +39,9 @@ _MODULES = {
     "TextPerplexity": "evaluating",
     "TokenWindows": "text",
     "calibrate": "calibrating",
+    "linear_layers": "layers",
     "load_sharded": "loading",
+    "load_tokenizer": "layers",
     "perplexity": "evaluating",
     "read_windows": "text",
     "save_sharded": "saving",
@@ -50,7 +54,9 @@ __all__ = [
     "TextPerplexity",
     "TokenWindows",
     "calibrate",
+    "linear_layers",
     "load_sharded",
+    "load_tokenizer",
     "perplexity",
     "read_windows",
     "save_sharded",

@@ -17,20 +17,21 @@ zero. Sums over units that are linear in the gradient depend on neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune._common.naming import named_modules, unwrap
+from distprune._common.naming import named_modules
 from distprune._common.process_groups import is_distributed, world
 from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.grasp import GraSP
 from distprune.criteria.measured import MeasuredCriterion
+from distprune.language_models.layers import head_of
 from distprune.language_models.running import (
     DataRanks,
     Report,
@@ -271,8 +272,5 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 
 def _has_head(model: nn.Module, statistics: ActivationStatistics) -> bool:
     """Whether statistics are of the layer that makes logits, as far as it is known."""
-    get: Callable[[], nn.Module | None] | None = getattr(
-        unwrap(model), "get_output_embeddings", None
-    )
-    head = None if get is None else get()
+    head = head_of(model)
     return head is None or any(module is head for module, _ in statistics.parameters)

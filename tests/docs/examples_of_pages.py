@@ -133,6 +133,14 @@ def write_checkpoints(folder: Path) -> None:
     assert (folder / "llama-50").is_dir()
 
 
+def write_language_model(folder: Path) -> None:
+    """A small Llama with its tokenizer, "Llama-3.2-1B-50", and a text, "held-out.txt"."""
+    from helpers.tiny_language_model import save_tiny_llama, write_text
+
+    save_tiny_llama(folder / "Llama-3.2-1B-50", max_position_embeddings=512)
+    write_text(folder / "held-out.txt", 4000)
+
+
 def run_blocks(blocks: list[Block], folder: Path) -> None:
     """Run blocks one after the other in one namespace; folder becomes the current one."""
     before = Path.cwd()
@@ -141,6 +149,8 @@ def run_blocks(blocks: list[Block], folder: Path) -> None:
         names = namespace(folder)
         if any('"llama-50"' in block.code for block in blocks):
             write_checkpoints(folder)
+        if any('"Llama-3.2-1B-50"' in block.code for block in blocks):
+            write_language_model(folder)
         for block in blocks:
             # An error shows the line in the page.
             code = "\n" * (block.line - 1) + block.code

@@ -127,6 +127,8 @@ def problem_of(words):
             return problem_of_distprune(arguments)
         case ["make", *targets]:
             return problem_of_make(targets)
+        case ["pip", "install", "lm-eval"] | ["lm_eval", *_]:
+            return None
         case ["pip", "install", *_, what]:
             return problem_of_install(what)
         case ["python", "-m", "pytest" | "mkdocs" | "http.server" | "build", *_]:

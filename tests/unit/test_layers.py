@@ -60,7 +60,7 @@ ROOMS = {
     "": {"_public", "_version"},
     "testing": set(),
     "selftest": {"_common", "torch_private", ""},
-    "cli": {"_common", "files", "recipe", "recipes", "selftest", ""},
+    "cli": {"_common", "files", "recipe", "recipes", "selftest", "language_models", ""},
     "__main__": {"cli"},
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.

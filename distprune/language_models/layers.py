@@ -1,0 +1,91 @@
+"""Which layers of a language model are calibrated, and its tokenizer."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
+from distprune.api.select import select
+from distprune.files.checkpoints.locating import locate
+from distprune.files.errors import CheckpointError
+from distprune.language_models.extra import require_extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def linear_layers(
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+) -> list[NamedParameter]:
+    """The weights of a language model that have activation statistics.
+
+    Args:
+        model: of transformers, plain or wrapped.
+        include: patterns, as ``select`` takes them; by default all linear layers but the head,
+            which makes logits.
+        exclude: patterns of those that are left out.
+
+    Returns:
+        Weights of nn.Linear and of transformers' Conv1D, as ``select`` lists them.
+
+    Raises:
+        ValueError: a pattern that matches nothing; nothing is left.
+
+    Cost: a walk over the modules; no communication.
+    """
+    require_extra()
+    from transformers.pytorch_utils import Conv1D
+
+    left_out = list(exclude)
+    if include is None:
+        head = head_of(model)
+        paths = [path for path, module in named_modules(model) if module is head]
+        left_out += [glob.escape(path) for path in paths if path]
+    return select(model, include=include, exclude=left_out, types=(nn.Linear, Conv1D))
+
+
+def fused_experts(model: nn.Module) -> list[str]:
+    """Names of parameters of three dimensions: experts in one tensor, which have no statistics."""
+    return [
+        full_name(path, name)
+        for path, module in named_modules(model)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and "expert" in path
+    ]
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, or of a model in the local cache; no downloads.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+        ImportError: the extra ``language-models`` is not installed.
+    """
+    require_extra()
+    from transformers import AutoTokenizer
+
+    place = locate(Path(folder)).folder
+    try:
+        made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        text = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"{folder} has no tokenizer that transformers can load ({text[0] if text else error!r})"
+            "; expected tokenizer.json or the like. Give the folder of one that has."
+        ) from error
+    return made
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits; None if the model does not say which."""
+    get: Any = getattr(unwrap(model), "get_output_embeddings", None)
+    found: nn.Module | None = None if get is None else get()
+    return found

@@ -1,0 +1,194 @@
+"""``distprune eval`` and ``distprune calibrate``: a folder with a model, and files of text."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import start
+
+from distprune.cli import model_options
+from distprune.cli.progress import describe_windows
+from distprune.files.formats.statistics_file import read_statistics
+from distprune.language_models import (
+    RunProgress,
+    calibrate,
+    linear_layers,
+    load_tokenizer,
+    perplexity,
+    read_windows,
+)
+from distprune.statistics import ActivationStatistics
+from helpers.sampling import THOROUGH
+from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """(model, text, other text)."""
+    save_tiny_llama(tmp_path / "model")
+    texts = [write_text(tmp_path / f"{name}.txt", 200, seed=n) for n, name in enumerate("ab")]
+    return tmp_path / "model", *texts
+
+
+def of_library(model, *texts, limit=None):
+    return read_windows(load_tokenizer(model), texts, 16, limit=limit)
+
+
+def test_eval_says_what_the_library_does(run, made):
+    model, first, second = made
+    expected = perplexity(tiny_llama(), of_library(model, first, second))
+    options = ["--text", first, "--text", second, "--length", "16", "--device", "cpu"]
+    done = run("eval", model, *options)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["text", "windows", "tokens", "perplexity", "bits/byte"]
+    assert [line.split()[0] for line in lines[1:]] == [str(first), str(second), "all"]
+    assert lines[3].split()[3:] == [f"{expected.perplexity:.4f}", f"{expected.bits_per_byte:.4f}"]
+    assert "tokens in" in done.err and "1 process, float32" in done.err
+    found = run("eval", model, *options, "--json", "-q")
+    assert found.err == "" and found.json["all"] == expected.total.as_values()
+    assert found.json["texts"][0]["num_windows"] == expected.texts[0].num_windows
+    assert (found.json["num_ranks"], found.json["dtype"], found.json["has_bos"]) == (
+        1, "float32", True,
+    )  # fmt: skip
+    limited = run("eval", model, *options, "--json", "--limit", "2", "--dtype", "bfloat16")
+    assert limited.json["all"]["num_windows"] == 4 and limited.json["dtype"] == "bfloat16"
+    assert limited.json["all"]["nll"] != expected.total.nll
+
+
+def test_calibrate_writes_the_statistics_of_the_library(run, made, tmp_path):
+    model, text, _ = made
+    out = tmp_path / "stats.safetensors"
+    options = ["--text", text, "--length", "16", "--device", "cpu"]
+    done = run("calibrate", model, *options, "--out", out, "--samples", "5", "--seed", "3")
+    assert done.code == 0, done.err
+    assert f"{out}: statistics of 14 layers over 80 tokens in 5 windows" in done.out
+    llama = tiny_llama()
+    statistics = ActivationStatistics(linear_layers(llama))
+    calibrate(llama, of_library(model, text).sample(5, seed=3), statistics)
+    statistics.save(tmp_path / "own.safetensors")
+    assert out.read_bytes() == (tmp_path / "own.safetensors").read_bytes()
+    stored = read_statistics(out)[1]
+    assert len(stored) == 14 and {each.num_tokens for each in stored.values()} == {80}
+    assert not any("lm_head" in name or "embed" in name for name in stored)
+    other = run(
+        "calibrate", model, *options, "--out", out, "--limit", "2", "--json",
+        "--include", "*mlp*", "--include", "lm_head", "--exclude", "re:.*down_proj",
+    )  # fmt: skip
+    stored = read_statistics(out)[1]
+    assert list(stored) == other.json["layers"] and other.json["num_tokens"] == 32
+    kept = [f"model.layers.{n}.mlp.{name}_proj.weight" for n in (0, 1) for name in ("gate", "up")]
+    assert set(stored) == {*kept, "lm_head.weight"}
+
+
+@pytest.mark.slow
+def test_processes_share_the_windows_and_say_the_same(run, made, tmp_path):
+    """How the library comes to the same numbers on every wrapper, its own tests say."""
+    model, text, _ = made
+    shared = ["--text", text, "--length", "16", "--limit", "5", "--device", "cpu", "--json"]
+    expected = run("eval", model, *shared).json["all"]
+    out = tmp_path / "one.safetensors"
+    assert run("calibrate", model, *shared, "--out", out).code == 0
+    of_one = read_statistics(out)[1]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    other = tmp_path / "two.safetensors"
+    ways = {
+        "fsdp2": ("-m", "distprune", "eval", model, *shared, "--nproc", "2"),
+        "ddp": ("-m", "distprune", "calibrate", model, *shared, "--nproc=2", "--wrap", "ddp",
+                "--out", other),
+    }  # fmt: skip
+    if THOROUGH:
+        ways["tp"] = (*torchrun, "-m", "distprune", "eval", model, *shared, "--wrap", "tp")
+    found = {}
+    for way, process in {way: start(*command) for way, command in ways.items()}.items():
+        written, err = process.communicate(timeout=250)
+        assert process.returncode == 0, err
+        found[way] = json.loads(written)
+        assert (found[way]["num_ranks"], found[way]["wrap"]) == (2, way)
+    assert found["fsdp2"]["all"] == expected
+    if THOROUGH:
+        assert found["tp"]["all"]["nll"] == pytest.approx(expected["nll"], rel=1e-6)
+    of_two = read_statistics(other)[1]
+    assert list(of_two) == list(of_one)
+    for name, stored in of_two.items():
+        assert stored.num_tokens == of_one[name].num_tokens == 80
+        assert np.allclose(stored.squares, of_one[name].squares, rtol=1e-12, atol=0), name
+
+
+def test_what_is_wrong_is_said_with_an_exit_code(run, made, tmp_path):
+    model, text, _ = made
+    short, out = tmp_path / "short.txt", tmp_path / "stats.safetensors"
+    short.write_text("too short")
+    length = ["--length", "16", "--device", "cpu"]
+    wrong = [
+        (3, ["eval", model, "--text", short, *length], "short.txt has 9 tokens; expected"),
+        (3, ["eval", model, "--text", tmp_path / "no.txt", *length], "no.txt cannot be read"),
+        (3, ["eval", tmp_path / "nothing", "--text", text, *length], "nothing"),
+        (3, ["eval", model, "--text", text, "--length", "65"], "the model has 64 positions"),
+        (2, ["eval", model, "--text", text, "--dtype", "int8"], "--dtype int8: expected float32"),
+        (2, ["eval", model, "--text", text, "--wrap", "tp", *length], "there is one process"),
+        (2, ["eval", model, "--text", text, "--mesh", "2x2"], "--mesh and --wrap fsdp2_tp"),
+        (2, ["eval", model, "--text", text, "--device", "abacus"], "--device abacus: expected"),
+        (2, ["eval", model], "Missing option '--text'"),
+        (2, ["calibrate", model, "--text", text, "--out", out, *length, "--include", "x"],
+         "'x' match no parameter"),
+        (2, ["calibrate", model, "--text", text, "--out", out, *length, "--samples", "9999"],
+         "num_windows=9999 of"),
+        (4, ["calibrate", model, "--text", text, "--out", tmp_path / "no" / "x", *length],
+         "does not exist"),
+    ]  # fmt: skip
+    for code, arguments, message in wrong:
+        done = run(*arguments, "--json")
+        assert done.code == code, (arguments, done.err)
+        assert message in done.err.replace("\n", " "), done.err
+        assert done.json["exit_code"] == code
+    assert not out.exists()
+
+
+def test_a_model_without_tokenizer_or_with_nan(run, made):
+    model, text, _ = made
+    (model / "tokenizer.json").rename(model.parent / "tokenizer.json")
+    for file in model.glob("tokenizer*"):
+        file.rename(model.parent / file.name)
+    options = ["--text", text, "--length", "16", "--device", "cpu"]
+    done = run("eval", model, *options)
+    assert done.code == 3 and "has no tokenizer that transformers can load" in done.err
+    llama = tiny_llama()
+    llama.lm_head.weight.data[7] = float("nan")
+    llama.save_pretrained(model)
+    done = run("eval", model, *options, "--tokenizer", model.parent)
+    assert done.code == 3 and "window 0 of" in done.err and "loss of nan" in done.err
+
+
+def test_without_the_extra_it_says_what_to_install(run, made, monkeypatch):
+    monkeypatch.setattr(model_options.importlib.util, "find_spec", lambda name: None)
+    done = run("eval", made[0], "--text", made[1])
+    assert done.code == 2 and "pip install 'distprune[cli,language-models]'" in done.err
+
+
+@pytest.mark.slow
+def test_an_interrupted_calibration_leaves_the_old_file(made, tmp_path):
+    import signal
+
+    model, text, _ = made
+    out = tmp_path / "stats.safetensors"
+    out.write_text("old")
+    options = ["--text", text, "--length", "16", "--device", "cpu", "--nproc", "2", "--json"]
+    process = start("-m", "distprune", "calibrate", model, *options, "--out", out)
+    with pytest.raises(Exception, match="timed out"):
+        process.communicate(timeout=3)
+    process.send_signal(signal.SIGTERM)
+    written, err = process.communicate(timeout=100)
+    assert process.returncode == 143, err
+    assert json.loads(written)["exit_code"] == 143 and out.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["model", "a.txt", "b.txt", "stats.safetensors"]
+    )
+
+
+def test_progress_says_what_is_left():
+    state = RunProgress("evaluate", 12, 128, 4.0)
+    assert describe_windows(state) == "12 of 128 windows, 3/s, 0:39 left"
+    assert describe_windows(RunProgress("evaluate", 0, 128, 0.0)) == "0 of 128 windows"
