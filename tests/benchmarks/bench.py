@@ -37,6 +37,7 @@ PARTS = (
     "adversarial",
     "schedules",
     "stages",
+    "loading",
     "cost_model",
 )
 

@@ -1,0 +1,177 @@
+"""Loading and saving language models that fail: on every rank, with names, and nothing left."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distprune.testing import run_ranks
+from helpers.tiny_transformers import save_tiny
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_tiny("llama", tmp_path_factory.mktemp("llama") / "model")
+
+
+def changed(source, target, change):
+    """A copy of a folder of one file, with other tensors."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    tensors = safetensors_torch.load_file(file)
+    change(tensors)
+    safetensors_torch.save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def raised(folders, **options):
+    """What loading raises on this rank, from a folder of its own."""
+    from distprune import language_models
+
+    try:
+        language_models.load_sharded(folders[dist.get_rank()], **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def on_two_ranks(*folders, **options):
+    folders = folders if len(folders) == 2 else folders * 2
+    return run_ranks(raised, 2, folders, **options)
+
+
+def test_every_tensor_that_does_not_fit_is_named_on_every_rank(llama, tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 16)
+        tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(24, 16)
+
+    folder = changed(llama, tmp_path / "wrong", change)
+    for text in on_two_ranks(folder, wrap="fsdp2"):
+        assert text.startswith("ValueError")
+        assert "missing: model.layers.1.mlp.up_proj.weight" in text
+        assert "wrong shape: model.layers.0.mlp.up_proj.weight" in text and "(3, 16)" in text
+        assert "unexpected: model.layers.7.mlp.up_proj.weight" in text
+
+
+def test_unexpected_tensors_are_ignored_if_asked_for(llama, tmp_path):
+    folder = changed(llama, tmp_path / "more", lambda t: t.update({"extra": torch.zeros(2)}))
+    for text in on_two_ranks(folder, wrap="fsdp2"):
+        assert "unexpected: extra" in text
+    assert on_two_ranks(folder, wrap="fsdp2", ignore_unexpected=True) == ["loaded"] * 2
+
+
+def test_file_that_is_missing_on_one_rank_raises_on_all(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "other")
+    os.unlink(tmp_path / "other" / "model.safetensors")
+    for text in on_two_ranks(llama, tmp_path / "other", wrap="fsdp2"):
+        assert "no safetensors file" in text
+
+
+def test_ranks_with_different_checkpoints_are_refused(llama, tmp_path):
+    other = changed(llama, tmp_path / "other", lambda t: t.update({"extra": torch.zeros(2)}))
+    for text in on_two_ranks(llama, other, wrap="fsdp2", ignore_unexpected=True):
+        assert "ValueError" in text and "tensors of the files" in text
+
+
+def test_heads_that_cannot_be_shared_are_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=24, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=3, num_key_value_heads=3,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "odd")
+    for text in on_two_ranks(tmp_path / "odd", wrap="tp"):
+        assert text.startswith("NotImplementedError: num_attention_heads=3")
+        assert "wrap='fsdp2'" in text
+
+
+def test_wrap_and_mesh_are_checked(llama):
+    assert "wrap='zero' is unknown" in on_two_ranks(llama, wrap="zero")[0]
+    assert "mesh=None does not say" in on_two_ranks(llama, wrap="fsdp2_tp")[0]
+    assert "expected all 2" in on_two_ranks(llama, wrap="fsdp2", mesh=(3,))[0]
+    assert "no use" in on_two_ranks(llama, wrap="ddp", mesh=(2,))[0]
+
+
+def test_wraps_need_a_process_group(llama):
+    from distprune import language_models
+
+    with pytest.raises(ValueError, match="torchrun"):
+        language_models.load_sharded(llama, wrap="fsdp2")
+
+
+def test_quantised_weights_are_refused(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "quantised")
+    path = tmp_path / "quantised" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    assert "quantization_config" in on_two_ranks(tmp_path / "quantised", wrap="fsdp2")[1]
+
+
+def tied_with_head(folder):
+    from distprune import language_models
+
+    model = language_models.load_sharded(folder, wrap="fsdp2")
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    return head is embedding, head.full_tensor()
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_tied_weights_that_are_both_stored_are_tied_if_they_are_equal(tmp_path, factor):
+    save_tiny("gemma3", tmp_path / "tied")
+    name = "model.embed_tokens.weight"
+    folder = changed(
+        tmp_path / "tied",
+        tmp_path / "both",
+        lambda t: t.update({"lm_head.weight": factor * t[name]}),
+    )
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    is_tied = expected.lm_head.weight is expected.model.embed_tokens.weight
+    assert is_tied == (factor == 1.0)
+    for are_same, head in run_ranks(tied_with_head, 2, folder):
+        assert are_same == is_tied and torch.equal(head, expected.lm_head.weight)
+
+
+def saving_raises(source, target, fails_at):
+    """What saving raises on this rank if the disk fails at a piece."""
+    from distprune import language_models
+    from distprune.language_models.weight_writing import WeightFiles
+
+    model = language_models.load_sharded(source, wrap="fsdp2")
+    add, calls = WeightFiles.add, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == fails_at:
+            raise OSError(28, "No space left on device")
+        return add(*arguments)
+
+    WeightFiles.add = failing
+    try:
+        language_models.save_sharded(model, target, source=source)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        WeightFiles.add = add
+    return "saved"
+
+
+@pytest.mark.parametrize("fails_at", [1, 5])
+def test_full_disk_raises_on_all_ranks_and_leaves_nothing(llama, tmp_path, fails_at):
+    for text in run_ranks(saving_raises, 2, llama, tmp_path / "out", fails_at):
+        assert "No space left" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_remains_of_a_killed_run_are_replaced_and_finished_folders_are_not(llama, tmp_path):
+    (tmp_path / "out.partial-save").mkdir()
+    (tmp_path / "out.partial-save" / "model.safetensors").write_text("half")
+    assert run_ranks(saving_raises, 2, llama, tmp_path / "out", 0) == ["saved"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for text in run_ranks(saving_raises, 2, llama, tmp_path / "out", 0):
+        assert "OutputError" in text and "exists" in text
