@@ -32,6 +32,9 @@ ROUNDS = 3
 NUM_ELEMENTS = 50_000_000
 NUM_TINY = 1000
 BOUND = 5.0
+# Of values that have no order, or hardly any, on one thread.
+NUM_WITHOUT_ORDER = 1 << 26
+BOUND_WITHOUT_ORDER = 2.0
 # What fills a weight: (weight, share of all elements that come before it, generator).
 Fill = Callable[[Tensor, float, torch.Generator], None]
 
@@ -90,7 +93,7 @@ class Case:
 
     Attributes:
         shapes: of the tensors: "model", those of a language model; "huge", one with 90 % of all
-            elements and a thousand tiny ones.
+            elements and a thousand tiny ones; "one", a single tensor.
         is_half_pruned: whether half of the elements are pruned before, at random.
     """
 
@@ -121,15 +124,29 @@ CASES_16_BITS = tuple(
     if case.name in ("all equal", "denormals", "row scales lognormal", "two values, 1 ulp apart")
     or case.is_half_pruned
 )
+WITHOUT_ORDER = tuple(
+    replace(case, shapes="one")
+    for case in CASES
+    if case.name in ("all equal", "256 distinct values", "two values, 1 ulp apart")
+)
 
 
 def tables(options: Options) -> Iterator[Table]:
     num_elements = 200_000 if options.quick else NUM_ELEMENTS
+    rounds = options.num_rounds(ROUNDS)
     for dtype, cases in ((torch.float32, CASES), (torch.bfloat16, CASES_16_BITS)):
-        yield compared(dtype, cases, num_elements, options.num_rounds(ROUNDS))
+        yield compared(dtype, cases, num_elements, rounds, BOUND)
+    num_elements = 200_000 if options.quick else NUM_WITHOUT_ORDER
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield compared(dtype, WITHOUT_ORDER, num_elements, rounds, BOUND_WITHOUT_ORDER)
+    torch.set_num_threads(num_threads)
 
 
-def compared(dtype: torch.dtype, cases: Sequence[Case], num_elements: int, rounds: int) -> Table:
+def compared(
+    dtype: torch.dtype, cases: Sequence[Case], num_elements: int, rounds: int, limit: float
+) -> Table:
     rows, ratios = [], []
     for case in cases:
         hard = build(case, num_elements, dtype)
@@ -164,11 +181,15 @@ def compared(dtype: torch.dtype, cases: Sequence[Case], num_elements: int, round
                 extra / total,
             ]
         )
-    text = f"{num_elements / 1e6:g}M {str(dtype).removeprefix('torch.')}"
+    threads = torch.get_num_threads()
+    text = (
+        f"{num_elements / 1e6:.3g}M {str(dtype).removeprefix('torch.')}, "
+        f"{threads} thread{'s' * (threads > 1)}"
+    )
     worst, case, call = max(ratios, key=lambda each: each[0])
-    bound = Bound(f"{text}, times normal data, worst: {case.name}, {call}", BOUND)
+    bound = Bound(f"{text}, times normal data, worst: {case.name}, {call}", limit)
     return Table(
-        f"Hard data, {text} weights: distprune beside normal data in as many tensors",
+        f"Hard data, {text}: distprune beside normal data in as many tensors",
         [
             "",
             "amount",
@@ -214,6 +235,8 @@ def build(case: Case, num_elements: int, dtype: torch.dtype) -> nn.Module:
         tiny = num_elements // 10 // num_tiny
         sizes = [num_elements - num_tiny * tiny] + [tiny] * num_tiny
         model: nn.Module = data.model_of(torch.empty(size, dtype=dtype) for size in sizes)
+    elif case.shapes == "one":
+        model = data.model_of([torch.empty(num_elements, dtype=dtype)])
     else:
         model = data.build(num_elements, dtype)
     generator = torch.Generator().manual_seed(1)

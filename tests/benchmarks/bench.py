@@ -32,6 +32,7 @@ PARTS = (
     "ranks",
     "criteria",
     "projection",
+    "scopes",
     "verifying",
     "training_step",
     "adversarial",

@@ -43,13 +43,17 @@ class LanguageModel(nn.Module):
     """A dozen layers in Llama's proportions, and a vocabulary that brings it to ``num_elements``.
 
     At most ``num_elements``, and less than twice the width fewer. On the meta device.
+
+    Args:
+        multiple: the width is one of it. With 64, four divides the inputs of every matrix.
     """
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, num_elements: int, multiple: int = 16) -> None:
         super().__init__()
         if num_elements < 100_000:
             raise ValueError(f"num_elements={num_elements}; expected at least 100,000.")
-        width = 16 * round((num_elements / (NUM_LAYERS * PER_LAYER + 16)) ** 0.5 / 16)
+        width = (num_elements / (NUM_LAYERS * PER_LAYER + 16)) ** 0.5
+        width = multiple * max(1, round(width / multiple))
         num_layers = max(1, round((num_elements / width**2 - 16) / PER_LAYER))
         self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
         self.norm = nn.RMSNorm(width, device="meta")
@@ -71,9 +75,11 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-def build(num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
+def build(
+    num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0, multiple: int = 16
+) -> LanguageModel:
     """A language model with weights as after initialisation, on the CPU."""
-    model = LanguageModel(num_elements).to(dtype).to_empty(device="cpu")
+    model = LanguageModel(num_elements, multiple).to(dtype).to_empty(device="cpu")
     fill_normal(model, seed)
     remember(model)
     return model

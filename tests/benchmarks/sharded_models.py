@@ -107,7 +107,10 @@ def undo(model: nn.Module) -> int:
     """Make the model dense with its values untouched; the bytes of what pruning had left."""
     num_bytes = 0
     for module, name in data.pairs(model):
-        mask = local(module._buffers[name + "_mask"])
+        mask = module._buffers.get(name + "_mask")
+        if mask is None:
+            continue
+        mask = local(mask)
         num_bytes += mask.numel() * mask.itemsize
         product = module.__dict__.get(name)  # of the hook that torch's pruning has
         if isinstance(product, Tensor):

@@ -1,0 +1,178 @@
+"""N:M, rows and layers beside one ranking of all: what the group of a call costs.
+
+Every matrix of a language model is pruned by magnitude to half, in all ways, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import data
+import numpy as np
+import torch
+import torch.distributed as dist
+from gloo_ranks import on_gloo_ranks
+from measuring import (
+    Bound,
+    Cell,
+    CheckFailed,
+    Measurement,
+    Options,
+    Table,
+    Verdict,
+    interleaved,
+    measured,
+    median_ratio,
+    median_seconds,
+)
+from sharded_models import local, local_like, shard, undo
+from torch import Tensor, nn
+
+import distprune
+
+GLOBAL = "global"
+WAYS: dict[str, dict[str, Any]] = {
+    GLOBAL: {"amount": 0.5},
+    "layer": {"scope": "layer", "amount": 0.5},
+    "row": {"scope": "row", "amount": 0.5},
+    "2:4": {"pattern": "2:4"},
+}
+LIMITS = {"row": 5.0, "2:4": 3.0}
+# The masks of larger models are not compared with the oracle, which sorts every group.
+NUM_CHECKED = 1_000_000
+RANKS = 2
+
+
+def tables(options: Options) -> Iterator[Table]:
+    num_elements = 1_000_000 if options.quick else 100_000_000
+    rounds = options.num_rounds(5)
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        check(data.build(NUM_CHECKED, dtype, multiple=64), lambda model: None, data.undo)
+        model = data.build(num_elements, dtype, multiple=64)
+        found = timed(model, data.undo, rounds)
+        threads = torch.get_num_threads()
+        yield table(f"one process, {threads} thread{'s' * (threads > 1)}", name, model, found)
+        del model
+    on_ranks = on_gloo_ranks(measure, RANKS, num_elements, rounds, timeout=3000)
+    found = {
+        way: [
+            Measurement(max(seconds), 0, 0, sent[0])
+            for seconds, sent in (
+                zip(*each, strict=True)
+                for each in zip(*(of_rank[way] for of_rank in on_ranks), strict=True)
+            )
+        ]
+        for way in WAYS
+    }
+    shapes = data.LanguageModel(num_elements, multiple=64)
+    yield table(f"FSDP2, {RANKS} ranks of one thread", "float32", shapes, found)
+
+
+def table(where: str, dtype: str, model: nn.Module, found: dict[str, list[Measurement]]) -> Table:
+    num_elements = sum(weight.numel() for weight in matrices(model))
+    at = f"{where}, {num_elements / 1e6:.3g}M {dtype}"
+    rows: list[list[Cell]] = []
+    verdicts = []
+    for way, runs in found.items():
+        ratio = median_ratio(runs, found[GLOBAL])
+        collectives, num_bytes = runs[-1].result
+        rows.append([way, median_seconds(runs), ratio, collectives, num_bytes / 1024])
+        if way in LIMITS:
+            verdicts.append(Verdict(Bound(f"{at}: {way}, times global", LIMITS[way]), ratio))
+    return Table(
+        f"Groups; {at}, half of the elements are pruned by magnitude",
+        ["ranked together", "seconds", "times global", "collectives", "KiB per rank"],
+        rows,
+        verdicts,
+        [
+            "The whole call, with attaching. Seconds: the slowest rank, medians; ratios: medians "
+            "of those of a round.",
+            f"The masks of {NUM_CHECKED / 1e6:g}M elements are compared with a stable sort of each "
+            "group before.",
+        ],
+    )
+
+
+def measure(num_elements: int, rounds: int) -> dict[str, list[tuple[float, tuple[int, int]]]]:
+    """On every rank: check, then time."""
+
+    def sharded(model: data.LanguageModel) -> None:
+        shard(model, "fsdp2")
+
+    check(data.build(NUM_CHECKED, multiple=64), sharded, undo)
+    model = data.build(num_elements, multiple=64)
+    sharded(model)
+    found = timed(model, undo, rounds)
+    return {way: [(each.seconds, each.result) for each in runs] for way, runs in found.items()}
+
+
+def timed(
+    model: nn.Module, take_off: Callable[[nn.Module], object], rounds: int
+) -> dict[str, list[Measurement]]:
+    def contestant(way: str) -> Callable[[], Measurement]:
+        def call() -> Measurement:
+            if dist.is_initialized():
+                dist.barrier()
+            run = measured(lambda: prune(model, way))
+            take_off(model)
+            return run
+
+        return call
+
+    return interleaved({way: contestant(way) for way in WAYS}, rounds)
+
+
+def prune(model: nn.Module, way: str) -> tuple[int, int]:
+    report = distprune.global_unstructured(
+        matrix_pairs(model), distprune.L1Unstructured, **WAYS[way]
+    )
+    return report.num_collectives, report.bytes_sent
+
+
+def matrix_pairs(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every matrix; vectors are one row each, and have no pattern."""
+    weights = data.weights(model)
+    return [
+        pair for pair, weight in zip(data.pairs(model), weights, strict=True) if weight.ndim == 2
+    ]
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [weight for weight in data.weights(model) if weight.ndim == 2]
+
+
+def check(
+    model: data.LanguageModel,
+    wrap: Callable[[data.LanguageModel], None],
+    take_off: Callable[[nn.Module], object],
+) -> None:
+    """The masks of every way that has groups, in all bits.
+
+    Raises:
+        CheckFailed: names the way and the parameter.
+    """
+    values = [weight.clone() for weight in matrices(model)]
+    wrap(model)
+    for way in WAYS:
+        if way == GLOBAL:
+            continue
+        prune(model, way)
+        for which, (module, name) in enumerate(matrix_pairs(model)):
+            keep = expected(values[which], way)
+            mask = module._buffers[name + "_mask"]
+            parameter = module._parameters.get(name + "_orig", module._parameters.get(name))
+            if not torch.equal(local(mask) != 0, local_like(keep, parameter)):
+                raise CheckFailed(f"{way}: the mask of parameter {which} is wrong")
+        take_off(model)
+
+
+def expected(values: Tensor, way: str) -> Tensor:
+    """The mask that a stable sort of each group gives."""
+    sizes = {"layer": values.numel(), "row": values.shape[1], "2:4": 4}
+    magnitudes = values.detach().abs().double().numpy().reshape(-1, sizes[way])
+    lowest = magnitudes.argsort(axis=1, kind="stable")[:, : round(sizes[way] / 2)]
+    keep = np.ones(magnitudes.shape, dtype=bool)
+    np.put_along_axis(keep, lowest, False, axis=1)
+    return torch.from_numpy(keep).view(values.shape)
