@@ -17,7 +17,7 @@ from distprune._common.collectives import resolved
 from distprune._common.process_groups import over_mesh
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.masks.hook import find_hook
-from distprune.torch_private.wrapper import is_managed
+from distprune.torch_private.wrapper import is_flattened, is_managed
 
 
 def stored_weight(base: nn.Module) -> Tensor:
@@ -106,6 +106,8 @@ class HeldDelta:
     def _change(self, layer: Any, adapter: str, sign: int, is_checked: bool = False) -> Tensor:
         base = layer.get_base_layer()
         stored = stored_weight(base)
+        if is_flattened(base, "weight"):
+            raise NotImplementedError("merging under FSDP1; expected FSDP2 (fully_shard).")
         if is_managed(base, "weight") and not is_dtensor(stored):
             raise RuntimeError(
                 "the base weight of a LoRA layer is a copy that FSDP gathered: what is merged into "

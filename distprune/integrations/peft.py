@@ -217,6 +217,8 @@ def _find(model: Any) -> list[_Layer]:
     for path, module in named_modules(model):
         if isinstance(module, BaseTunerLayer):
             base = module.get_base_layer()
+            if is_flattened(base, "weight"):
+                raise NotImplementedError(f"{path} is under FSDP1; expected FSDP2 (fully_shard).")
             weights = _matrices(base)
             if not weights and any(True for _ in base.parameters()):
                 raise NotImplementedError(
@@ -264,8 +266,6 @@ def _obstacle(layer: Any, base: nn.Module, inits: dict[str, Any]) -> str | None:
         return "has a base weight that is trained, without a mask (masks_from_zeros makes one)"
     if any(layer.lora_bias.values()) and find_hook(base, "bias") is not None:
         return "has lora_bias, and a bias that is pruned"
-    if is_flattened(base, "weight"):
-        return "is under FSDP1 (use fully_shard)"
     is_parallel = is_dtensor(stored_weight(base)) and not is_managed(base, "weight")
     if is_parallel or getattr(base, "_hf_tp_plan", None):
         return "is tensor-parallel"
@@ -282,7 +282,7 @@ def _count_zeros(layer: _Layer) -> Tensor:
             raise ValueError(
                 f"{full_name(layer.name, key)} is on the meta device; expected loaded weights."
             )
-        if key in ("weight", "weight_orig") and not is_flattened(owner, "weight"):
+        if key in ("weight", "weight_orig"):
             zeros = zeros_of(owner).sum()
         else:
             zeros = (local_tensor(values.detach()) == 0).sum()
