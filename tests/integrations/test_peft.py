@@ -106,6 +106,9 @@ def test_zeros_stay_and_outputs_are_those_before_merging(make, options, permanen
     before = outputs(model)
     assert (before - dense).abs().max() > 1e-2  # it has learned something
     merged = merge_and_unload(model)
+    for module in merged.modules():  # without a forward
+        if hasattr(module, "weight_mask"):
+            assert torch.equal(module.weight, module.weight_mask * module.weight_orig)
     assert same_zeros(zeros(merged), expected)
     close(outputs(merged), before)
     prune.checkpoint.save_pretrained(merged, tmp_path)
@@ -263,6 +266,20 @@ def test_gradient_checkpointing():
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     again = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(map(torch.equal, again, gradients))
+
+
+def test_copies_hold_zeros_too():
+    model = peft.get_peft_model(pruned(llama()), lora(init_lora_weights=False))
+    hold_zeros(model)
+    model.eval()
+    before = outputs(model)
+    clone = copy.deepcopy(model)
+    assert torch.equal(outputs(clone), before)
+    clone.add_adapter("other", lora(init_lora_weights=False))
+    clone.delete_adapter("default")
+    clone.set_adapter("other")
+    assert same_zeros(zeros(merge_and_unload(clone)), zeros(pruned(llama())))
+    assert torch.equal(outputs(model), before)
 
 
 # What is refused, by name.

@@ -113,3 +113,16 @@ def test_projections():
     assert all(count == "26,214" for _, count, _ in found)
     losses = {name: float(loss) for name, _, loss in found}
     assert losses["RigL"] < losses["static"] - 0.02, output
+
+
+@pytest.mark.slow
+def test_lora_on_pruned(tmp_path):
+    """LoRA makes up for most of what pruning costs; merging changes nothing."""
+    _, output = run("launch/torchrun.sh", ROOT / "examples" / "lora_on_pruned.py", tmp_path)
+    found = re.search(r"held-out loss: ([\d.]+) dense, ([\d.]+) pruned", output)
+    dense, pruned = float(found[1]), float(found[2])
+    found = re.search(r"([\d.]+) with LoRA on 14 layers, ([\d.]+) merged", output)
+    trained, merged = float(found[1]), float(found[2])
+    assert trained - dense < (pruned - dense) / 3, output
+    assert merged == pytest.approx(trained, abs=0.0011)  # printed with three digits
+    assert "65,536 weights are zero, as before" in output
