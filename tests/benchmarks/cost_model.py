@@ -11,8 +11,9 @@ library does, and are computed where nothing was run.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import device_traffic
 from cost_constants import Model, fit
 from cost_points import DTYPES, NUM_CORES, Measured, measure_points
 from cost_predictions import predictions
@@ -24,7 +25,9 @@ def tables(options: Options) -> Iterator[Table]:
     model = fit(points)
     yield constants(model)
     yield residuals(model, points)
-    yield predictions(model)
+    traffic = device_traffic.in_a_process()
+    yield of_devices(traffic)
+    yield predictions(model, traffic)
 
 
 def constants(model: Model) -> Table:
@@ -48,6 +51,26 @@ def constants(model: Model) -> Table:
     ):
         rows.append([f"bytes sent per rank, {name}", round(value, 1), "fitted"])
     return Table("Constants of the cost model", ["constant", "value", "how"], rows)
+
+
+def of_devices(traffic: Mapping[str, tuple[float, float]]) -> Table:
+    rows: list[list[Cell]] = []
+    for name, (by_torch, by_kernels) in traffic.items():
+        dtype, *pruned = name.split()
+        least = (4 if dtype == "float32" else 2) + 1 + len(pruned)
+        masks = "bool, read too" if pruned else "none yet"
+        rows.append([dtype, masks, least, round(by_torch, 1), round(by_kernels, 2)])
+    most = max(row[-1] / row[2] for row in rows)  # type: ignore[operator]
+    return Table(
+        "Bytes per element that the reading pass of a device moves, with the drafted masks",
+        ["dtype", "mask in force", "have to move", "torch operations", "Triton kernels"],
+        rows,
+        [Verdict(Bound("bytes that the kernels move, per byte that has to", 1.1), most)],
+        [
+            "Counted, not timed: what each operation of torch reads and writes, and what each load "
+            "and store of the interpreted kernels touches. No device was used.",
+        ],
+    )
 
 
 def residuals(model: Model, measured: Measured) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,16 +45,18 @@ class Gpu:
     """Assumptions about an H100 and NCCL: nothing of this was measured.
 
     Attributes:
-        bandwidth: bytes per second that kernels reach.
-        traffic: bytes that torch's operations move per element, op by op.
-        launch: seconds per launch, and launches per chunk.
+        traffic: bytes moved per element and dtype: by torch's operations, by Triton's kernels.
+        bandwidth: bytes per second that both reach.
+        launch: seconds per launch; torch's operations are launched for every chunk, the kernels
+            for all.
         latencies: of a small all-reduce, seconds by number of ranks.
     """
 
+    traffic: Mapping[str, tuple[float, float]]
     bandwidth: float = 2.8e12
-    traffic: tuple[tuple[str, float], ...] = (("float32", 40.0), ("bfloat16", 26.0))
     launch: float = 5e-6
     launches_per_chunk: int = 14
+    launches_of_kernels: int = 4
     chunk: int = 1 << 24
     latencies: tuple[tuple[int, float], ...] = ((8, 30e-6), (64, 0.1e-3), (1024, 0.25e-3))
     link: float = 25e9
@@ -68,20 +70,27 @@ class Gpu:
         return float(np.interp(math.log2(num_ranks), at, seconds)) + beyond
 
     def of_call(
-        self, num_ranks: int, local_sizes: Sequence[int], dtype: str, model: Model
+        self,
+        num_ranks: int,
+        local_sizes: Sequence[int],
+        dtype: str,
+        model: Model,
+        *,
+        by_kernels: bool,
     ) -> float:
         """Seconds of a call; ``local_sizes``: elements of every parameter on one rank."""
-        moved = sum(local_sizes) * dict(self.traffic)[dtype] / self.bandwidth
+        moved = sum(local_sizes) * self.traffic[dtype][by_kernels] / self.bandwidth
         num_chunks = sum(-(-size // self.chunk) for size in local_sizes)
-        launching = num_chunks * self.launches_per_chunk * self.launch
+        launches = num_chunks * self.launches_per_chunk
+        launching = (self.launches_of_kernels if by_kernels else launches) * self.launch
         host = model.of_host(len(local_sizes))
         sending = model.num_bytes(len(local_sizes)) / self.link
         return host + moved + launching + model.collectives * self.latency(num_ranks) + sending
 
 
-def predictions(model: Model) -> Table:
+def predictions(model: Model, traffic: Mapping[str, tuple[float, float]]) -> Table:
     """For models and ranks that are not here."""
-    gpu = Gpu()
+    gpu = Gpu(traffic)
     rows: list[list[Cell]] = []
     for llama, num_ranks in itertools.product(MODELS, NUM_RANKS):
         shapes = llama.shapes()
@@ -96,8 +105,8 @@ def predictions(model: Model) -> Table:
         for dtype in ("bfloat16", "float32"):
             row.append(model.of_call(num_ranks, num_local, len(shapes), dtype))
         row.append(model.collectives * hops(num_ranks) * model.hop)
-        for dtype in ("bfloat16", "float32"):
-            row.append(gpu.of_call(num_ranks, local_sizes, dtype, model))
+        for dtype, by_kernels in itertools.product(("bfloat16", "float32"), (False, True)):
+            row.append(gpu.of_call(num_ranks, local_sizes, dtype, model, by_kernels=by_kernels))
         row.append(model.of_host(len(shapes)))
         row += [
             num_local / 1e6,
@@ -110,7 +119,8 @@ def predictions(model: Model) -> Table:
         "Predictions: one call, FSDP2, amount=0.5; nothing in this table was measured",
         [
             "model", "ranks", "elements", "parameters", "on the busiest rank", "CPU bf16 s",
-            "CPU fp32 s", "of it latency", "GPU bf16 s", "GPU fp32 s", "of it on the host",
+            "CPU fp32 s", "of it latency", "GPU bf16 s, torch", "GPU bf16 s, Triton",
+            "GPU fp32 s, torch", "GPU fp32 s, Triton", "of it on the host",
             "masks MB", "sample and candidates MB", "KiB sent", "how",
         ],
         rows,
@@ -118,10 +128,11 @@ def predictions(model: Model) -> Table:
         [
             "CPU: constants fitted above; every rank has a core, memory bandwidth and a link as "
             "here, and gloo's all-reduce goes around a ring, which is what many ranks wait for.",
-            f"GPU, assumed: {gpu.bandwidth / 1e12:g} TB/s, {gpu.traffic[0][1]:g} bytes moved per "
-            f"element fp32 and {gpu.traffic[1][1]:g} bf16, {gpu.launches_per_chunk} launches of "
-            f"{gpu.launch * 1e6:g} us per chunk of 2^{gpu.chunk.bit_length() - 1} elements, NCCL "
-            "all-reduces of 30 us, 0.1 ms and 0.25 ms at 8, 64 and 1024 ranks, a link of "
+            f"GPU, assumed: {gpu.bandwidth / 1e12:g} TB/s, for both forms; bytes moved per element "
+            f"as counted above; launches of {gpu.launch * 1e6:g} us: {gpu.launches_per_chunk} per "
+            f"chunk of 2^{gpu.chunk.bit_length() - 1} elements by torch, "
+            f"{gpu.launches_of_kernels} in all by Triton; NCCL all-reduces of 30 us, 0.1 ms and "
+            "0.25 ms at 8, 64 and 1024 ranks, a link of "
             f"{gpu.link / 1e9:g} GB/s; the host's part, fixed and per parameter, as fitted above.",
             "Memory per rank, computed: a mask of one byte per element; 4 bytes per sampled key, "
             "and 12 per candidate (its key twice, and where it is), spread evenly. Bytes sent do "
