@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
@@ -15,6 +16,7 @@ from distprune.api.select import select
 from distprune.files.checkpoints.locating import locate
 from distprune.files.errors import CheckpointError
 from distprune.language_models.extra import require_extra
+from distprune.statistics.layers import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +32,7 @@ def linear_layers(
     Args:
         model: of transformers, plain or wrapped.
         include: patterns, as ``select`` takes them; by default all linear layers but the head,
-            which makes logits.
+            which makes logits, and layers with a forward of their own, such as some routers.
         exclude: patterns of those that are left out.
 
     Returns:
@@ -44,22 +46,32 @@ def linear_layers(
     require_extra()
     from transformers.pytorch_utils import Conv1D
 
-    left_out = list(exclude)
-    if include is None:
-        head = head_of(model)
-        paths = [path for path, module in named_modules(model) if module is head]
-        left_out += [glob.escape(path) for path in paths if path]
-    return select(model, include=include, exclude=left_out, types=(nn.Linear, Conv1D))
+    left_out, types = list(exclude), (nn.Linear, Conv1D)
+    if include is not None:
+        return select(model, include=include, exclude=left_out, types=types)
+    head = head_of(model)
+    left_out += [
+        glob.escape(path) for path, module in named_modules(model) if path and module is head
+    ]
+    selected = select(model, exclude=left_out, types=types)
+    return [pair for pair in selected if not _has_own_forward(pair[0])]
 
 
-def fused_experts(model: nn.Module) -> list[str]:
-    """Names of parameters of three dimensions: experts in one tensor, which have no statistics."""
+def without_statistics(model: nn.Module) -> list[str]:
+    """Names of weights whose inputs are not seen: experts in one tensor, and some routers."""
     return [
         full_name(path, name)
         for path, module in named_modules(model)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3 and "expert" in path
+        if (parameter.ndim == 3 and "expert" in path)
+        or (isinstance(module, nn.Linear) and parameter.ndim == 2 and _has_own_forward(module))
     ]
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a linear layer does something else than nn.Linear or transformers' Conv1D."""
+    shape = torch.Size((1, 1))  # nothing but the number of dimensions matters
+    return isinstance(layout_of(module, "weight", shape), str)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:

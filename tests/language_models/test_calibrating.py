@@ -7,10 +7,12 @@ from torch import nn
 
 import distprune as prune
 from distprune import criteria
-from distprune.language_models import calibrate, read_windows
+from distprune.language_models import TokenWindows, calibrate, linear_layers, read_windows
+from distprune.language_models.layers import without_statistics
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
+from helpers.tiny_transformers import tiny_model
 from helpers.wrapped_llamas import wrapped_llama
 
 pytest.importorskip("transformers")
@@ -171,6 +173,26 @@ def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
     calibrate(model, windows, with_head)
     assert seen == [1, 1, 16, 16]
     assert set(with_head.num_tokens().values()) == {32}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4"])
+def test_layers_of_families_and_those_without_statistics(family):
+    """Conv1D and a tied head; fused experts; a router that is a linear layer of its own kind."""
+    model = tiny_model(family)
+    tokens = torch.randint(3, 40, (3, 8), generator=torch.Generator().manual_seed(0))
+    windows = TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), None, False)
+    layers = linear_layers(model)
+    statistics = ActivationStatistics(layers)
+    calibrate(model, windows, statistics, batch_size=2)
+    attention = [pair.fqn for pair in layers if "attn" in pair.fqn]
+    assert len(attention) == (4 if family == "gpt2" else 8)
+    assert not any("head" in pair.fqn or "router" in pair.fqn for pair in layers)
+    assert {statistics.num_tokens()[name] for name in attention} == {24}
+    unseen = without_statistics(model)
+    assert [name for name in unseen if "experts" in name] == [
+        name for name, parameter in model.named_parameters() if parameter.ndim == 3
+    ]
+    assert any("router" in name for name in unseen) == (family == "llama4")
 
 
 def test_what_is_not_collected_from_text_is_refused_by_name(folder):

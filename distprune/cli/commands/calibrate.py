@@ -114,7 +114,7 @@ def calibrate(
         import distprune as prune
         from distprune import language_models
         from distprune._common.process_groups import world
-        from distprune.language_models.layers import fused_experts
+        from distprune.language_models.layers import without_statistics
 
         num_ranks, began = world().size, time.monotonic()
         with model_options.translated(SelectionError):
@@ -124,10 +124,10 @@ def calibrate(
             statistics = prune.statistics.ActivationStatistics(
                 layers, allow_empty=allow_empty or ()
             )
-        if experts := fused_experts(loaded):
+        if unseen := without_statistics(loaded):
             terminal.note(
-                f"Warning: no statistics of {counted(len(experts), 'fused expert')} "
-                f"({experts[0]}{', ...' if len(experts) > 1 else ''}): their inputs are not seen."
+                f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
+                f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
             )
         with model_options.translated(CheckpointError), Meter(terminal) as meter:
             language_models.calibrate(
@@ -150,7 +150,7 @@ def calibrate(
                 "seed": None if samples is None else seed,
                 "num_layers": len(layers),
                 "layers": [layer.fqn for layer in layers],
-                "without_statistics": experts,
+                "without_statistics": unseen,
                 "wrap": used_wrap,
                 "device": kind,
                 "num_ranks": num_ranks,
