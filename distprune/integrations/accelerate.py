@@ -1,9 +1,13 @@
-"""Hugging Face Accelerate: check that a run is distributed as requested.
+"""Hugging Face Accelerate: check that a run is distributed as requested; save and load masks.
 
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
     check_wrapping(accelerator, model)
     pruner = schedule.ScheduledPruner(prune.select(model), plan)  # after prepare
+    register_pruning(accelerator, model, pruner)
+    ...
+    accelerator.save_state(folder)
+    load_state(accelerator, folder, model)  # in a later run, whose model is not pruned yet
 
 [Note: silent fallbacks] Accelerate (1.15) does not say when it runs something other than
 requested. It has no FSDP on the CPU: a plugin is ignored there, and the model becomes
@@ -23,9 +27,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distprune._common.pruned_form import is_dtensor
+from distprune.integrations._accelerate_state import load_state, register_pruning
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+__all__ = ["check_wrapping", "load_state", "register_pruning"]
 
 _UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _NAMES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP", "tp": "tensor parallelism"}
