@@ -8,6 +8,7 @@ does not have. Its hooks come before the loading for DDP, and after it for FSDP.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -118,7 +119,7 @@ def load_state(
     Cost: memory for the masks; a few small all-reduces; each rank reads the names of the tensors.
     """
     for number, model in enumerate(models):
-        keys = world().run(lambda n=number: _keys(Path(folder), n))  # type: ignore[misc]
+        keys = world().run(functools.partial(keys_of_model, Path(folder), number))
         # DDP's own state dict, which accelerate saves, has a prefix.
         prepare_for_load(model, [key.removeprefix("module.") for key in keys])
     accelerator.load_state(os.fspath(folder), **kwargs)
@@ -150,7 +151,7 @@ def _criterion_folder(folder: str, number: int) -> Path:
     return Path(folder) / f"distprune_criterion_{number}"
 
 
-def _keys(folder: Path, number: int) -> list[str]:
+def keys_of_model(folder: Path, number: int = 0) -> list[str]:
     """Names in the state dict of a model that accelerate saved, in whichever form."""
     ending = f"_{number}" if number else ""
     sharded = folder / f"pytorch_model_fsdp_{number}"

@@ -11,31 +11,44 @@
 parameters. A resuming Trainer loads them before it starts any callback, into a model that is not
 pruned yet, and only warns of keys that do not fit. So the callback hooks into the model's
 ``load_state_dict`` when the Trainer is made, and gives the model the masks that a state dict
-has. The position in the schedule is saved in ``trainer_state.json``.
+has. The position in the schedule is saved in ``trainer_state.json``. Under FSDP the Trainer wraps
+the model and loads the checkpoint into it in one go, with no hook between: there
+``callback.attach(trainer)`` extends the Trainer's own loading.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.optim import Optimizer
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import ExportableState
 
+from distprune._common.element_groups import Scope
+from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, name_of_pruned_mask
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
-from distprune.call.arguments import ParameterArguments
+from distprune.budgets.given import BudgetLike
 from distprune.call.report import PruningReport
-from distprune.call.run import count_pruned
+from distprune.checkpoint import prepare_for_load
+from distprune.integrations._accelerate_state import keys_of_model
+from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
 from distprune.methods.builtin import L1Unstructured
-from distprune.recipe import Recipe, load_recipe
+from distprune.recipe import Recipe
 from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.records import put_records, records_of
@@ -43,19 +56,30 @@ from distprune.verification.verifying import verify
 
 logger = logging.getLogger(__name__)
 
+_CRITERION = "distprune_criterion"  # in the folder of a checkpoint
+
 
 class PruningCallback(TrainerCallback, ExportableState):
     """Prunes after the optimizer's steps, by a schedule or a recipe.
 
     Pass it to ``Trainer(..., callbacks=[callback])``, on every process; ``add_callback`` is too
-    late for a run that resumes. The schedule's steps are the Trainer's: after step ``n``,
-    ``global_step`` is ``n + 1``. The present sparsity is logged as "sparsity" in
-    ``trainer.state.log_history``, and this module's logger reports each pruning (INFO).
+    late for a run that resumes. Under FSDP call :meth:`attach`, too. The schedule's steps are the
+    Trainer's: after step ``n``, ``global_step`` is ``n + 1``. The present sparsity is logged as
+    "sparsity" in ``trainer.state.log_history``, and this module's logger reports each pruning
+    (INFO).
 
     Args:
         plan: a schedule; a recipe, or the path of one; or, for everything else, a function that
             makes a ``ScheduledPruner`` for the model that the Trainer has prepared.
         include, exclude, types, names: what to prune, as for ``select``; with a schedule only.
+        criterion: what ranks, instead of the magnitude: a class of ``distprune.criteria``
+            (``Movement``, ``SNIP``, ``AdamSecondMoment``), or a function of the (module, name)
+            pairs (``functools.partial(criteria.Taylor, unit="global_batch")``). It sees the
+            averaged gradient of every step as the optimizer does: clipped, unless
+            ``max_grad_norm=0``, so that steps with a large gradient count less; a warning says
+            so. With a schedule only. Checkpoints have what it has collected.
+        reset_criterion: forget what the criterion has collected after each pruning.
+        scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
         permanent: make the zeros permanent when training ends, so that ``save_model`` writes an
             ordinary model. Checkpoints of the training keep their masks. If False, call
             :meth:`make_permanent` before saving for others, or save with
@@ -81,26 +105,21 @@ class PruningCallback(TrainerCallback, ExportableState):
         exclude: str | Sequence[str] = (),
         types: type | tuple[type, ...] | None = None,
         names: str | Sequence[str] = ("weight",),
+        criterion: MakeCriterion | None = None,
+        reset_criterion: bool = False,
+        scope: Scope = "global",
+        pattern: str | None = None,
+        normalize: Normalization | None = None,
+        budget: BudgetLike | None = None,
         permanent: bool = True,
         verify_every: int | None = None,
     ) -> None:
-        if isinstance(plan, str | Path):
-            plan = load_recipe(plan)
-        if not isinstance(plan, Schedule | Recipe) and not callable(plan):
-            raise TypeError(
-                f"plan is a {type(plan).__name__}; expected a schedule such as "
-                "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
-                "that returns a ScheduledPruner."
-            )
-        has_selection = (include, exclude, types, names) != (None, (), None, ("weight",))
-        if not isinstance(plan, Schedule) and has_selection:
-            raise TypeError(
-                "include, exclude, types and names go with a schedule; expected the selection in "
-                "the recipe, or in the function."
-            )
-        self._plan = plan
-        self._select = functools.partial(
-            select, include=include, exclude=exclude, types=types, names=names
+        self._plan = Plan(
+            plan,
+            Selection(include, exclude, types, names),
+            Ranking(scope, pattern, normalize, budget),
+            criterion,
+            reset_criterion,
         )
         self._permanent = permanent
         if verify_every is not None and verify_every < 1:
@@ -108,9 +127,40 @@ class PruningCallback(TrainerCallback, ExportableState):
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
         self._verify_every = verify_every
-        self.pruner: ScheduledPruner | None = None
+        self._started: Started | None = None
         self._model: nn.Module | None = None
+        self._is_attached = False
+        self._resumed_from: Path | None = None
         self.last_report: PruningReport | None = None
+
+    @property
+    def pruner(self) -> ScheduledPruner | None:
+        return None if self._started is None else self._started.pruner
+
+    def attach(self, trainer: Trainer) -> None:
+        """Let a Trainer resume a pruned model under FSDP; call it before ``trainer.train``.
+
+        The Trainer's ``_load_from_checkpoint`` first gives the wrapped model the masks that the
+        checkpoint has. See [Note: resuming]. Not needed on one process and under DDP.
+
+        Cost: memory for the masks; a few small all-reduces; each rank reads the names of the
+        tensors.
+        """
+        load = trainer._load_from_checkpoint
+
+        def load_masked(
+            resume_from_checkpoint: str, model: nn.Module | None = None, **kwargs: Any
+        ) -> None:
+            self._resumed_from = folder = Path(resume_from_checkpoint)
+            if trainer.is_fsdp_enabled:
+                keys = world().run(lambda: keys_of_model(folder))
+                wrapped = model if model is not None else trainer.model
+                assert wrapped is not None
+                prepare_for_load(wrapped, keys)
+            load(resume_from_checkpoint, model, **kwargs)
+
+        setattr(trainer, "_load_from_checkpoint", load_masked)  # noqa: B010
+        self._is_attached = True
 
     def make_permanent(self) -> None:
         """Make the zeros permanent: ordinary parameters, which any program can load.
@@ -155,10 +205,15 @@ class PruningCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
         assert model is not None
-        pruner = self._make_pruner(model)
-        parameters = pruner.parameters
-        # Raises for parameters that cannot be pruned, before hours of training.
-        count_pruned(lambda: ParameterArguments(parameters=parameters), world())
+        if args.fsdp and args.save_strategy != "no" and not self._is_attached:
+            raise NotImplementedError(
+                "under FSDP the Trainer loads a checkpoint in one go with wrapping the model, and "
+                "could not resume a pruned one; expected callback.attach(trainer) before "
+                'trainer.train(), or save_strategy="no".'
+            )
+        optimizer: Optimizer | None = kwargs.get("optimizer")
+        started = self._plan.start(model, [] if optimizer is None else [optimizer])
+        pruner, parameters = started.pruner, started.pruner.parameters
         callbacks: object = state.stateful_callbacks  # declared as a list; loaded as a dict
         saved = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if isinstance(saved, list):
@@ -177,20 +232,49 @@ class PruningCallback(TrainerCallback, ExportableState):
                     "in Trainer(..., callbacks=[...]), before the checkpoint is read."
                 )
         pruner.num_steps = state.global_step
-        self.pruner, self._model = pruner, model
-        self._warn_of_an_early_end(state)
+        self._started, self._model = started, model
+        warning = self._plan.end_warning(state.max_steps)
+        if warning is not None:
+            logger.warning("%s", warning)
+        if started.criterion is not None and args.max_grad_norm and state.is_world_process_zero:
+            logger.warning(
+                "%s sees gradients that are clipped to max_grad_norm=%g, so steps with a large "
+                "gradient count less; max_grad_norm=0 leaves them as they are.",
+                type(started.criterion).__name__, args.max_grad_norm,
+            )  # fmt: skip
+        if state.global_step > 0:
+            self._load_criterion(args, state)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let the criterion read the gradients."""
+        if self._started is not None:
+            self._started.before_step()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write what the criterion has collected into the checkpoint."""
+        saved = None if self._started is None else self._started.criterion_state()
+        if saved is not None:
+            from torch.distributed.checkpoint import state_dict_saver
+
+            folder = _checkpoint(args, state) / _CRITERION
+            state_dict_saver.save(saved, checkpoint_id=folder)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prune if a pruning is due."""
-        assert self.pruner is not None
+        assert self._started is not None and self.pruner is not None
         report = self.pruner.step()
         if self._verify_every is not None and state.global_step % self._verify_every == 0:
             assert self._model is not None
             verify(self._model, expected=self.pruner.pruned_parameters)
         if report is None:
             return
+        self._started.after_pruning()
         self.last_report = report
         control.should_log = True
         if state.is_world_process_zero:
@@ -230,30 +314,29 @@ class PruningCallback(TrainerCallback, ExportableState):
                 "distprune.checkpoint.save_pretrained(model, path)."
             )
 
-    def _make_pruner(self, model: nn.Module) -> ScheduledPruner:
-        if isinstance(self._plan, Recipe):
-            return self._plan.pruner(model)
-        if isinstance(self._plan, Schedule):
-            return ScheduledPruner(self._select(model), self._plan)
-        pruner = self._plan(model)
-        if not isinstance(pruner, ScheduledPruner):
-            raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
-        return pruner
+    def _load_criterion(self, args: TrainingArguments, state: TrainerState) -> None:
+        saved = None if self._started is None else self._started.criterion_state()
+        if saved is None:
+            return
+        assert self._started is not None and self._started.criterion is not None
+        folder = (self._resumed_from or _checkpoint(args, state)) / _CRITERION
+        if not world().run(folder.is_dir):
+            raise ValueError(
+                f"{folder} is missing, with what {type(self._started.criterion).__name__} has "
+                "collected; expected a checkpoint that was saved with the same criterion. Call "
+                "callback.attach(trainer) to resume from another folder than "
+                "output_dir/checkpoint-<step>."
+            )
+        from torch.distributed.checkpoint import state_dict_loader
 
-    def _warn_of_an_early_end(self, state: TrainerState) -> None:
-        schedules = []
-        if isinstance(self._plan, Schedule):
-            schedules = [self._plan]
-        elif isinstance(self._plan, Recipe):
-            schedules = [group.schedule for group in self._plan.groups]
-        for schedule in schedules:
-            end, reached = schedule.ends_at, schedule.sparsity_at(state.max_steps - 1)
-            if end is not None and reached < end:
-                logger.warning(
-                    "training ends after %d steps at sparsity %g, before the schedule does at %g: "
-                    "%s",
-                    state.max_steps, reached, end, schedule,
-                )  # fmt: skip
+        state_dict_loader.load(saved, checkpoint_id=os.fspath(folder))
+        self._started.criterion.load_state_dict(saved)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer saves at this step."""
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _check_arguments(args: TrainingArguments) -> None:
@@ -267,12 +350,6 @@ def _check_arguments(args: TrainingArguments) -> None:
             f"the Trainer would copy the model to {args.n_gpu} GPUs by nn.DataParallel, at every "
             "step, which distprune does not support; start it with torchrun, or show it one GPU "
             "(CUDA_VISIBLE_DEVICES=0)."
-        )
-    if args.fsdp and args.save_strategy != "no":
-        raise NotImplementedError(
-            "the Trainer cannot resume a pruned model under FSDP: it loads a checkpoint in one go "
-            'with wrapping the model. Set save_strategy="no", or save and resume in a loop of your '
-            "own (docs/saving.md has one)."
         )
     if args.load_best_model_at_end:
         raise NotImplementedError(

@@ -174,12 +174,15 @@ def test_what_cannot_work_is_refused_at_the_start(tmp_path, caplog):
     for option, value, text in (
         ("deepspeed", "ds.json", "DeepSpeed"),
         ("_n_gpu", 2, "DataParallel"),
-        ("fsdp", True, "under FSDP"),
     ):
         arguments = make_trainer(tmp_path, []).args
         object.__setattr__(arguments, option, value)
         with pytest.raises(NotImplementedError, match=text):
             callback.on_init_end(arguments, None, None)
+    trainer = make_trainer(tmp_path, [callback])
+    object.__setattr__(trainer.args, "fsdp", True)
+    with pytest.raises(NotImplementedError, match=r"callback\.attach\(trainer\) before"):
+        callback.on_train_begin(trainer.args, None, None, model=trainer.model)
     with pytest.raises(NotImplementedError, match="2 callbacks"):
         make_trainer(tmp_path, [callback, PruningCallback(SCHEDULE)]).train()
     with pytest.raises(TypeError, match="plan returned a list"):
