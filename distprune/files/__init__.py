@@ -15,11 +15,13 @@ imports only rooms above it::
          disk, formats               bytes, locks and journals; headers and pickles
          checkpoints                 a folder of safetensors files, its tensors and masks
          selecting    recipe         which tensors, in which groups
+         scoring                     statistics of activations and given scores, for these tensors
          planning                    how many elements of each group
          ranking                     keys of scores, and where each group's ranking is cut
          reports                     what was done, as JSON and as a model card
          results                     the folder that grows, resumes and is renamed at the end
          checks                      source, result and masks compared
 
-Everything up to the plan reads headers and needs neither torch nor numpy. Nothing is imported here.
+Everything up to the plan reads headers and needs neither torch nor numpy, except that statistics of
+activations are read with numpy. Nothing is imported here.
 """

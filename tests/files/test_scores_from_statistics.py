@@ -1,5 +1,6 @@
 """Masks by Wanda, STADE and given scores: the command line's are the model's, bit for bit."""
 
+import random
 import warnings
 
 import pytest
@@ -8,10 +9,9 @@ from test_meets_the_library import masks_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from transformers.pytorch_utils import Conv1D
 
 import distprune
-from distprune.files import pruning
+from distprune.files import planning, pruning
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
 from distprune.files.ranking import columns, streaming
 from distprune.files.recipe import FileRecipe
@@ -22,6 +22,7 @@ from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.small_work_units import small_units
 
+Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 EXCLUDED = "layers.4"  # has no statistics
 
 
@@ -195,3 +196,35 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
         for sharded in run_ranks(masks_of_model, 2, dtype, statistics, scores_dtype, True):
             for masks, whole in zip(sharded, wanted, strict=True):
                 assert all(masks[name].equal(keep) for name, keep in whole.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("score", ["wanda", "stade"])
+@pytest.mark.filterwarnings("ignore:no token")
+def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
+    """Any range of elements: it may begin and end inside of rows and of blocks."""
+    model = make_model(dtype)
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    source = tiny_checkpoints.save(tmp_path / "source", state)
+    statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
+    live = getattr(ActivationStatistics.load(statistics, selected(model)), score)()
+    excluded = (f"{EXCLUDED}*", "*.bias")
+    recipe = FileRecipe(
+        0.5, score=score, statistics=statistics, include=("layers.*",), exclude=excluded
+    )
+    plan = planning.plan(source, recipe)
+    files = streaming.Source(plan)
+    weights = {pair.fqn: pair[0].weight.detach() for pair in live}
+    factors = {pair.fqn: factored.terms[0][0] for pair, factored in live.items()}
+    draws = random.Random(0)
+    for position, tensor in enumerate(plan.tensors):
+        weight, factor = weights[tensor.entry.name], factors[tensor.entry.name]
+        wide = torch.promote_types(dtype, torch.float32)
+        expected = (weight.to(wide) * factor.to(wide)).flatten()
+        ranges = [sorted(draws.choices(range(tensor.entry.numel + 1), k=2)) for _ in range(60)]
+        for first, last in [(0, tensor.entry.numel), *ranges]:
+            bits = files.read_raw_bits(position, first, last)
+            found = torch.from_numpy(bits.view(f"f{bits.itemsize}"))
+            assert found.dtype is wide and torch.equal(found, expected[first:last])
+    files.close()
+    assert len(plan.tensors) == 5
