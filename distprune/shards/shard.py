@@ -111,8 +111,16 @@ class LocalShard:
         return local.movedim(axis, 0), torch.arange(channels.start, channels.stop)
 
     def new_mask(self, dtype: torch.dtype) -> Tensor:
-        """An uninitialised local mask, laid out in memory as the values are."""
-        return torch.empty_like(self.values, dtype=dtype)
+        """An uninitialised local mask, of which :meth:`flat` is a view.
+
+        It is laid out in memory as the values are, if they have no gaps.
+        """
+        mask = torch.empty_like(self.values, dtype=dtype)
+        if mask.permute(self.order).is_contiguous():
+            return mask
+        sizes = [self.values.shape[dim] for dim in self.order]
+        in_order = torch.empty(sizes, dtype=dtype, device=self.values.device)
+        return in_order.permute([self.order.index(dim) for dim in range(len(sizes))])
 
     def as_parameter_layout(self, local: Tensor) -> Tensor:
         """A local tensor in the form of the parameter: a DTensor if the parameter is one."""

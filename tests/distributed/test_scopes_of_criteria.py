@@ -14,7 +14,12 @@ from helpers.models import Net, fill, target
 
 SIZES = (12, 24, 12, 5)
 NAMES = ["l3.weight", "l1.weight", "l2.weight"]
-WAYS = [{"scope": "layer", "amount": 0.4}, {"scope": "row", "amount": 0.4}, {"pattern": "3:4"}]
+WAYS = [
+    {"scope": "layer", "amount": 0.4},
+    {"scope": "row", "amount": 0.4},
+    {"pattern": "3:4"},
+    {"pattern": "1x4", "amount": 0.4},
+]
 SAMPLE = [
     "plain-1",
     "ddp-2",

@@ -12,10 +12,15 @@ from distprune._common.natural_order import natural_key
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.disk.open_files import OpenFiles
+from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
+from distprune.recipe import parse_recipe
 from helpers.models import target, values
 
 CHOICES = [
+    {"sparsity": 0.4},
+    {"score": "random", "seed": 3, "scope": "row", "sparsity": 0.5},
+    {"score": "random", "seed": 3, "pattern": "2:4"},
     {"scope": "layer", "sparsity": 0.35},
     {"scope": "row", "sparsity": 0.3},
     {"scope": "row", "sparsity": 0.7},
@@ -60,17 +65,40 @@ def test_same_masks(tmp_path, data, dtype):
         pruning.prune(planning.plan(source, recipe), result)
         live = Shapes().to(dtype)
         live.load_state_dict(model.state_dict())
-        arguments = {key: value for key, value in choice.items() if key != "sparsity"}
+        arguments = {key: choice[key] for key in ("scope", "pattern") if key in choice}
         if "sparsity" in choice:
             arguments["amount"] = choice["sparsity"]
+        method = prune.L1Unstructured
+        if choice.get("score") == "random":
+            method = prune.RandomUnstructured
+            torch.manual_seed(choice["seed"])
         pairs = [prune.NamedParameter(*target(live, name), name) for name in names]
-        report = prune.global_unstructured(
-            pairs, prune.L1Unstructured, input_dims=INPUT_DIMS, **arguments
-        )
+        report = prune.global_unstructured(pairs, method, input_dims=INPUT_DIMS, **arguments)
+        by_recipe = Shapes().to(dtype)
+        by_recipe.load_state_dict(model.state_dict())
+        recipe_of_model = parse_recipe(
+            {
+                "version": 1,
+                **choice,
+                "select": {
+                    "include": names, "input_dims": INPUT_DIMS, "names": ["weight", "matrix"],
+                },
+            }
+        )  # fmt: skip
+        recipe_of_model.pruner(by_recipe).step()
         masks = open_masks(result)
         with closing(OpenFiles(0)) as files:
             for name, pair in zip(names, pairs, strict=True):
                 mask = getattr(pair[0], pair[1] + "_mask").bool()
                 keep = read_keep(masks, files, name, 0, mask.numel()).reshape(mask.shape)
                 assert torch.equal(mask, torch.from_numpy(keep)), (choice, name)
+                if "score" in choice or ("sparsity" in choice and "scope" not in choice):
+                    continue  # a model lists its parameters in another order than a folder
+                module, parameter = target(by_recipe, name)
+                assert torch.equal(mask, getattr(module, parameter + "_mask").bool())
         assert report.num_pruned == planning.plan(source, recipe).num_to_prune
+
+
+def test_tiles_are_refused_by_name():
+    with pytest.raises(SelectionError, match="tiles are for models; checkpoints have N:M"):
+        FileRecipe(pattern="4x4", sparsity=0.5)
