@@ -13,7 +13,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.pruned_form import masked_product
 from distprune.shards.shard import FlatShard, LocalShard
 
-_PIECE_BYTES = 32 * 2**20
+_PIECE_BYTES = 8 * 2**20
 # What the first rank does with a piece: the number of its first element, and its values, 1-d.
 UsePiece = Callable[[int, Tensor], None]
 
@@ -37,7 +37,7 @@ class Gathering:
         Raises:
             Exception: what ``use`` raised for an earlier piece, on every rank.
 
-        Cost: an all-reduce of the parameter's bytes, 32 MB (or one index of dimension 0) at a time;
+        Cost: an all-reduce of the parameter's bytes, 8 MB (or one index of dimension 0) at a time;
             nothing if every rank has the whole.
         """
         if _is_whole(shard):

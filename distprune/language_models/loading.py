@@ -72,9 +72,10 @@ def load_sharded(
         ImportError: the extra ``language-models`` is not installed.
         Where one rank fails, every rank raises.
 
-    Cost: memory: the shard, and one buffer of 16 MiB or, for converted parameters, twice the
-    parameter. From the disk: the bytes of the shard; of weights that are split by columns, each
-    rank reads all rows. On the wire: a few hundred bytes; for "ddp", what it sends when it is made.
+    Cost: memory: the shard, and one buffer of 16 MiB or, for parameters that a conversion makes,
+    some copies of one whole parameter, because it is converted before it is cut. From the disk: the
+    bytes of the shard; of weights that are split by columns, and of converted ones, each rank reads
+    all rows. On the wire: a few hundred bytes; for "ddp", what it sends when it is made.
     """
     require_extra()
     communicator = world()

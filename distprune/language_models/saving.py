@@ -96,9 +96,9 @@ def save_sharded(
         ImportError: the extra ``language-models`` is not installed.
         Where one rank fails, every rank raises; what was written is removed.
 
-    Cost: memory: 32 MB of a parameter at a time (or one index of dimension 0); on the first rank,
-        parameters that are several tensors in the file as a whole, twice. On the wire: an
-        all-reduce of each sharded parameter's bytes, 32 MB at a time, and 24 bytes per parameter.
+    Cost: memory: some copies of 8 MB of a parameter, or of one index of its dimension 0; on the
+        first rank, parameters that are several tensors in the file as a whole, twice. On the wire:
+        an all-reduce of each sharded parameter's bytes, 8 MB at a time, and 24 bytes per parameter.
     """
     require_extra()
     communicator = world()
