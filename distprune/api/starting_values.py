@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from distprune._common.hashing import draw_seed, hash_keys
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
+from distprune._common.pruned_form import mask_key, orig_key
 from distprune.masks.values import keep_nothing, set_values
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import LocalShard
@@ -50,7 +51,14 @@ class StartingValues:
                     for position, pair in enumerate(self._pairs)
                 ]
                 self._copies = [shard.values.clone() for shard in shards]
-                sums = [_checksum(shard, seed) for seed, shard in enumerate(shards)]
+                # Of a parameter with copies on several meshes, the leading rank's mesh counts.
+                leader = self._communicator.ranks[0] if self._communicator.ranks else 0
+                sums = [
+                    _checksum(shard, seed)
+                    if shard.ranks is None or leader in shard.ranks
+                    else torch.zeros((), dtype=torch.int64)
+                    for seed, shard in enumerate(shards)
+                ]
             return torch.stack(sums).sum(0, keepdim=True)
 
         self.checksum = int(self._communicator.reduce(1, copy)[0])
@@ -77,9 +85,14 @@ class StartingValues:
         draws from torch's generator, and takes its part; so the values do not depend on the
         sharding. Parameters of a module without ``reset_parameters`` get their starting values.
 
-        Cost: memory for the whole parameters of one module at a time, and their initialisation, on
-        every rank.
+        Raises:
+            NotImplementedError: FSDP1 with ``use_orig_params=False``, by name; on
+                every rank, and nothing has changed then.
+
+        Cost: a copy of the shards; memory for the whole parameters of one module at a time, and
+        their initialisation, on every rank.
         """
+        self._communicator.run(self._check_names)
         seed = int(self._communicator.leader_of(1, draw_seed)[0])
         made: dict[int, dict[str, Tensor]] = {}
 
@@ -96,6 +109,16 @@ class StartingValues:
             values.copy_(local_part(shard.name, "the new value", whole, shard))
 
         set_values(self._pairs, change, self._communicator)
+
+    def _check_names(self) -> None:
+        for position, pair in enumerate(self._pairs):
+            module, name = unwrap(pair[0]), pair[1]
+            if not {name, orig_key(name)} & module._parameters.keys():
+                raise NotImplementedError(
+                    f"{_label(position, pair)} is none of its module's own parameters under FSDP1 "
+                    "with use_orig_params=False, so it cannot be drawn anew; expected FSDP1 with "
+                    "use_orig_params=True."
+                )
 
     def _check_shapes(self) -> None:
         reader = ShardReader()
@@ -117,7 +140,8 @@ def _initialised(module: nn.Module, seed: int) -> dict[str, Tensor]:
     reader = ShardReader()
     parameters: dict[str, nn.Parameter | None] = {}
     for registered, parameter in module._parameters.items():
-        name = registered.removesuffix("_orig")
+        pruned = registered.removesuffix("_orig")
+        name = pruned if mask_key(pruned) in module._buffers else registered
         if parameter is not None:
             shard = reader.read(module, name, name)
             # On the CPU, so that the values do not depend on the device.
