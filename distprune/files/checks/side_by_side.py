@@ -9,6 +9,7 @@ import numpy as np
 
 from distprune._common.element_groups import Groups
 from distprune._common.lowest_of_groups import lowest_of
+from distprune._common.memory import Scratch
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, MaskLayout, read_keep
 from distprune.files.checks.boundary import Boundary
 from distprune.files.checks.findings import Findings
@@ -108,8 +109,9 @@ class SideBySide:
 
     def _rank_in_memory(self, span: Span, groups: Groups) -> Iterator[int]:
         step = max(CHUNK // groups.block, 1) * groups.block
+        scratch = Scratch()
         for _, keys, keep, num_bytes in self._pieces(span, step):
-            self._add_misplaced(span.position, lowest_of(groups, keys), keep)
+            self._add_misplaced(span.position, lowest_of(groups, keys, scratch), keep)
             yield num_bytes
 
     def _add_misplaced(self, position: int, lowest: Array, keep: Array) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from distprune._common.element_groups import Groups
 from distprune._common.lowest_of_groups import lowest_of
+from distprune._common.memory import Scratch
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
 from distprune.files.disk.access import WRITE
 from distprune.files.disk.open_files import OpenFiles, write_from
@@ -157,11 +158,12 @@ class Rewriter:
 
     def _rank_in_memory(self, span: Span, groups: Groups) -> Iterator[Piece]:
         step = max(CHUNK // groups.block, 1) * groups.block
+        scratch = Scratch()
         for first in range(span.first, span.last, step):
             last = min(first + step, span.last)
             bits = self._source.read_bits(span.position, first, last)
             keys = self._source.keys_of(span.position, first, bits)
-            lowest = lowest_of(groups, keys)
+            lowest = lowest_of(groups, keys, scratch)
             self._check(span, keys, lowest)
             yield first, bits, lowest
 
