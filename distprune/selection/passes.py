@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.memory import Count, Scratch, concatenate, on_host
+from distprune._common.memory import Count, Scratch, concatenate, on_host, select
 from distprune._common.radix import Descent
 from distprune.selection.candidates import (
     Candidates,
@@ -294,7 +294,9 @@ def indices_at(part: Candidates, key: int, low: int, high: int) -> Iterator[Tens
         positions = kernels_on(part.device).positions_of(part, span, key, scratch)
         if positions.numel():
             indices = part.index(positions)
-            yield indices[(indices >= low) & (indices < high)].cpu()
+            if low > 0 or high < part.numel:
+                indices = select(indices, (indices >= low).logical_and_(indices < high))
+            yield indices.cpu()
 
 
 def count_in_bins(part: Candidates, key: int, bins: Descent) -> Tensor:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from distprune._common import memory
+
 
 @dataclass(frozen=True)
 class Split:
@@ -75,11 +77,14 @@ class IndexMap:
             return positions + self.start
         indices = torch.zeros_like(positions)
         rest = positions + self.offset
-        for coordinate, stride in zip(
-            reversed(self.coordinates), reversed(self.strides), strict=True
-        ):
-            indices += (rest % len(coordinate) + coordinate.start) * stride
-            rest = rest // len(coordinate)
+        dims = list(zip(self.coordinates, self.strides, strict=True))
+        for coordinate, stride in reversed(dims[1:]):
+            outer = _divided(rest, len(coordinate))
+            # One division, and no remainder: they take longer than all else.
+            indices += rest.sub_(outer, alpha=len(coordinate)).add_(coordinate.start).mul_(stride)
+            rest = outer
+        for coordinate, stride in dims[:1]:
+            indices += rest.add_(coordinate.start).mul_(stride)
         return indices
 
     @property
@@ -109,6 +114,13 @@ class IndexMap:
             if coordinate not in rows:
                 break
         return position - self.offset
+
+
+def _divided(numbers: Tensor, divisor: int) -> Tensor:
+    """``numbers // divisor``; numpy's takes a quarter of the time of torch's."""
+    if memory.takes_numpy(numbers.device):
+        return torch.from_numpy(numbers.numpy() // divisor)
+    return numbers // divisor
 
 
 def index_map(
