@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from distprune._transformers.building import ignored_on_load, tensors_of_checkpoints
-from distprune._transformers.mask_matching import MaskSource, SameTensor
+from distprune._transformers.mask_matching import MaskSource
 from distprune._transformers.names import TransformersRules
 from distprune.files.checkpoints.checkpoint import Checkpoint
 
@@ -98,8 +98,3 @@ def _text(model: Any, checkpoint: Checkpoint, problems: list[str]) -> str:
         f"\n  {shown}{rest}\nExpected a complete checkpoint of this model. "
         "ignore_unexpected=True loads one that has other tensors besides."
     )
-
-
-def is_same(source: MaskSource) -> bool:
-    """Whether a parameter is one tensor of the checkpoint, unchanged."""
-    return isinstance(source, SameTensor)
