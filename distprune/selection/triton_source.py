@@ -120,7 +120,10 @@ def _keys(scores, at, present, seed, FORM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _live(live_mask, at, present, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Which elements of a block compete, and the bits of their mask if there is one."""
+    """Which elements of a block compete, and the bits of their mask if there is one.
+
+    Beyond the end of a tile the bits are 0.
+    """
     live = present
     bits = at
     if FORM.has_live:
@@ -129,7 +132,6 @@ def _live(live_mask, at, present, FORM: tl.constexpr, MASKED: tl.constexpr):
             live = bits != 0
         else:
             live = bits == FORM.one
-        live = live & present
     return live, bits
 
 

@@ -219,6 +219,51 @@ def test_replicas_count_their_share_and_draft_everything():
     assert_scans_agree([part], [low, high], None)
 
 
+@pytest.mark.parametrize("index", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_ties_are_cut_at_the_element_and_replicas_count_their_share(index):
+    """With a draft and without one; nothing but ties."""
+    n = 3 * BLOCK
+    tensor, key = torch.full((n,), 0.5), key_of(0.5, torch.float32)
+    part = part_of(tensor, counted=range(BLOCK + 1, n))
+    cut = PartCut(0, Cut(key, 0, index))
+    expected = (torch.arange(n) >= index).tolist()
+    for with_draft in (False, True):
+        out = torch.empty(n, dtype=torch.bool)
+        drafted = passes.scan([part], [key - 1, key], (key, key), [out]) if with_draft else None
+        counts = passes.write_masks([part], [cut], [out], drafted)
+        assert out.tolist() == expected
+        assert counts == [max(0, index - BLOCK - 1)]
+
+
+@pytest.mark.parametrize("number", [15, 16, 17])
+def test_a_tile_that_is_just_full(number):
+    """Where none is expected, a tile has room for 16 elements."""
+    tensors = [torch.zeros(BLOCK), torch.zeros(BLOCK)]
+    for tensor in tensors:
+        tensor[3 : 3 + number] = torch.linspace(1.0, 2.0, number)
+    low, high = key_of(1.0, torch.float32), key_of(2.0, torch.float32)
+    outs = [torch.empty(BLOCK, dtype=torch.bool) for _ in tensors]
+    assert_scans_agree([part_of(t) for t in tensors], [low - 1, high], (low, high), outs, share=0.0)
+
+
+def test_a_tile_writes_nothing_beyond_its_room(fused):
+    """The kernel alone, with room for 5 of 20 elements."""
+    scores = torch.linspace(1.0, 2.0, 20)
+    table = torch.tensor([scores.data_ptr(), 0, 0, 20, 100, 2, 5])
+    numbers = torch.tensor([0, 0, key_of(2.0, torch.float32), 0])
+    counts = torch.zeros(2, dtype=torch.int32)
+    keys, positions = torch.full((30,), -7, dtype=torch.int32), torch.full((30,), -7).int()
+    (piece,) = [fused.Piece.of(0, 0, range(20), part_of(scores), None)]
+    form = fused._format(piece.kind())
+    fused.source.scan_tiles[(1,)](
+        table, numbers, counts, keys, positions, form, 0, 2, True, False, BLOCK
+    )
+    assert counts.tolist() == [20, 0]
+    assert positions.tolist() == [-7] * 2 + [100, 101, 102, 103, 104] + [-7] * 23
+    assert keys[2:7].tolist() == scores[:5].view(torch.int32).tolist()
+    assert (keys[7:] == -7).all() and (keys[:2] == -7).all()
+
+
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("kind", ["rows", "columns"])
 def test_random_keys(kind, live, fused):
