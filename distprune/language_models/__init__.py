@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from distprune.language_models.layers import linear_layers as linear_layers
     from distprune.language_models.layers import load_tokenizer as load_tokenizer
     from distprune.language_models.loading import load_sharded as load_sharded
+    from distprune.language_models.running import DataRanks as DataRanks
     from distprune.language_models.running import RunProgress as RunProgress
+    from distprune.language_models.running import data_ranks as data_ranks
     from distprune.language_models.saving import SavedModel as SavedModel
     from distprune.language_models.saving import save_sharded as save_sharded
+    from distprune.language_models.sequential import decoder_blocks as decoder_blocks
+    from distprune.language_models.sequential import prune_block_by_block as prune_block_by_block
     from distprune.language_models.text import TokenWindows as TokenWindows
     from distprune.language_models.text import read_windows as read_windows
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 # the function's place in this package.
 _MODULES = {
     "PerplexityReport": "evaluating",
+    "DataRanks": "running",
     "RunProgress": "running",
     "SavedModel": "saving",
     "TextPerplexity": "evaluating",
@@ -43,21 +48,28 @@ _MODULES = {
     "load_sharded": "loading",
     "load_tokenizer": "layers",
     "perplexity": "evaluating",
+    "data_ranks": "running",
+    "decoder_blocks": "sequential",
+    "prune_block_by_block": "sequential",
     "read_windows": "text",
     "save_sharded": "saving",
 }
 
 __all__ = [
+    "DataRanks",
     "PerplexityReport",
     "RunProgress",
     "SavedModel",
     "TextPerplexity",
     "TokenWindows",
     "calibrate",
+    "data_ranks",
+    "decoder_blocks",
     "linear_layers",
     "load_sharded",
     "load_tokenizer",
     "perplexity",
+    "prune_block_by_block",
     "read_windows",
     "save_sharded",
 ]

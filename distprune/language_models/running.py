@@ -174,7 +174,12 @@ class Reporter:
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and the like off; afterwards every module has the mode that it had."""
+    """Switch dropout and the like off; afterwards every module has the mode that it had.
+
+    FSDP2 keeps the root's parameters gathered after a forward, in case a backward follows. None
+    follows what runs here: they are sharded again, so that an optimizer which is made next gets the
+    shards.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -182,6 +187,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+            if hasattr(module, "set_reshard_after_forward"):  # only modules of FSDP2
+                module.reshard()
 
 
 def check_run(model: nn.Module, windows: TokenWindows, batch_size: int) -> None:

@@ -15,9 +15,9 @@ from distprune.language_models.tensor_plan import parallelize
 
 Wrap: TypeAlias = Literal["none", "ddp", "fsdp2", "tp", "fsdp2_tp"]
 WRAPS: tuple[str, ...] = get_args(Wrap)
-# Of meshes that are made here.
+# Of meshes that are made here. PEFT takes the axis "fsdp" for one that shards storage only.
 _AXES = {
-    ("fsdp2", 1): ("dp",), ("fsdp2", 2): ("replicate", "shard"), ("tp", 1): ("tp",),
+    ("fsdp2", 1): ("fsdp",), ("fsdp2", 2): ("replicate", "shard"), ("tp", 1): ("tp",),
     ("fsdp2_tp", 2): ("dp", "tp"),
 }  # fmt: skip
 
