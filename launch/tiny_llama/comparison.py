@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import distprune as prune
+from jobs.scopes import is_meaningful, keywords_of
 
 from .model import build_model, consolidated_state, wrap_model
-from .scopes import OutlierRatios, is_meaningful, keywords_of
 from .score_files import ComparisonFiles
 from .scoring import CRITERIA, Calibration, Ranking, TrainingScores
 from .settings import Settings
@@ -85,7 +85,7 @@ def compare_criteria(settings: Settings, trainer: Trainer, folder: Path) -> Comp
     for name in settings.criteria:
         rankings[name] = CRITERIA[name](calibration)
         job.say(f"{name}: scores are ready")
-    ratios: OutlierRatios = {}
+    ratios: dict[str, float] = {}
     if "owl" in settings.scopes:
         found = calibration.statistics.outlier_ratios()
         ratios = {pair.fqn: ratio for pair, ratio in found.items()}
@@ -98,7 +98,7 @@ def compare_criteria(settings: Settings, trainer: Trainer, folder: Path) -> Comp
         for sparsity in settings.sparsities
         for criterion in settings.criteria
         for scope in settings.scopes
-        if is_meaningful(scope, rankings[criterion].method)
+        if is_meaningful(scope, rankings[criterion].method, sparsity)
     ]
     loss_trained_on = table.finetune() if settings.finetune_steps else loss_dense
     return Comparison(loss_dense, loss_trained_on, cells)
@@ -113,7 +113,7 @@ class _Table:
         trainer: Trainer,
         model: nn.Module,
         parameters: list[prune.NamedParameter],
-        ratios: OutlierRatios,
+        ratios: dict[str, float],
     ) -> None:
         self.settings = settings
         self.trainer = trainer

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import distprune as prune
 from jobs.processes import be_group_of_one, quit_group
+from jobs.scopes import keywords_of
 
 from .model import build_model
-from .scopes import keywords_of
 from .score_files import ComparisonFiles
 
 

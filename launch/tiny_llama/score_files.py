@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 import distprune as prune
 from jobs.processes import Job
 
-from .scopes import OutlierRatios
 from .scoring import Ranking
 
 
@@ -32,7 +32,7 @@ class ComparisonFiles:
         self,
         trained: dict[str, Tensor],
         rankings: dict[str, Ranking],
-        ratios: OutlierRatios,
+        ratios: Mapping[str, float],
         parameters: list[prune.NamedParameter],
         job: Job,
     ) -> None:
@@ -64,7 +64,7 @@ class ComparisonFiles:
             method, {pair: _from_tensors(f"{criterion}/{pair.fqn}", tensors) for pair in parameters}
         )
 
-    def load_ratios(self) -> OutlierRatios:
+    def load_ratios(self) -> dict[str, float]:
         return json.loads(self._facts.read_text())["ratios"]
 
     @property

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from jobs.scopes import SCOPES
+
 from .data import HELD_OUT_WINDOWS
-from .scopes import SCOPES
 from .scoring import CRITERIA
+
+# Those whose parameters compete, or have a budget.
+BUDGETED_SCOPES = ("global", "global-rms", "uniform", "erk", "lamp", "owl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def parse_settings() -> Settings:
         parsed.checkpoint_every,
         parsed.held_out_windows,
         tuple(parsed.criterion),
-        tuple(parsed.scope or SCOPES),
+        tuple(parsed.scope or BUDGETED_SCOPES),
         8 if parsed.calibration_batches is None else parsed.calibration_batches,
     )
 

@@ -7,9 +7,8 @@ from shell import ROOT
 
 sys.path.insert(0, str(ROOT / "launch"))
 
-from tiny_llama.scopes import SCOPES
 from tiny_llama.scoring import CRITERIA
-from tiny_llama.settings import parse_settings
+from tiny_llama.settings import BUDGETED_SCOPES, parse_settings
 
 
 def parse(monkeypatch, *arguments):
@@ -20,7 +19,7 @@ def parse(monkeypatch, *arguments):
 def test_a_comparison_has_every_scope_by_default(monkeypatch):
     settings = parse(monkeypatch, "--criterion", "magnitude", "wanda")
     assert settings.criteria == ("magnitude", "wanda")
-    assert settings.scopes == SCOPES
+    assert settings.scopes == BUDGETED_SCOPES
     assert settings.calibration_batches == 8
 
 
