@@ -6,12 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
+
+
+if TYPE_CHECKING:
+    from distprune.language_models import RunProgress
 
 LAUNCH_FOLDER = Path(__file__).resolve().parent.parent
 
@@ -29,6 +34,26 @@ class Job:
         """Print on rank 0 only, with the seconds since the start."""
         if self.rank == 0:
             print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    def progress(self, label: str) -> Callable[[RunProgress], None]:
+        """What prints how far a run over windows is, about ten times. For rank 0."""
+        printed = 0
+
+        def report(progress: RunProgress) -> None:
+            nonlocal printed
+            tenths = 10 * progress.num_windows // progress.total_windows
+            if tenths > printed:
+                printed = tenths
+                done = f"{progress.num_windows}/{progress.total_windows} windows"
+                self.say(f"{label}: {done}, {progress.seconds_left:.0f} s left")
+
+        return report
+
+    def agree(self, value: bool) -> bool:
+        """Rank 0's value, on every rank. Collective."""
+        agreed = torch.tensor(value, dtype=torch.uint8, device=self.device)
+        dist.broadcast(agreed, src=0)
+        return bool(agreed)
 
 
 def join() -> Job:

@@ -2,14 +2,12 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from shell import ROOT, run, start
+from shell import ROOT, kill_when, run, start
 
 import distprune as prune
 from distprune.schedule import Linear, ScheduledPruner
@@ -20,18 +18,6 @@ sys.path.insert(0, str(ROOT / "launch"))
 ARGUMENTS = ["--schedule", "cubic", "--steps", 4, "--finetune-steps", 1, "--checkpoint-every", 1]
 ARGUMENTS += ["--held-out-windows", 20]
 SCRIPT = "launch/prune_tiny_llama.sh"
-
-
-def kill_when(file: Path, job) -> None:
-    """SIGKILL all ranks, and torchrun before it can see that they are gone."""
-    deadline = time.monotonic() + 100
-    while not file.exists():
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()
-        time.sleep(0.02)
-    agent = psutil.Process(job.pid)
-    for process in (agent, *agent.children(recursive=True)):
-        process.kill()
-    job.communicate()
 
 
 @pytest.mark.slow

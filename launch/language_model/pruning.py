@@ -1,0 +1,103 @@
+"""Prune the model as the command line says: one call, whatever the sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distprune as prune
+from distprune import budgets
+from distprune.schedule import Cubic, Linear, ScheduledPruner
+from distprune.statistics import ActivationStatistics
+
+from .rankings import CRITERIA, Calibration, Pairs
+from .settings import Settings
+
+
+def select_parameters(model: nn.Module, exclude: Sequence[str], names: Sequence[str]) -> Pairs:
+    """Weights of all layers but embeddings, norms and the head, which stay dense.
+
+    Args:
+        exclude: patterns of further modules that stay dense.
+        names: of parameters; those of fused experts are not called "weight".
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    head = inner.get_output_embeddings()
+    pairs = prune.select(model, exclude=exclude, names=names)
+    return [p for p in pairs if not isinstance(p[0], nn.Embedding) and p[0] is not head]
+
+
+def keywords_of(settings: Settings, calibration: Calibration) -> dict[str, Any]:
+    """What the command line adds to the arguments of `global_unstructured`. Collective."""
+    keywords: dict[str, Any] = {
+        "scope": settings.scope, "pattern": settings.pattern, "normalize": settings.normalize
+    }  # fmt: skip
+    if settings.budget is not None:
+        is_owl = settings.budget == "owl"
+        keywords["budget"] = budgets.OWL(calibration.statistics) if is_owl else settings.budget
+    return keywords
+
+
+def prune_in_one_shot(
+    settings: Settings, parameters: Pairs, calibration: Calibration
+) -> list[dict[str, Any]]:
+    """Prune all parameters; a row of the report for each. Collective."""
+    ranking = CRITERIA[settings.criterion](calibration)
+    torch.manual_seed(settings.seed)
+    report = prune.global_unstructured(
+        parameters,
+        ranking.method,
+        ranking.scores,
+        amount=settings.sparsity,
+        **keywords_of(settings, calibration),
+    )
+    return rows_of(report)
+
+
+def prune_block_by_block(
+    settings: Settings, parameters: Pairs, calibration: Calibration
+) -> list[dict[str, Any]]:
+    """Prune each block by statistics of inputs that the pruned blocks before it give. Collective.
+
+    Each block loses the same share of its elements.
+    """
+    statistics = ActivationStatistics(parameters)
+
+    def prune_block(of_block: Pairs) -> list[dict[str, Any]]:
+        scores = getattr(statistics, settings.criterion)(of_block)
+        keywords = keywords_of(settings, calibration)
+        report = prune.global_unstructured(
+            of_block, prune.L1Unstructured, scores, amount=settings.sparsity, **keywords
+        )
+        return rows_of(report)
+
+    rows = calibration.run_block_by_block(statistics, prune_block)
+    statistics.save(calibration.statistics_file)
+    return [row for of_block in rows for row in of_block]
+
+
+def make_pruner(settings: Settings, parameters: Pairs, calibration: Calibration) -> ScheduledPruner:
+    """Prunes in steps while the model recovers, by scores that were learnt before. Collective.
+
+    The last pruning comes when three quarters of the steps are done, so that a quarter recovers.
+    """
+    ranking = CRITERIA[settings.criterion](calibration)
+    end = max(settings.prunings, 3 * settings.recovery_steps // 4)
+    kind = {"linear": Linear, "cubic": Cubic}[settings.schedule]
+    schedule = kind(0, end, max(1, end // settings.prunings), final_sparsity=settings.sparsity)
+    return ScheduledPruner(
+        parameters,
+        schedule,
+        pruning_method=ranking.method,
+        importance_scores=ranking.scores,
+        **keywords_of(settings, calibration),
+    )
+
+
+def rows_of(report: prune.PruningReport) -> list[dict[str, Any]]:
+    """What the report says of each parameter; the same on any number of ranks."""
+    return report.to_dict()["parameters"]

@@ -1,0 +1,132 @@
+"""The criteria that the script knows: what ranks the weights, and the text that it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+import distprune as prune
+from distprune import criteria, language_models
+from distprune.statistics import ActivationStatistics
+from jobs.processes import Job
+
+R = TypeVar("R")
+Pairs = list[prune.NamedParameter]
+Scores = Mapping[tuple[nn.Module, str], Tensor | prune.FactoredScores]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What to pass to `global_unstructured`; the weights themselves rank where scores are None."""
+
+    method: type[prune.BasePruningMethod]
+    scores: Scores | None = None
+
+
+class Calibration:
+    """A dense model, and the text from which criteria learn.
+
+    Args:
+        windows: None if only criteria without text are asked for.
+        statistics_file: read if it exists, else written when statistics are asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Pairs,
+        windows: language_models.TokenWindows | None,
+        statistics_file: Path,
+        batch_size: int,
+        job: Job,
+    ) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.windows = windows
+        self.statistics_file = statistics_file
+        self.batch_size = batch_size
+        self.job = job
+
+    @cached_property
+    def statistics(self) -> ActivationStatistics:
+        """Of the inputs of all layers. Collective when first asked for."""
+        if self.job.agree(self.statistics_file.exists()):
+            return ActivationStatistics.load(self.statistics_file, self.parameters)
+        statistics = ActivationStatistics(self.parameters)
+        self.run(statistics)
+        statistics.save(self.statistics_file)
+        return statistics
+
+    def run_block_by_block(
+        self, statistics: ActivationStatistics, prune_block: Callable[[Pairs], R]
+    ) -> list[R]:
+        """Prune each decoder layer by the inputs that it has when those before it are pruned.
+
+        Returns:
+            What `prune_block` returned for each block.
+        """
+        return language_models.prune_block_by_block(
+            self.model,
+            self.windows,
+            statistics,
+            prune_block,
+            batch_size=self.batch_size,
+            progress=self.job.progress("pruning block by block"),
+        )
+
+    def run(self, collected: ActivationStatistics | criteria.Criterion) -> None:
+        """Run all windows through the model, and collect."""
+        language_models.calibrate(
+            self.model,
+            self.windows,
+            collected,
+            batch_size=self.batch_size,
+            progress=self.job.progress("calibrating"),
+        )
+
+
+def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibration], Ranking]:
+    """A criterion whose unit is one batch of one rank."""
+
+    def rank(calibration: Calibration) -> Ranking:
+        criterion = make(calibration.parameters, unit="rank_batch")
+        calibration.run(criterion)
+        return Ranking(criterion.pruning_method, criterion.scores())
+
+    return rank
+
+
+def _wanda(calibration: Calibration) -> Ranking:
+    return Ranking(prune.L1Unstructured, calibration.statistics.wanda())
+
+
+def _ria(calibration: Calibration) -> Ranking:
+    return Ranking(prune.L1Unstructured, calibration.statistics.ria())
+
+
+def _stade(calibration: Calibration) -> Ranking:
+    return Ranking(prune.L1Unstructured, calibration.statistics.stade())
+
+
+# By name on the command line.
+CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
+    "magnitude": lambda _: Ranking(prune.L1Unstructured),
+    "random": lambda _: Ranking(prune.RandomUnstructured),
+    "wanda": _wanda,
+    "ria": _ria,
+    "stade": _stade,
+    # Of power 1: that of power 2 ranks as Fisher does.
+    "taylor": _by_gradients(partial(criteria.Taylor, power=1)),
+    "fisher": _by_gradients(criteria.Fisher),
+}
+NEEDS_TEXT = tuple(name for name in CRITERIA if name not in ("magnitude", "random"))
+
+
+def method_of(criterion: str) -> type[prune.BasePruningMethod]:
+    """The class that ranks by a criterion: none of these scores is signed."""
+    return prune.RandomUnstructured if criterion == "random" else prune.L1Unstructured

@@ -1,0 +1,211 @@
+"""The stages of `prune_language_model.py`; each is done once, also if the run is killed between."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distprune as prune
+from distprune import language_models
+from distprune.language_models import TokenWindows
+from jobs.checkpoints import Checkpoints
+from jobs.processes import Job
+from jobs.work import Folder
+
+from .document import card, draw_layers, perplexity_table, sparsity_table
+from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot, select_parameters
+from .rankings import Calibration, Pairs
+from .recovery import recover
+from .settings import Settings
+
+REPORT = "report.json"
+Stages = dict[str, dict[str, Any]]  # perplexity by stage: "dense", "pruned", "recovered"
+
+
+class Run:
+    """One run of the script. Collective: every rank calls the same methods.
+
+    Results of stages are kept in `OUT.work` until the end: perplexity, statistics, masks, and
+    checkpoints of the recovery.
+    """
+
+    def __init__(self, settings: Settings, job: Job) -> None:
+        self.settings = settings
+        self.job = job
+        self.work = Folder(
+            settings.output.with_name(f"{settings.output.name}.work"), settings.facts(), job
+        )
+        self.stages: Stages = {}
+
+    def run(self) -> None:
+        """All stages."""
+        settings, job = self.settings, self.job
+        model = self.model
+        job.say(f"loaded {settings.model}: {job.num_ranks} ranks, {settings.wrap}")
+        self.measure("dense")
+        recovers_while_pruning = settings.schedule != "one_shot"
+        if not recovers_while_pruning:
+            rows = self.prune()
+            self.measure("pruned")
+        if settings.recovery_steps:
+            model, events = self.recover()
+            if recovers_while_pruning:
+                rows = events[-1]["parameters"]
+            self.measure("recovered", model)
+        self.save(model, rows)
+        self.work.remove()
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model as it was loaded."""
+        settings = self.settings
+        mesh = None
+        if settings.wrap == "fsdp2_tp":
+            mesh = (self.job.num_ranks // settings.tensor_parallel, settings.tensor_parallel)
+        dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        model = language_models.load_sharded(
+            settings.model, wrap=settings.wrap, mesh=mesh, dtype=dtype, device=self.job.device
+        )
+        return model.eval()
+
+    @cached_property
+    def parameters(self) -> Pairs:
+        return select_parameters(self.model, self.settings.exclude, self.settings.names)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return language_models.load_tokenizer(self.settings.model)
+
+    def windows(self, files: tuple[Path, ...], limit: int | None = None) -> TokenWindows:
+        return language_models.read_windows(
+            self.tokenizer, files, self.settings.length, limit=limit
+        )
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        settings = self.settings
+        windows = None
+        if settings.calibrate:
+            windows = self.windows(settings.calibrate)
+            windows = windows.sample(min(settings.windows, len(windows)), seed=settings.seed)
+        file = settings.statistics or self.work.path / "statistics.safetensors"
+        return Calibration(
+            self.model, self.parameters, windows, file, settings.batch_size, self.job
+        )
+
+    @cached_property
+    def evaluation(self) -> TokenWindows:
+        return self.windows(self.settings.evaluate, self.settings.evaluation_windows)
+
+    def measure(self, stage: str, model: nn.Module | None = None) -> None:
+        """Perplexity, if there is text for it."""
+        if not self.settings.evaluate:
+            return
+
+        def make() -> dict[str, Any]:
+            report = language_models.perplexity(
+                self.model if model is None else model,
+                self.evaluation,
+                batch_size=self.settings.batch_size,
+                progress=self.job.progress(f"measuring the {stage} model"),
+            )
+            return report.as_values()
+
+        self.stages[stage] = self.work.once(f"{stage}.json", make)
+        self.job.say(f"{stage}: perplexity {self.stages[stage]['all']['perplexity']:.3f}")
+
+    def prune(self) -> list[dict[str, Any]]:
+        """Prune, or load the masks of an earlier run; a row of the report for each parameter."""
+        rows: list[list[dict[str, Any]]] = []
+
+        def prune_and_save(folder: Path) -> None:
+            if self.settings.sequential:
+                rows.append(prune_block_by_block(self.settings, self.parameters, self.calibration))
+            else:
+                rows.append(prune_in_one_shot(self.settings, self.parameters, self.calibration))
+            prune.save_masks(self.model, folder, names="model")
+
+        masks = self.work.once_folder("masks", prune_and_save)
+        if not rows:
+            prune.load_masks(self.model, masks)
+        return self.work.once("parameters.json", lambda: rows[0])
+
+    def recover(self) -> tuple[nn.Module, list[dict[str, Any]]]:
+        """Fine-tune, from the last checkpoint if there is one; the model, and its prunings."""
+        settings, model, pruner = self.settings, self.model, None
+        if settings.schedule != "one_shot":
+            pruner = make_pruner(settings, self.parameters, self.calibration)
+        if settings.lora is not None:
+            from .adapters import add_adapters
+
+            model = add_adapters(model, settings.lora, settings.seed)
+        events = recover(
+            model,
+            self.windows(settings.recover),
+            settings.recovery,
+            self.job,
+            checkpoints=Checkpoints(self.work.path / "checkpoints", {}, self.job),
+            checkpoint_every=settings.checkpoint_every,
+            pruner=pruner,
+        )
+        if settings.lora is not None:
+            from distprune.integrations.peft import merge_and_unload
+
+            model = merge_and_unload(model)
+        return model, events
+
+    def save(self, model: nn.Module, rows: list[dict[str, Any]]) -> None:
+        """Write OUT, with the report beside the weights, and say what is in it."""
+        settings, folder = self.settings, self.work.path / "document"
+        report = {"settings": settings.facts(), "perplexity": self.stages, "parameters": rows}
+        sidecar: dict[str, str | Path] = {
+            REPORT: json.dumps(report, indent=1),
+            "report.txt": f"{perplexity_table(self.stages)}\n\n{sparsity_table(rows)}\n",
+        }
+        if self.job.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            draw_layers(rows, folder / "sparsity_per_layer.png")
+        dist.barrier()
+        sidecar["sparsity_per_layer.png"] = folder / "sparsity_per_layer.png"
+        statistics = self.work.path / "statistics.safetensors"
+        if self.job.agree(statistics.exists()):
+            sidecar["statistics.safetensors"] = statistics
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        saved = language_models.save_sharded(
+            model,
+            settings.output,
+            source=settings.model,
+            sidecar=sidecar,
+            files={"README.md": card(settings, self.stages, rows)},
+        )
+        num_zeros = sum(saved.zeros.values())
+        self.job.say(f"wrote {saved.folder}: {num_zeros:,} zeros\n\n{sidecar['report.txt']}")
+
+
+def finished_with(settings: Settings, job: Job) -> bool:
+    """Whether OUT is there already, made with these settings. Collective.
+
+    Raises:
+        ValueError: it is there, and of something else; on every rank.
+    """
+    if not job.agree(settings.output.exists()):
+        return False
+    found: list[Any] = [None]
+    report = settings.output / "distprune" / REPORT
+    if job.rank == 0 and report.exists():
+        found[0] = json.loads(report.read_text(encoding="utf-8")).get("settings")
+    dist.broadcast_object_list(found, src=0, device=job.device)
+    if found[0] != settings.facts():
+        raise ValueError(
+            f"{settings.output} exists, and is not the result of these settings; expected a folder "
+            "that does not exist."
+        )
+    return True

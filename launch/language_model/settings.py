@@ -1,0 +1,266 @@
+"""What a user can choose on the command line, parsed once and never changed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .rankings import CRITERIA, NEEDS_TEXT
+from .recovery import Recovery
+
+WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
+SCOPES = ("global", "layer", "row")
+NORMALIZATIONS = ("none", "rms", "l2", "mean")
+BUDGETS = ("uniform", "uniform+", "erk", "lamp", "owl")
+# What does not change the result.
+_OF_THE_MACHINE = ("output", "checkpoint_every")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The command line as typed values; the same on every rank."""
+
+    model: Path
+    output: Path
+    # How it is pruned.
+    criterion: str
+    sparsity: float | None  # None: the pattern says it
+    scope: str
+    pattern: str | None
+    normalize: str | None
+    budget: str | None
+    exclude: tuple[str, ...]
+    names: tuple[str, ...]
+    # What it learns from.
+    calibrate: tuple[Path, ...]
+    statistics: Path | None
+    sequential: bool
+    windows: int
+    length: int
+    # How it is measured.
+    evaluate: tuple[Path, ...]
+    evaluation_windows: int
+    # How it is recovered.
+    recover: tuple[Path, ...]
+    recovery_steps: int
+    recovery_batch: int
+    learning_rate: float
+    lora: int | None
+    schedule: str
+    prunings: int
+    checkpoint_every: int
+    # How it runs.
+    wrap: str
+    tensor_parallel: int | None
+    dtype: str
+    batch_size: int
+    seed: int
+
+    @property
+    def recovery(self) -> Recovery:
+        """How to fine-tune."""
+        return Recovery(
+            self.recovery_steps, self.recovery_batch, self.learning_rate, self.batch_size, self.seed
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What the result depends on, as JSON has it."""
+        values = {k: v for k, v in asdict(self).items() if k not in _OF_THE_MACHINE}
+        return {name: _as_json(value) for name, value in values.items()}
+
+
+def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
+    """Read the command line; a wrong value ends every rank with the same message."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    for name in (
+        "windows",
+        "length",
+        "evaluation_windows",
+        "recovery_batch",
+        "prunings",
+        "checkpoint_every",
+        "batch_size",
+    ):
+        if getattr(parsed, name) < 1:
+            option = "--" + name.replace("_", "-")
+            parser.error(f"expected {option} >= 1, got {getattr(parsed, name)}")
+    has_own_sparsity = _says_sparsity(parsed.pattern)
+    if has_own_sparsity and parsed.sparsity is not None:
+        parser.error(f"--pattern {parsed.pattern} says the sparsity: expected no --sparsity")
+    if parsed.sparsity is None and not has_own_sparsity:
+        parsed.sparsity = 0.5
+    if parsed.sparsity is not None and not 0 < parsed.sparsity < 1:
+        parser.error(f"expected --sparsity between 0 and 1, got {parsed.sparsity}")
+    if has_own_sparsity and parsed.schedule != "one_shot":
+        parser.error(f"--pattern {parsed.pattern} goes without --schedule")
+    if (parsed.recovery_steps > 0) != bool(parsed.recover):
+        parser.error("--recover FILE... and --recovery-steps N go together")
+    if parsed.criterion in NEEDS_TEXT and not (parsed.calibrate or parsed.statistics):
+        parser.error(f"--criterion {parsed.criterion} needs --calibrate FILE...")
+    if parsed.statistics is not None and parsed.criterion not in ("wanda", "ria", "stade"):
+        parser.error(f"--statistics has no meaning for --criterion {parsed.criterion}")
+    if parsed.budget == "owl" and not (parsed.calibrate or parsed.statistics):
+        parser.error("--budget owl needs --calibrate FILE...")
+    if parsed.sequential and (parsed.criterion not in ("wanda", "ria", "stade")):
+        parser.error("--sequential goes with --criterion wanda, ria and stade")
+    if parsed.sequential and (parsed.statistics or parsed.schedule != "one_shot" or parsed.budget):
+        parser.error(
+            "--sequential prunes block by block, in one shot: expected it without "
+            "--statistics, --schedule and --budget"
+        )
+    if parsed.schedule != "one_shot" and parsed.recovery_steps < parsed.prunings:
+        parser.error(
+            f"--schedule {parsed.schedule} prunes while it recovers: expected --recovery-steps of "
+            f"at least --prunings, {parsed.prunings}, got {parsed.recovery_steps}"
+        )
+    if parsed.lora is not None and (parsed.recovery_steps == 0 or parsed.schedule != "one_shot"):
+        parser.error("--lora goes with --recovery-steps, and without --schedule")
+    if has_own_sparsity and (parsed.scope != "global" or parsed.budget):
+        parser.error(
+            "--pattern decides what is pruned in each group: expected it without "
+            "--scope and --budget"
+        )
+    values = vars(parsed)
+    if values["normalize"] is None and _parameters_compete(parsed):
+        values["normalize"] = "rms"
+    if values["normalize"] == "none":
+        values["normalize"] = None
+    return Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _says_sparsity(pattern: str | None) -> bool:
+    """N:M does; tiles of AxB are ranked as single weights are."""
+    return pattern is not None and ":" in pattern
+
+
+def _parameters_compete(parsed: argparse.Namespace) -> bool:
+    """Random scores have one scale everywhere; elsewhere each part has a count of its own."""
+    is_divided = parsed.scope != "global" or _says_sparsity(parsed.pattern) or parsed.budget
+    return parsed.criterion != "random" and not is_divided
+
+
+def _as_json(value: object) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return [_as_json(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Prune a language model on any number of ranks: load it sharded, calibrate, "
+        "prune, measure, recover and save. A run that was killed goes on when it is started again.",
+        fromfile_prefix_chars="@",  # @FILE: one argument per line
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="folder of a Hugging Face model in safetensors")
+    parser.add_argument("output", type=Path, help="folder to write; must not exist")
+
+    group = parser.add_argument_group("pruning")
+    group.add_argument("--criterion", choices=CRITERIA, default="wanda", help="what ranks weights")
+    group.add_argument("--sparsity", type=float, help="share of weights to prune (0.5)")
+    group.add_argument("--scope", choices=SCOPES, default="global", help="what competes")
+    group.add_argument(
+        "--pattern", help="2:4: prune 2 of each 4 weights along the inputs; 4x4: whole tiles"
+    )
+    group.add_argument(
+        "--normalize",
+        choices=NORMALIZATIONS,
+        help="what divides each parameter's scores (rms, where scores of different "
+        "parameters compete)",
+    )
+    group.add_argument("--budget", choices=BUDGETS, help="divides the sparsity among layers")
+    group.add_argument(
+        "--exclude",
+        nargs="*",
+        default=[],
+        metavar="PATTERN",
+        help="modules that stay dense; embeddings, norms and the head always do",
+    )
+    group.add_argument(
+        "--names",
+        nargs="+",
+        default=["weight"],
+        help="parameters of modules; gate_up_proj and down_proj are of fused experts",
+    )
+
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--calibrate",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="text to learn scores from",
+    )
+    group.add_argument("--statistics", type=Path, help="file of `distprune calibrate`, instead")
+    group.add_argument(
+        "--sequential",
+        action="store_true",
+        help="collect each block's statistics with the blocks before it pruned",
+    )
+    group.add_argument("--windows", type=int, default=128, help="number of sequences")
+    group.add_argument("--length", type=int, default=2048, help="tokens in each sequence")
+
+    group = parser.add_argument_group("evaluation")
+    group.add_argument(
+        "--evaluate",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="held-out text: perplexity before, after, and after recovery",
+    )
+    group.add_argument("--evaluation-windows", type=int, default=64, help="sequences per file")
+
+    group = parser.add_argument_group("recovery")
+    group.add_argument(
+        "--recover",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="text to fine-tune on, with the zeros held",
+    )
+    group.add_argument("--recovery-steps", type=int, default=0, help="steps of the optimizer")
+    group.add_argument(
+        "--recovery-batch", type=int, default=8, help="sequences per step, all ranks"
+    )
+    group.add_argument("--learning-rate", type=float, default=1e-5, help="of AdamW, at its height")
+    group.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train and merge LoRA adapters of this rank, instead of all weights",
+    )
+    group.add_argument(
+        "--schedule",
+        choices=("one_shot", "linear", "cubic"),
+        default="one_shot",
+        help="linear, cubic: prune in steps while recovering",
+    )
+    group.add_argument("--prunings", type=int, default=8, help="number of steps of the schedule")
+    group.add_argument(
+        "--checkpoint-every", type=int, default=50, help="steps between checkpoints of the recovery"
+    )
+
+    group = parser.add_argument_group("running")
+    group.add_argument("--wrap", choices=WRAPS, default="fsdp2", help="how the model is sharded")
+    group.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="ranks that share each layer, with --wrap fsdp2_tp",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights; auto: as they are stored",
+    )
+    group.add_argument("--batch-size", type=int, default=1, help="sequences per rank and forward")
+    group.add_argument("--seed", type=int, default=0, help="of random scores and of recovery")
+    return parser

@@ -1,0 +1,160 @@
+"""From a model's folder on disk to a pruned one: the script, as users run it."""
+
+import json
+import sys
+
+import pytest
+from safetensors.torch import load_file
+from shell import ROOT, kill_when, run, start
+
+from helpers.tiny_language_model import save_tiny_llama, write_text
+
+sys.path.insert(0, str(ROOT / "launch"))
+
+from language_model.settings import parse_settings
+
+SCRIPT = "launch/prune_language_model.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, a text to learn from and one to measure on."""
+    folder = tmp_path_factory.mktemp("language_model")
+    save_tiny_llama(folder / "llama")
+    (folder / "llama" / "README.md").write_text("---\nlicense: mit\n---\nA tiny Llama.\n")
+    write_text(folder / "train.txt", 3000)
+    write_text(folder / "held_out.txt", 800, seed=1)
+    return folder
+
+
+def arguments(folder, output, *more):
+    return [
+        folder / "llama", folder / output, "--windows", 6, "--length", 32, "--evaluation-windows",
+        3, "--evaluate", folder / "held_out.txt", *more,
+    ]  # fmt: skip
+
+
+def prune(folder, output, num_ranks, *more):
+    """Run the script to its end on some ranks; what it printed."""
+    status, printed = run("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, output, *more),
+                          NPROC=num_ranks)  # fmt: skip
+    assert status == 0, printed
+    return printed
+
+
+def weights_of(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def bytes_of(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.slow
+def test_every_sharding_prunes_the_same_weights(folder):
+    """By Wanda, of the same statistics: one process, FSDP2 on 2 ranks, FSDP2 with TP on 4."""
+    calibration = ["--calibrate", folder / "train.txt", "--sparsity", 0.6]
+    status, printed = run(SCRIPT, *arguments(folder, "alone", "--wrap", "none", *calibration))
+    assert status == 0, printed
+    statistics = ["--statistics", folder / "alone/distprune/statistics.safetensors"]
+    prune(folder, "sharded", 2, *statistics, "--sparsity", 0.6)
+    prune(folder, "both", 4, *statistics, "--sparsity", 0.6, "--wrap", "fsdp2_tp",
+          "--tensor-parallel", 2)  # fmt: skip
+    alone = weights_of(folder / "alone")
+    for other in ("sharded", "both"):
+        found = weights_of(folder / other)
+        assert alone.keys() == found.keys()
+        assert all(alone[name].equal(found[name]) for name in alone), other
+    report = json.loads((folder / "alone/distprune/report.json").read_text())
+    pruned = {row["name"]: row["num_pruned"] for row in report["parameters"]}
+    assert {name: int((alone[name] == 0).sum()) for name in pruned} == pruned
+    assert sum(pruned.values()) == round(0.6 * sum(alone[name].numel() for name in pruned))
+    first, second = (
+        json.loads((folder / name / "distprune/report.json").read_text())["perplexity"]
+        for name in ("alone", "sharded")
+    )
+    assert first["pruned"]["all"]["nll"] == pytest.approx(second["pruned"]["all"]["nll"], rel=1e-6)
+    card = (folder / "alone/README.md").read_text()
+    assert card.startswith("---\nlicense: mit") and "ranked by wanda" in card
+    assert card.rstrip().endswith("A tiny Llama.")
+    assert not (folder / "alone.work").exists()
+
+
+RECOVERY = ["--recovery-steps", 8, "--recovery-batch", 4, "--learning-rate", 1e-3,
+            "--checkpoint-every", 2]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_files(folder):
+    more = ["--calibrate", folder / "train.txt", "--recover", folder / "train.txt", *RECOVERY]
+    prune(folder, "whole", 2, *more)
+    for done in ("pruned.json", "checkpoints/step-000004"):
+        job = start("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, "killed", *more))
+        kill_when(folder / "killed.work" / done, job)
+    printed = prune(folder, "killed", 2, *more)
+    assert "goes on after step" in printed
+    whole, killed = bytes_of(folder / "whole"), bytes_of(folder / "killed")
+    assert whole.keys() == killed.keys()
+    assert [name for name in whole if whole[name] != killed[name]] == []
+    report = json.loads((folder / "killed/distprune/report.json").read_text())
+    weights = weights_of(folder / "killed")
+    for row in report["parameters"]:
+        assert int((weights[row["name"]] == 0).sum()) == row["num_pruned"]
+    assert "is there already" in prune(folder, "killed", 2, *more)
+    status, printed = run(SCRIPT, *arguments(folder, "killed", "--criterion", "random"))
+    assert status == 1 and "is not the result of these settings" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--lora", 4, "--criterion", "fisher"],
+        ["--schedule", "cubic", "--prunings", 3],
+    ],
+)
+def test_recovery_keeps_the_zeros(folder, more):
+    texts = ["--calibrate", folder / "train.txt", "--recover", folder / "train.txt"]
+    output = f"recovered_{more[0].strip('-')}"
+    prune(folder, output, 2, *texts, *RECOVERY, *more)
+    source, found = weights_of(folder / "llama"), weights_of(folder / output)
+    report = json.loads((folder / output / "distprune/report.json").read_text())
+    for row in report["parameters"]:
+        zeros = found[row["name"]] == 0
+        assert int(zeros.sum()) == row["num_pruned"]
+        assert not source[row["name"]][~zeros].equal(found[row["name"]][~zeros])  # it was trained
+    assert sum(row["num_pruned"] for row in report["parameters"]) == 2176
+
+
+@pytest.mark.slow
+def test_block_by_block(folder):
+    prune(folder, "sequential", 2, "--calibrate", folder / "train.txt", "--sequential", "--scope",
+          "row")  # fmt: skip
+    report = json.loads((folder / "sequential/distprune/report.json").read_text())
+    assert {row["sparsity"] for row in report["parameters"]} == {0.5}
+
+
+def test_pattern_says_the_sparsity():
+    settings = parse_settings(["model", "out", "--criterion", "magnitude", "--pattern", "2:4"])
+    assert settings.sparsity is None and settings.normalize is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--pattern", "2:4", "--sparsity", "0.6"], "expected no --sparsity"),
+        (["--criterion", "wanda"], "needs --calibrate"),
+        (["--criterion", "magnitude", "--recovery-steps", "3"], "go together"),
+        (["--criterion", "magnitude", "--sparsity", "1.5"], "between 0 and 1"),
+        (["--criterion", "fisher", "--calibrate", "a", "--sequential"], "wanda, ria and stade"),
+        (["--criterion", "magnitude", "--budget", "owl"], "owl needs --calibrate"),
+        (["--criterion", "magnitude", "--windows", "0"], "--windows >= 1"),
+    ],
+)
+def test_wrong_settings_end_with_a_sentence(given, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(["model", "out", *given])
+    assert said in capsys.readouterr().err
