@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-
 if TYPE_CHECKING:
     from distprune.language_models import RunProgress
 

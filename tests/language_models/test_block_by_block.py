@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
 
 import distprune as prune
 from distprune import language_models
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
+from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
 
 
 def prune_blocks(folder, wrap):

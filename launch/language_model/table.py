@@ -1,0 +1,157 @@
+"""Prune one model by each criterion, over each scope, to each sparsity; a file for every cell."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+import distprune as prune
+from distprune import language_models
+from distprune.language_models import TokenWindows
+from jobs.processes import Job
+from jobs.scopes import is_meaningful, keywords_of
+from jobs.work import Folder
+
+from .pruning import select_parameters
+from .rankings import CRITERIA, Calibration, Pairs, Ranking, method_of
+from .recovery import recover
+from .table_settings import TableSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the table."""
+
+    criterion: str
+    scope: str
+    sparsity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Windows of tokens for each purpose."""
+
+    calibration: TokenWindows
+    evaluation: TokenWindows
+    recovery: TokenWindows | None
+
+
+class Table:
+    """The model as it was loaded, and what all cells have in common.
+
+    Args:
+        folder: of the cells.
+        recovered: of the cells after recovery; None: there is no recovery.
+    """
+
+    def __init__(
+        self,
+        settings: TableSettings,
+        model: nn.Module,
+        texts: Texts,
+        folder: Folder,
+        recovered: Folder | None,
+        job: Job,
+    ) -> None:
+        self.settings, self.model, self.texts = settings, model, texts
+        self.folder, self.recovered, self.job = folder, recovered, job
+        self.parameters: Pairs = select_parameters(model, settings.exclude, settings.names)
+        file = folder.path / "statistics.safetensors"
+        windows = texts.calibration
+        self.calibration = Calibration(
+            model, self.parameters, windows, file, settings.batch_size, job
+        )
+        self._rankings: dict[str, Ranking] = {}
+        # This rank's part.
+        self._loaded = {key: part.clone() for key, part in get_model_state_dict(model).items()}
+
+    def fill(self) -> None:
+        """Make all cells that are not there yet. Collective."""
+        self.folder.once("dense.json", self._measure)
+        if self.recovered is not None:
+            self.recovered.once("dense.json", self._recover_dense)
+        for sparsity in self.settings.sparsities:
+            for scope in self.settings.scopes:
+                for criterion in self.settings.criteria:
+                    self._fill_cell(criterion, scope, sparsity)
+
+    def _fill_cell(self, criterion: str, scope: str, sparsity: float) -> None:
+        if not is_meaningful(scope, method_of(criterion), sparsity):
+            return
+        name = f"{criterion}_{scope.replace(':', '-')}_{100 * sparsity:g}.json"
+        cell = Cell(criterion, scope, sparsity)
+
+        def prune_and_measure() -> dict[str, Any]:
+            with self._pruned(cell) as report:
+                return {**asdict(cell), **facts_of(report), **self._measure()}
+
+        def recover_and_measure() -> dict[str, Any]:
+            with self._pruned(cell):
+                return {**asdict(cell), **self._recover(label=None)}
+
+        made = self.folder.once(f"cells/{name}", prune_and_measure)
+        text = f"{name}: perplexity {made['all']['perplexity']:.2f}"
+        if self.recovered is not None:
+            made = self.recovered.once(f"cells/{name}", recover_and_measure)
+            text += f", recovered {made['all']['perplexity']:.2f}"
+        self.job.say(text)
+
+    @contextlib.contextmanager
+    def _pruned(self, cell: Cell) -> Iterator[prune.PruningReport]:
+        """The model is pruned meanwhile, and then what it was."""
+        if cell.criterion not in self._rankings:
+            self._rankings[cell.criterion] = CRITERIA[cell.criterion](self.calibration)
+        ranking = self._rankings[cell.criterion]
+        ratios = self.calibration.statistics if cell.scope == "owl" else None
+        torch.manual_seed(self.settings.seed)
+        with warnings.catch_warnings():
+            # Of emptied layers: the cell says how sparse the sparsest one is.
+            warnings.simplefilter("ignore", UserWarning)
+            report = prune.global_unstructured(
+                self.parameters,
+                ranking.method,
+                ranking.scores,
+                amount=None if cell.scope == "2:4" else cell.sparsity,
+                **keywords_of(cell.scope, ratios),
+            )
+        yield report
+        for module, name in self.parameters:
+            prune.remove(module, name)
+        self._reload()
+
+    def _recover(self, label: str | None) -> dict[str, Any]:
+        assert self.texts.recovery is not None
+        recover(self.model, self.texts.recovery, self.settings.recovery, self.job, label=label)
+        return self._measure()
+
+    def _recover_dense(self) -> dict[str, Any]:
+        """As many steps as the pruned models have: what more training alone does."""
+        made = self._recover("the dense model trains on")
+        self._reload()
+        return made
+
+    def _measure(self) -> dict[str, Any]:
+        report = language_models.perplexity(
+            self.model, self.texts.evaluation, batch_size=self.settings.batch_size
+        )
+        return report.as_values()
+
+    def _reload(self) -> None:
+        # It renames keys in what it is given.
+        set_model_state_dict(self.model, dict(self._loaded))
+
+
+def facts_of(report: prune.PruningReport) -> dict[str, Any]:
+    """What the table says of a pruning."""
+    return {
+        "num_elements": report.num_elements,
+        "num_pruned": report.num_pruned,
+        "sparsity_of_parameters": {p.name: p.sparsity for p in report.parameters},
+    }

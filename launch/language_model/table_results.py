@@ -1,0 +1,150 @@
+"""The table: for people in `results.md` and `perplexity.png`, for programs in `results.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from jobs.document import command_line, machine_facts, markdown_table
+from jobs.processes import Job
+from jobs.work import FACTS
+
+Key = tuple[str, str, float]  # criterion, scope, sparsity
+Cells = dict[Key, dict[str, Any]]
+
+
+def write_results(folder: Path, job: Job) -> None:
+    """Write the three files of all cells that are there. For rank 0.
+
+    Args:
+        folder: with `dense.json` and `cells/`, and the same after recovery in `recovered/`.
+    """
+    dense, cells = _read(folder)
+    later_dense, later = _read(folder / "recovered")
+    facts = json.loads((folder / FACTS).read_text())
+    results = {
+        "facts": facts, "machine": machine_facts(job), "dense": dense,
+        "cells": list(cells.values()), "recovered": list(later.values()),
+        "dense_recovered": later_dense,
+    }  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    (folder / "results.md").write_text(_document(folder, dense, cells, later_dense, later, job))
+    draw(dense, cells, folder / "perplexity.png")
+
+
+def _read(folder: Path) -> tuple[dict[str, Any] | None, Cells]:
+    if not (folder / "dense.json").exists():
+        return None, {}
+    found = [json.loads(file.read_text()) for file in sorted((folder / "cells").glob("*.json"))]
+    cells = {(cell["criterion"], cell["scope"], cell["sparsity"]): cell for cell in found}
+    return json.loads((folder / "dense.json").read_text()), cells
+
+
+def table_of(cells: Cells, value_of: Any) -> str:
+    """A row per sparsity and criterion, a column per scope; "-" where there is no cell."""
+    criteria, scopes, sparsities = _axes(cells)
+    rows = [("sparsity, criterion", *scopes)]
+    for sparsity in sparsities:
+        for criterion in criteria:
+            found = [cells.get((criterion, scope, sparsity)) for scope in scopes]
+            if any(found):
+                numbers = ["-" if cell is None else value_of(cell) for cell in found]
+                rows.append((f"{100 * sparsity:g} %, {criterion}", *numbers))
+    return markdown_table(rows)
+
+
+def draw(dense: dict[str, Any] | None, cells: Cells, file: Path) -> None:
+    """A panel per sparsity, a row per criterion, a colour per scope."""
+    criteria, scopes, sparsities = _axes(cells)
+    if dense is None or not cells:
+        return
+    figure = Figure(figsize=(4 * len(sparsities), 2 + 0.4 * len(criteria)), layout="constrained")
+    panels = figure.subplots(1, len(sparsities), sharey=True, squeeze=False)[0]
+    colours = colormaps["viridis"](np.linspace(0, 0.9, len(scopes)))
+    places = np.arange(len(criteria))
+    for axes, sparsity in zip(panels, sparsities, strict=True):
+        for scope, colour in zip(scopes, colours, strict=True):
+            found = [cells.get((criterion, scope, sparsity)) for criterion in criteria]
+            values = [np.nan if c is None else _perplexity(c) for c in found]
+            axes.plot(values, places, "o", color=colour, alpha=0.8, label=scope)
+        axes.axvline(_perplexity(dense), color="0.5", linestyle=":", label="dense")
+        axes.set_xscale("log")
+        axes.set_title(f"{100 * sparsity:g} % pruned")
+        axes.set_xlabel("perplexity")
+        axes.grid(alpha=0.25)
+    panels[0].set_yticks(places, criteria)
+    panels[0].invert_yaxis()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def _axes(cells: Cells) -> tuple[list[str], list[str], list[float]]:
+    """The criteria, scopes and sparsities that occur."""
+    return (
+        _in_order((key[0] for key in cells), ["magnitude", "wanda", "ria", "taylor", "fisher"]),
+        _in_order((key[1] for key in cells), ["global", "global-rms", "layer", "row"]),
+        sorted({key[2] for key in cells}),
+    )
+
+
+def _in_order(names: Any, first: Sequence[str]) -> list[str]:
+    found = set(names)
+    return [name for name in first if name in found] + sorted(found - set(first))
+
+
+def _perplexity(cell: dict[str, Any]) -> float:
+    return float(cell["all"]["perplexity"])
+
+
+def _text(cell: dict[str, Any]) -> str:
+    value = _perplexity(cell)
+    return f"{value:.2f}" if value < 1e3 else f"{value:.2g}"
+
+
+def _highest(cell: dict[str, Any]) -> str:
+    return f"{100 * max(cell['sparsity_of_parameters'].values()):.1f}"
+
+
+def _document(
+    folder: Path,
+    dense: dict[str, Any] | None,
+    cells: Cells,
+    later_dense: dict[str, Any] | None,
+    later: Cells,
+    job: Job,
+) -> str:
+    facts = json.loads((folder / FACTS).read_text())
+    assert dense is not None
+    num_tokens = dense["all"]["num_tokens"]
+    texts = ", ".join(Path(text["text"]).name for text in dense["texts"])
+    parts = [
+        f"# Perplexity of {Path(facts['model']).name} by criterion, scope and sparsity",
+        f"Just after pruning; the dense model: {_text(dense)}",
+        table_of(cells, _text),
+    ]
+    if later_dense is not None and later:
+        steps = json.loads((folder / "recovered" / FACTS).read_text())
+        parts += [
+            f"After {steps['recovery_steps']} steps of fine-tuning, {steps['recovery_batch']} "
+            f"sequences each; the dense model after as many: {_text(later_dense)}",
+            table_of(later, _text),
+        ]
+    machine = "\n".join(f"- {what}: {value}" for what, value in machine_facts(job).items())
+    parts += [
+        "Sparsity of the parameter that lost most, %",
+        table_of(cells, _highest),
+        f"Lower perplexities are better. They are of {num_tokens:,} tokens ({texts}), windows of "
+        f"{facts['length']}; criteria learnt from {facts['windows']} windows of other text. Every "
+        "cell is one pruning of the same model, in one shot; a sparsity has the same number of "
+        "zeros in each, but for rounding per layer or row. The text is not WikiText: numbers do "
+        "not compare with other tables.",
+        f"{machine}\n\n```\n{command_line(job)}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"

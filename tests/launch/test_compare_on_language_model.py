@@ -1,0 +1,45 @@
+"""The table of criteria and scopes: cells are made once, and may be added later."""
+
+import json
+
+import pytest
+from shell import run
+
+from helpers.tiny_language_model import save_tiny_llama, write_text
+
+SCRIPT = "launch/compare_on_language_model.py"
+
+
+@pytest.mark.slow
+def test_cells_are_made_once_and_added_later(tmp_path):
+    save_tiny_llama(tmp_path / "llama")
+    train, held_out = (write_text(tmp_path / f"{n}.txt", 900, seed=n) for n in (0, 1))
+    table = tmp_path / "table"
+    common = [
+        tmp_path / "llama", table, "--wrap", "none", "--calibrate", train, "--windows", 3,
+        "--length", 32, "--evaluate", held_out, "--evaluation-windows", 2, "--criteria",
+        "magnitude", "fisher", "--sparsities", 0.5,
+    ]  # fmt: skip
+    recovery = ["--recover", train, "--recovery-steps", 2, "--recovery-batch", 2]
+    status, printed = run(SCRIPT, *common, "--scopes", "global", "2:4", *recovery)
+    assert status == 0, printed
+    made = {file: file.stat().st_mtime_ns for file in table.rglob("cells/*.json")}
+    assert len(made) == 8
+
+    status, printed = run(SCRIPT, *common, "--scopes", "owl", "2:4", *recovery)
+    assert status == 0, printed
+    assert {file: file.stat().st_mtime_ns for file in made} == made
+    results = json.loads((table / "results.json").read_text())
+    found = {(cell["criterion"], cell["scope"]): cell for cell in results["cells"]}
+    assert found.keys() == {
+        (c, s) for c in ("magnitude", "fisher") for s in ("global", "2:4", "owl")
+    }
+    assert {cell["num_pruned"] for cell in found.values()} == {2176}
+    # Every cell begins with the model as it was: the dense one, and other prunings, left nothing.
+    assert len({cell["all"]["nll"] for cell in found.values()}) == 6
+    lines = (table / "results.md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("| sparsity"))
+    assert [name.strip() for name in head.split("|")[2:-1]] == ["global", "2:4", "owl"]
+
+    status, printed = run(SCRIPT, *common, "--seed", 1)
+    assert status == 1 and "seed was 0 and is 1" in printed
