@@ -14,7 +14,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
             if hasattr(module, "set_reshard_after_forward"):  # only modules of FSDP2
-                module.reshard()
+                cast(Any, module).reshard()
 
 
 def check_run(model: nn.Module, windows: TokenWindows, batch_size: int) -> None:

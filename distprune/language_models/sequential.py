@@ -88,12 +88,11 @@ def prune_block_by_block(
     """
     ranks = check_same(model, windows, batch_size)
     blocks = world().run(lambda: decoder_blocks(model))
-    owners = {id(module) for block in blocks for module in block.modules()}
-    num_runs = sum(
-        any(id(module) in {id(m) for m in block.modules()} for module, _ in statistics.parameters)
-        for block in blocks
-    )
-    outside = [p for p in statistics.parameters if id(p[0]) not in owners]
+    modules = [{id(module) for module in block.modules()} for block in blocks]
+    owners = {id(module) for module, _ in statistics.parameters}
+    num_runs = sum(not owners.isdisjoint(of_block) for of_block in modules)
+    inside = set().union(*modules)
+    outside = [p for p in statistics.parameters if id(p[0]) not in inside]
     if outside:
         raise ValueError(
             f"{len(outside)} parameters of statistics are in no decoder layer, such as one of a "
