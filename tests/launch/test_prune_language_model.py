@@ -12,6 +12,7 @@ from helpers.tiny_language_model import save_tiny_llama, write_text
 sys.path.insert(0, str(ROOT / "launch"))
 
 from language_model.settings import parse_settings
+from language_model.table_settings import parse_settings as parse_table_settings
 
 SCRIPT = "launch/prune_language_model.py"
 
@@ -135,6 +136,12 @@ def test_block_by_block(folder):
           "row")  # fmt: skip
     report = json.loads((folder / "sequential/distprune/report.json").read_text())
     assert {row["sparsity"] for row in report["parameters"]} == {0.5}
+
+
+def test_the_shipped_arguments_are_read(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert parse_settings(["@configs/gemma.args"]).criterion == "wanda"
+    assert parse_table_settings(["@configs/gemma_table.args"]).windows == 32
 
 
 def test_pattern_says_the_sparsity():
