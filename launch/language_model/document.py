@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .settings import Settings
 Rows = list[dict[str, Any]]
 Stages = dict[str, dict[str, Any]]  # perplexity by stage: "dense", "pruned", "recovered"
 
+_OF_CHECKPOINTS = ("magnitude", "wanda", "stade")
 _TAGS = ("pruned", "sparse")
 
 
@@ -65,7 +67,8 @@ def card(settings: Settings, stages: Stages, rows: Rows) -> str:
 # Pruned: {_number(100 * counts[0] / counts[1])} % of the weights of {len(rows)} layers are zero
 
 {counts[0]:,} of {counts[1]:,} weights were pruned with distprune {__version__}
-(`launch/prune_language_model.py`): {_method(settings)}. Embeddings, norms and the head are dense.
+(`launch/prune_language_model.py`): {_method(settings)}.
+Embeddings, norms and the head are dense.
 The zeros are ordinary values: the files are as large as before, and any program loads them.
 
 {perplexity_table(stages)}
@@ -76,6 +79,27 @@ The zeros are ordinary values: the files are as large as before, and any program
     if not rest:
         return text
     return f"{text}\n---\n\n*The card of the source follows as it was.*\n\n{rest}\n"
+
+
+def recipe_of(settings: Settings, rows: Rows) -> str | None:
+    """The recipe by which `distprune prune MODEL OUT -r recipe.yaml` prunes the same weights.
+
+    None for what the command line does not know: gradients, budgets, pruning in several steps.
+    """
+    is_one_call = settings.schedule == "one_shot" and not settings.sequential
+    if not is_one_call or settings.budget or settings.criterion not in _OF_CHECKPOINTS:
+        return None
+    lines = ["version: 2", f"score: {settings.criterion}"]
+    if settings.criterion != "magnitude":
+        lines.append("statistics: statistics.safetensors")
+    if settings.pattern is not None:
+        lines.append(f'pattern: "{settings.pattern}"')
+    if settings.sparsity is not None:
+        lines += [f"scope: {settings.scope}", f"sparsity: {settings.sparsity}"]
+        if settings.scope == "global":
+            lines.append(f"normalize: {settings.normalize or 'none'}")
+    names = [f"    - {json.dumps(row['name'])}" for row in rows]
+    return "\n".join([*lines, "select:", "  include:", *names]) + "\n"
 
 
 def _method(settings: Settings) -> str:

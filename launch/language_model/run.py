@@ -19,7 +19,7 @@ from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
 from jobs.work import Folder
 
-from .document import card, draw_layers, perplexity_table, sparsity_table
+from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
 from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot, select_parameters
 from .rankings import Calibration, Pairs
 from .recovery import recover
@@ -95,10 +95,19 @@ class Run:
         if settings.calibrate:
             windows = self.windows(settings.calibrate)
             windows = windows.sample(min(settings.windows, len(windows)), seed=settings.seed)
-        file = settings.statistics or self.work.path / "statistics.safetensors"
         return Calibration(
-            self.model, self.parameters, windows, file, settings.batch_size, self.job
+            self.model,
+            self.parameters,
+            windows,
+            self.statistics_file,
+            settings.batch_size,
+            self.job,
         )
+
+    @property
+    def statistics_file(self) -> Path:
+        """That of the command line, or the one that this run writes if a criterion needs it."""
+        return self.settings.statistics or self.work.path / "statistics.safetensors"
 
     @cached_property
     def evaluation(self) -> TokenWindows:
@@ -140,6 +149,11 @@ class Run:
     def recover(self) -> tuple[nn.Module, list[dict[str, Any]]]:
         """Fine-tune, from the last checkpoint if there is one; the model, and its prunings."""
         settings, model, pruner = self.settings, self.model, None
+        if settings.lora is None and any(p.dtype.itemsize < 4 for p in model.parameters()):
+            self.job.say(
+                "the weights have 16 bits, in which small steps of the optimizer are lost: "
+                "--dtype float32 or --lora recovers better"
+            )
         if settings.schedule != "one_shot":
             pruner = make_pruner(settings, self.parameters, self.calibration)
         if settings.lora is not None:
@@ -169,12 +183,15 @@ class Run:
             REPORT: json.dumps(report, indent=1),
             "report.txt": f"{perplexity_table(self.stages)}\n\n{sparsity_table(rows)}\n",
         }
+        recipe = recipe_of(settings, rows)
+        if recipe is not None:
+            sidecar["recipe.yaml"] = recipe
         if self.job.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             draw_layers(rows, folder / "sparsity_per_layer.png")
         dist.barrier()
         sidecar["sparsity_per_layer.png"] = folder / "sparsity_per_layer.png"
-        statistics = self.work.path / "statistics.safetensors"
+        statistics = self.statistics_file
         if self.job.agree(statistics.exists()):
             sidecar["statistics.safetensors"] = statistics
         if isinstance(model, DistributedDataParallel):

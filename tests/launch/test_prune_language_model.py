@@ -1,6 +1,7 @@
 """From a model's folder on disk to a pruned one: the script, as users run it."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -82,6 +83,12 @@ def test_every_sharding_prunes_the_same_weights(folder):
     assert card.startswith("---\nlicense: mit") and "ranked by wanda" in card
     assert card.rstrip().endswith("A tiny Llama.")
     assert not (folder / "alone.work").exists()
+
+    recipe = folder / "alone/distprune/recipe.yaml"
+    command = ["-m", "distprune", "prune", folder / "llama", folder / "by_files", "-r", recipe]
+    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT)
+    by_files = weights_of(folder / "by_files")
+    assert all(alone[name].equal(by_files[name]) for name in alone)
 
 
 RECOVERY = ["--recovery-steps", 8, "--recovery-batch", 4, "--learning-rate", 1e-3,
