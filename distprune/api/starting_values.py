@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from distprune._common.hashing import draw_seed, hash_keys
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
-from distprune._common.pruned_form import mask_key, orig_key
+from distprune._common.pruned_form import name_of_pruned_orig, orig_key
 from distprune.masks.values import keep_nothing, set_values
 from distprune.shards.reader import ShardReader, local_part
 from distprune.shards.shard import LocalShard
@@ -140,8 +140,7 @@ def _initialised(module: nn.Module, seed: int) -> dict[str, Tensor]:
     reader = ShardReader()
     parameters: dict[str, nn.Parameter | None] = {}
     for registered, parameter in module._parameters.items():
-        pruned = registered.removesuffix("_orig")
-        name = pruned if mask_key(pruned) in module._buffers else registered
+        name = name_of_pruned_orig(registered, module._buffers) or registered
         if parameter is not None:
             shard = reader.read(module, name, name)
             # On the CPU, so that the values do not depend on the device.
