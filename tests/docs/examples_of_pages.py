@@ -31,6 +31,7 @@ _FENCE = re.compile(
 )
 _WHOLE_PAGE = re.compile(r"^<!-- examples: (.*?) -->$", re.MULTILINE)
 _INCLUDED = re.compile(r'^--8<-- "(.*)"$', re.MULTILINE)
+LANGUAGE_MODELS = ("Llama-3.2-1B-50", "Llama-3-8B")
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,22 @@ def write_checkpoints(folder: Path) -> None:
     assert (folder / "llama-50").is_dir()
 
 
-def write_language_model(folder: Path) -> None:
-    """A small Llama with its tokenizer, "Llama-3.2-1B-50", and a text, "held-out.txt"."""
+def write_language_models(folder: Path) -> None:
+    """Small Llamas with their tokenizers, and a text, "held-out.txt"."""
     from helpers.tiny_language_model import save_tiny_llama, write_text
 
-    save_tiny_llama(folder / "Llama-3.2-1B-50", max_position_embeddings=512)
+    for name in LANGUAGE_MODELS:
+        save_tiny_llama(folder / name, max_position_embeddings=512)
     write_text(folder / "held-out.txt", 4000)
+
+
+def write_files(blocks: list[Block], folder: Path) -> None:
+    """The files that blocks read."""
+    code = "".join(block.code for block in blocks)
+    if '"llama-50"' in code:
+        write_checkpoints(folder)
+    if any(f'"{name}"' in code for name in LANGUAGE_MODELS):
+        write_language_models(folder)
 
 
 def run_blocks(blocks: list[Block], folder: Path) -> None:
@@ -147,10 +158,6 @@ def run_blocks(blocks: list[Block], folder: Path) -> None:
     os.chdir(folder)
     try:
         names = namespace(folder)
-        if any('"llama-50"' in block.code for block in blocks):
-            write_checkpoints(folder)
-        if any('"Llama-3.2-1B-50"' in block.code for block in blocks):
-            write_language_model(folder)
         for block in blocks:
             # An error shows the line in the page.
             code = "\n" * (block.line - 1) + block.code

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from examples_of_pages import DOCS, ROOT, blocks_of, pages, run_blocks
+from examples_of_pages import DOCS, ROOT, blocks_of, pages, run_blocks, write_files
 
 from distprune.testing import run_ranks
 
@@ -53,6 +53,7 @@ def clean_process(monkeypatch):
 @pytest.mark.parametrize("page", PYTHON, ids=name_of)
 def test_python_blocks_run(page, folder, clean_process):
     blocks = runnable(page)
+    write_files(blocks, folder)
     for num_ranks in sorted({block.num_ranks for block in blocks}):
         ours = [block for block in blocks if block.num_ranks == num_ranks]
         if num_ranks == 1:
