@@ -30,6 +30,7 @@ class Ranks:
     Args:
         timeout: seconds in which each step has to end.
         cpu: use the CPU even if there are accelerators.
+        share: use gloo, on accelerators too, so that several ranks may have one of them.
         meeting: (store, rank, number of ranks), if the caller has arranged it.
 
     Raises:
@@ -47,6 +48,7 @@ class Ranks:
         timeout: float,
         *,
         cpu: bool = False,
+        share: bool = False,
         meeting: tuple[Store, int, int] | None = None,
     ) -> None:
         self.timeout = timeout
@@ -56,7 +58,7 @@ class Ranks:
         try:
             self._store, self.rank, self.size = meeting or _meet(patience)
             self._store.set_timeout(patience)
-            self.device, self.backend = self._choose_device(cpu)
+            self.device, self.backend = self._choose_device(cpu, share)
             devices = self.share(self.device.type)
             if len(set(devices)) > 1:
                 raise LostError(
@@ -69,7 +71,7 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timedelta(seconds=timeout),
-                device_id=None if self.device.type == "cpu" else self.device,
+                device_id=None if self.backend == "gloo" else self.device,
             )
         except (ValueError, RuntimeError) as error:
             if isinstance(error, LostError):
@@ -124,19 +126,23 @@ class Ranks:
             self._store.set_timeout(timedelta(seconds=1))  # the other ranks had the same time
             return _NO_ANSWER
 
-    def _choose_device(self, cpu: bool) -> tuple[torch.device, str]:
+    def _choose_device(self, cpu: bool, share: bool) -> tuple[torch.device, str]:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or cpu:
             return torch.device("cpu"), "gloo"
         backend = dist.get_default_backend_for_device(accelerator.type)
         number = torch.accelerator.device_count()
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if share:
+            index = int(os.environ.get("LOCAL_RANK", self.rank)) % number
+            torch.accelerator.set_device_index(index)
+            return torch.device(accelerator.type, index), "gloo"
         if backend == "gloo" or not dist.is_backend_available(backend):
             self.notes.append(f"no backend for {accelerator.type}: the CPU is tested")
         elif local_size > number:
             self.notes.append(
                 f"{local_size} ranks would share {number} {accelerator.type} devices: the CPU is "
-                "tested"
+                "tested. With --share they have them in common, over gloo"
             )
         else:
             index = int(os.environ.get("LOCAL_RANK", 0))

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import planted
 import pytest
+import torch
 
 from distprune.selftest import checks, models
+from distprune.selftest.ranks import Ranks
 from distprune.selftest.table import Lines, Report, Result
 from distprune.testing import run_ranks
 
@@ -74,6 +76,25 @@ def test_every_wrapping_on_four_ranks(tmp_path):
     for report in run_ranks(planted.report_of, 4, store, names, fast, timeout=240):
         assert report["holds"], report
         assert len(report["results"]) == len(names) * len(fast)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_ranks_that_share_an_accelerator_use_gloo(share, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda backend: True)
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    for name, value in (("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    ranks = Ranks.__new__(Ranks)
+    ranks.rank, ranks.size, ranks.notes = 3, 4, []
+    device, backend = ranks._choose_device(cpu=False, share=share)
+    assert backend == "gloo"
+    if share:
+        assert device == torch.device("cuda", 1) and chosen == [1] and ranks.notes == []
+    else:
+        assert device == torch.device("cpu") and "--share" in ranks.notes[0]
 
 
 def test_an_odd_number_of_ranks_tries_what_it_can(tmp_path):

@@ -22,6 +22,7 @@ distprune uses. It reports what holds here, what does not, and what could not be
 _EPILOG = """examples:
   python -m distprune selftest
   torchrun --nproc-per-node 4 -m distprune selftest
+  torchrun --nproc-per-node 4 -m distprune selftest --share     # with one GPU
 
 exit codes:
   0 all that was tried holds, 1 something does not hold, 2 wrong usage, 5 ranks that are lost"""
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
         return exits.INTERNAL
     try:
-        ranks = Ranks(options.timeout, cpu=options.cpu)
+        ranks = Ranks(options.timeout, cpu=options.cpu, share=options.share)
     except LostError as error:
         print(f"distprune: {error}", file=sys.stderr)
         return exits.DISTRIBUTED
@@ -94,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", dest="as_json", help="print one JSON document"
     )
     parser.add_argument("--cpu", action="store_true", help="test gloo on the CPU, not accelerators")
+    parser.add_argument(
+        "--share", action="store_true", help="let several ranks share an accelerator, over gloo"
+    )
     parser.add_argument("--folder", help="where all ranks can write a small checkpoint")
     parser.add_argument(
         "--timeout", type=_seconds, default=60.0, help="seconds for each check (default 60)"
