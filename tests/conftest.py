@@ -47,12 +47,36 @@ RESULTS = pytest.StashKey[dict[str, list]]()
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--device", metavar="NAME", help="run only tests that take a device, on this one: cuda"
+    )
     parser.addoption("--write-matrix", metavar="PATH", help="write what test_matrix.py measured")
     parser.addoption(
         "--write-criteria",
         metavar="PATH",
         help="write what test_criteria_matrix.py measured, into what is there of other criteria",
     )
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """The device of a test that runs on any: a CPU, or the one of --device."""
+    chosen = torch.device(request.config.getoption("--device") or "cpu")
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index or 0)
+        chosen = torch.device(chosen.type, chosen.index or 0)
+        # Tests compare two runs of the same operations, bit for bit.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return chosen
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --device, leave out what takes none."""
+    if config.getoption("--device") is not None:
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 class DeadlineExceededError(BaseException):

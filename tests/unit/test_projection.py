@@ -29,7 +29,7 @@ def expected(tensors, k, candidates=None, *, largest=True, signed=False):
 def assert_equal(found, wanted):
     assert len(found) == len(wanted)
     for mask, other in zip(found, wanted, strict=True):
-        assert mask.dtype is torch.bool and torch.equal(mask, other)
+        assert mask.dtype is torch.bool and torch.equal(mask.cpu(), other)
 
 
 SHAPES = [(7, 5), (11,), (2, 3, 4), (1,)]
@@ -37,7 +37,7 @@ SHAPES = [(7, 5), (11,), (2, 3, 4), (1,)]
 
 @settings(max_examples=num_examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
-def test_groups_candidates_and_starts(data):
+def test_groups_candidates_and_starts(device, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99), "seed"))
     kind = data.draw(st.sampled_from(KINDS), "kind")
     dtypes = [
@@ -65,8 +65,10 @@ def test_groups_candidates_and_starts(data):
             ):
                 wanted[i] = mask
         found = prune.global_mask(
-            tensors, counts, groups=labels, candidates=candidates, start=start, **options
-        )
+            [tensor.to(device) for tensor in tensors], counts, groups=labels,
+            candidates=None if candidates is None else [each.to(device) for each in candidates],
+            start=start, **options,
+        )  # fmt: skip
         assert_equal(found.masks, wanted)
         start = found if data.draw(st.booleans()) else found.start
 
@@ -126,15 +128,19 @@ def test_scores_stand_for_values():
     assert found.masks["a"].tolist() == [[True, False], [False, False]]
 
 
-def test_random_scores():
+def test_random_scores(device):
     tensors = [torch.full((50, 40), math.nan), torch.zeros(300)]
     candidates = [torch.ones(50, 40, dtype=torch.bool), torch.arange(300) < 100]
+    torch.manual_seed(3)
+    on_cpu = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
+    tensors, candidates = ([each.to(device) for each in some] for some in (tensors, candidates))
     torch.manual_seed(3)
     first = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
     other = prune.global_mask(tensors, 700, scores="random", candidates=candidates, start=first)
     torch.manual_seed(3)
     again = prune.global_mask(tensors, 700, scores="random", candidates=candidates)
-    assert_equal(again.masks, first.masks)
+    assert_equal(again.masks, [mask.cpu() for mask in first.masks])
+    assert_equal(first.masks, on_cpu.masks)
     assert sum(int(mask.sum()) for mask in first.masks) == 700
     assert not first.masks[1][100:].any() and first.threshold is None
     assert not torch.equal(first.masks[0], other.masks[0])
@@ -153,11 +159,12 @@ def strided_tensors():
 
 @pytest.mark.parametrize(("name", "tensor"), list(strided_tensors()))
 @pytest.mark.parametrize("largest", [True, False])
-def test_any_layout_in_memory(name, tensor, largest):
+def test_any_layout_in_memory(name, tensor, largest, device):
+    tensor = tensor.to(device)
     k = tensor.numel() // 3
     candidates = [torch.rand(tensor.shape) < 0.7]
     k = min(k, int(candidates[0].sum()))
-    found = prune.global_mask([tensor], k, candidates=candidates, largest=largest)
+    found = prune.global_mask([tensor], k, candidates=[candidates[0].to(device)], largest=largest)
     assert_equal(found.masks, expected([tensor], k, candidates, largest=largest))
     assert_equal(
         prune.global_mask([tensor], tensor.numel() // 2, largest=largest).masks,
@@ -166,8 +173,8 @@ def test_any_layout_in_memory(name, tensor, largest):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float16, torch.bool])
-def test_other_dtypes(dtype):
-    tensor = torch.randint(-4, 5, (6, 9)).to(dtype)
+def test_other_dtypes(dtype, device):
+    tensor = torch.randint(-4, 5, (6, 9)).to(dtype).to(device)
     assert_equal(prune.global_mask([tensor], 20).masks, expected([tensor], 20))
 
 

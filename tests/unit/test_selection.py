@@ -23,7 +23,7 @@ DRAFT_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float64, torch.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
+def check(tensors, masks, amount, layouts, size, *, device, max_collectives=32):
     dtype = tensors[0].dtype
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -31,6 +31,9 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
     expected = reference.prune(tensors, amount, masks)
     num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
     k = reference.num_to_prune(amount, sum(num_live))
+    tensors = [tensor.to(device) for tensor in tensors]
+    masks = None if masks is None else [mask.to(device) for mask in masks]
+    expected = [keep.to(device) for keep in expected]
 
     def on_rank(communicator: Communicator):
         both = [
@@ -44,7 +47,7 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
         names = [f"tensor {i}" for i in range(len(tensors))]
         # Masks of any dtype, drafted during the read, and written anew.
         drafts = [
-            torch.full(cut(tensor).shape, 7).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
+            torch.full(cut(tensor).shape, 7, device=device).to(DRAFT_DTYPES[i % len(DRAFT_DTYPES)])
             for i, (tensor, (_, cut)) in enumerate(zip(tensors, both, strict=True))
         ]
         selection = select_lowest(
@@ -59,7 +62,8 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
         num_pruned = 0
         for i, (part, cut) in enumerate(both):
             fresh = masks is None
-            out = torch.full(cut(tensors[i]).shape, 7.0) if fresh else cut(masks[i]).float()
+            whole = torch.full(cut(tensors[i]).shape, 7.0, device=device)
+            out = whole if fresh else cut(masks[i]).float()
             count = write_keep(part, i, selection.cut, out, None if fresh else out)
             assert torch.equal(out, cut(expected[i]).float()), (i, layouts[i])
             assert finished[i] in (count, None)
@@ -76,7 +80,7 @@ def check(tensors, masks, amount, layouts, size, *, max_collectives=32):
 
 @settings(max_examples=num_examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_data_on_any_layout(data):
+def test_any_data_on_any_layout(device, data):
     size = data.draw(st.integers(1, 6), "ranks")
     kind = data.draw(st.sampled_from(KINDS), "kind")
     shapes = data.draw(
@@ -96,15 +100,15 @@ def test_any_data_on_any_layout(data):
     live = sum(t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors))
     amount = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]) | st.integers(0, live), "amount")
     layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    check(tensors, masks, amount, layouts, size)
+    check(tensors, masks, amount, layouts, size, device=device)
 
 
 @settings(max_examples=num_examples(200), deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_data_with_the_operations_of_other_devices(data):
+def test_any_data_with_the_operations_of_other_devices(device, data):
     """What a GPU runs, on the CPU."""
     with mock.patch("distprune._common.memory.takes_numpy", lambda device: False):
-        test_any_data_on_any_layout.hypothesis.inner_test(data)
+        test_any_data_on_any_layout.hypothesis.inner_test(device, data)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +122,9 @@ def test_any_data_with_the_operations_of_other_devices(data):
         ),
     ),
 )
-def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch):
+def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypatch, device):
     """The sampled bracket: three ranks, a size at which it is used, all data from easy to nasty."""
+    numpy = numpy and device.type == "cpu"
     monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: numpy)
     for kernels in ("cpu", "device"):
         monkeypatch.setattr(f"distprune.selection.{kernels}.CHUNK_BYTES", 1 << 15)
@@ -137,10 +142,10 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypat
         tensors = [fill(kind, s, generator) for s in shapes]
     tensors = [tensor.to(dtype) for tensor in tensors]
     for amount in (0.5, 0.999):
-        check(tensors, None, amount, ["rows", "replicated", "columns"], 3)
+        check(tensors, None, amount, ["rows", "replicated", "columns"], 3, device=device)
 
 
-def test_a_bracket_that_misses_costs_time_only(monkeypatch):
+def test_a_bracket_that_misses_costs_time_only(monkeypatch, device):
     """Brackets far too narrow: more rounds, the same masks."""
     monkeypatch.setattr("distprune.selection.bracket._SIGMAS", 0.01)
     for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "ties._KEPT"):
@@ -149,15 +154,17 @@ def test_a_bracket_that_misses_costs_time_only(monkeypatch):
     for dtype in (torch.float32, torch.float64):
         tensors = [torch.randn(300, 70, generator=generator).to(dtype), torch.randn(99, 11)]
         for amount in (0.02, 0.5, 0.97):
-            check(tensors, None, amount, ["rows", "columns"], 2, max_collectives=100)
+            layouts = ["rows", "columns"]
+            check(tensors, None, amount, layouts, 2, device=device, max_collectives=100)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("num_pruned", [39_999, 40_000, 40_001, 79_999])
-def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(num_pruned, size):
+def test_equal_scores_are_cut_after_the_last_element_of_a_parameter(num_pruned, size, device):
     """So many ties that they are found by reading again, cut at and beside the end of a layer."""
     layers = [torch.full((200, 200), 0.25), torch.full((40_000,), 0.25)]
-    check(layers, None, num_pruned, ["rows", "rows"], size, max_collectives=64)
+    layouts = ["rows", "rows"]
+    check(layers, None, num_pruned, layouts, size, device=device, max_collectives=64)
 
 
 def test_nan_raises_on_every_rank_and_names_its_parameter():
