@@ -70,7 +70,7 @@ def test_a_wrong_recipe_names_every_problem(run, tmp_path):
 
 def test_shipped_recipes_are_listed_shown_and_valid(run):
     listed = {each["name"]: each["about"] for each in run("recipe", "ls", "--json").json}
-    assert set(listed) == set(shipped_recipes()) and len(listed) == 8
+    assert set(listed) == set(shipped_recipes()) and len(listed) == 9
     for name, about in listed.items():
         assert about in run("recipe", "ls").out
         text = run("recipe", "show", name).out
@@ -85,7 +85,7 @@ def test_the_schema_has_the_keys_of_recipes_and_no_null(run):
     assert schema["title"] == "A recipe of distprune" and schema["required"] == ["version"]
     group = schema["$defs"]["GroupForm"]
     assert group["required"] == ["select"]
-    top = {"version", "seed", "nan", "output", "groups"}
+    top = {"version", "seed", "nan", "output", "groups", "statistics", "scores"}
     assert set(schema["properties"]) == set(group["properties"]) | top
     ramp, one_shot = (schema["$defs"][name] for name in ("RampForm", "OneShotForm"))
     assert ramp["properties"]["kind"] == {"enum": ["linear", "cubic"], "type": "string"}
