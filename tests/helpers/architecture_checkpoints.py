@@ -104,12 +104,15 @@ def with_duplicates(folder: Path) -> Path:
 
 
 def with_adapter(folder: Path) -> Path:
-    """Add an adapter of peft."""
+    """Add an adapter of peft, which transformers loads with the model if peft is installed."""
     from helpers.tiny_checkpoints import file_bytes
 
-    weights = {"base_model.model.layers.0.lora_A.weight": torch.ones(2, 8)}
+    layers = [f"base_model.model.model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    weights = {f"{layer}.lora_A.weight": torch.ones(2, 32) for layer in layers}
+    weights |= {f"{layer}.lora_B.weight": torch.ones(32, 2) for layer in layers}
     (folder / "adapter_model.safetensors").write_bytes(file_bytes(weights))
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
