@@ -31,7 +31,7 @@ def finish(
     Args:
         run: the command.
         arguments: of the command.
-        is_process: whether the process ends with the command; a rank that fails then ends here.
+        is_process: whether the process ends with the command; one of several ranks ends here.
     """
     as_json = streams.wants_json(arguments)
     try:
@@ -41,6 +41,8 @@ def finish(
             streams.flush()
             if code != exits.OK and as_json and ranks.is_leader():
                 _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
+            if is_process and ranks.is_rank():
+                _leave_at_once(code)
             return code
         except SystemExit as exit_:
             # The parsers exit with 2; only rich and typer with 1, if the reader of stdout is gone.
@@ -66,10 +68,11 @@ def finish(
 
 
 def _leave_at_once(code: int) -> NoReturn:
-    """End this rank before its process group is destroyed.
+    """End this rank without Python's own shutdown, in which gloo may abort the process.
 
-    Other ranks may still be connected. Then gloo aborts the process when it destroys the group
-    ("terminate called without an active exception"), which would hide the exit code.
+    A sharded model, or an error, keeps gloo's groups and their threads until then. A thread that
+    frees the tensors of a collective, or that another rank is still connected to, aborts with
+    "terminate called without an active exception", which would hide the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none

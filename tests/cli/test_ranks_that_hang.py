@@ -189,3 +189,16 @@ def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pids[1], 0)
         raise AssertionError("rank 1 is still there")
+
+
+@pytest.mark.parametrize("arguments, code", [(("recipe", "ls"), 0), (("recipe", "show", "no"), 2)])
+def test_a_rank_ends_without_the_shutdown_of_python(arguments, code):
+    """There gloo may abort the process after its work is done, for a model that is sharded."""
+    program = "import atexit; atexit.register(print, 'shut down')\n"
+    program += "from distprune.cli.main import main\nmain()"
+    for variables in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):
+        process = start("-c", program, *arguments, **variables)
+        out, err = process.communicate(timeout=250)
+        assert process.returncode == code, err
+        assert out.endswith("shut down\n") == (not variables), out
+        assert ("magnitude_50" in out) == (code == 0), out
