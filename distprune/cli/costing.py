@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ _SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
 _WRITING_IS_SLOWER = 3  # than reading, on a bad disk
 _SAMPLE_SECONDS, _SAMPLE_BYTES, _CHUNK = 0.3, 64_000_000, 4_000_000
 # Larger layers that are ranked on their own are read once more; see ``files.ranking.streaming``.
-_MAX_IN_MEMORY = 8 << 19  # elements
+_MAX_IN_MEMORY = 8 << 19  # elements, or tiles
+_PASSES_OF_TILES = 4  # their sums have 64 bits, and one read settles 16
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,15 @@ def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
                 (wide if is_wide or entry.dtype in ("F32", "F64") else 1) * entry.nbytes
                 for entry in entries
             )
+        if recipe.tile is not None:
+            return _PASSES_OF_TILES * sum(entry.nbytes for entry in entries)
         is_narrow = len(dtypes) == 1 and "F32" not in dtypes and not is_wide
         passes = 4 if "F64" in dtypes else 1 if is_narrow else 2
         return passes * sum(entry.nbytes for entry in entries)
+    if recipe.tile is not None and recipe.scope == "layer":
+        size = math.prod(recipe.tile)
+        large = (t.entry for t in tensors if t.entry.numel // size > _MAX_IN_MEMORY)
+        return _PASSES_OF_TILES * sum(entry.nbytes for entry in large)
     if recipe.pattern is None and recipe.scope == "layer":
         return sum(t.entry.nbytes for t in tensors if t.entry.numel > _MAX_IN_MEMORY)
     return 0

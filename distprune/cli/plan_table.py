@@ -49,7 +49,7 @@ def show(terminal: Terminal, plan: Plan, *, one_by_one: bool, has_amount: bool =
         if reason:
             action = f"keep: {reason}"
         else:
-            counts = [_count(planned[name]) for name in names if name in planned]
+            counts = [_count(plan, planned[name]) for name in names if name in planned]
             numbers = [number for number in counts if number is not None]
             is_known = has_amount and 0 < len(counts) == len(numbers)
             action = f"prune {count(sum(numbers))}" if is_known else "prune"
@@ -113,7 +113,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     def to_prune(verdict: Verdict) -> int | None:
         if not verdict.is_pruned:
             return 0
-        return _count(planned[verdict.entry.name]) if has_amount else None
+        return _count(plan, planned[verdict.entry.name]) if has_amount else None
 
     return {
         "source": plan.checkpoint.folder,
@@ -150,15 +150,19 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
     }
 
 
-def _count(tensor: PlannedTensor) -> int | None:
+def _count(plan: Plan, tensor: PlannedTensor) -> int | None:
     """Number of elements of a tensor to prune; None if it depends on the weights."""
     if tensor.num_groups:
-        return tensor.num_groups * tensor.num_pruned_per_group
+        size = plan.groups[tensor.group].recipe.group_rule.tile_size
+        return tensor.num_groups * tensor.num_pruned_per_group * size
     return tensor.lowest if tensor.lowest == tensor.highest else None
 
 
 def ranking_text(recipe: FileRecipe) -> str:
     """How the tensors of a recipe without groups are ranked."""
+    if recipe.tile is not None:
+        rows = {"global": "together", "layer": "tensor by tensor", "row": "row by row"}
+        return f"whole tiles {recipe.pattern}, ranked {rows[recipe.scope]} by {recipe.score_text}"
     if recipe.pattern is not None:
         return f"keeping {recipe.pattern}"
     together = {"global": "together", "layer": "each on its own", "row": "row by row"}

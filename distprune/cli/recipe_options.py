@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from distprune._common.n_of_m import tile_of
 from distprune.cli import recipe_files
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
@@ -39,13 +40,19 @@ Sparsity = Annotated[
 ]
 Pattern = Annotated[
     str | None,
-    _option("--pattern", help="Keep N of every M inputs, as in 2:4.", metavar="N:M"),
+    _option(
+        "--pattern",
+        help="Keep N of every M inputs, as in 2:4; or, beside --sparsity, prune whole tiles of A "
+        "outputs and B inputs, as in 4x4.",
+        metavar="N:M|AxB",
+    ),
 ]
 Scope = Annotated[
     str | None,
     _option(
         "--scope",
-        help="What is ranked together: everything, each tensor, or each output row.",
+        help="What is ranked together: everything, each tensor, or each output row; of tiles, the "
+        "tiles of the same outputs.",
         metavar="global|layer|row",
     ),
 ]
@@ -116,7 +123,7 @@ InputDim = Annotated[
     list[str] | None,
     _option(
         "--input-dim",
-        help="The dimension of the inputs of tensors, from 0, for N:M and rows: "
+        help="The dimension of the inputs of tensors, from 0, for patterns and rows: "
         "'*.c_fc.weight=0'; of a convolution with its kernel: 0,2,3. Repeat it for more.",
         metavar="PATTERN=DIM",
     ),
@@ -150,7 +157,10 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     groups = fields.get("groups", ())
     if groups:
         _refuse_in_groups(name, len(groups), overrides)
-    if "pattern" in overrides:
+    is_tiled = tile_of((fields | overrides).get("pattern")) is not None
+    if is_tiled:  # a sparsity and a scope stand beside it
+        fields = {k: v for k, v in fields.items() if k not in _LIMITS}
+    elif "pattern" in overrides:
         fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
     elif overrides.get("scope", "global") != "global":
         fields = {k: v for k, v in fields.items() if k not in ("pattern", *_LIMITS)}
@@ -173,6 +183,11 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     if not groups and not {"sparsity", "pattern"} & (fields | overrides).keys():
         raise SelectionError(
             "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
+        )
+    if is_tiled and "sparsity" not in fields | overrides:
+        raise SelectionError(
+            f"the pattern {(fields | overrides)['pattern']} has no sparsity; expected --sparsity, "
+            "the share of the tiles to prune."
         )
     try:
         return FileRecipe(**fields | overrides)

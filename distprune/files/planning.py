@@ -43,10 +43,10 @@ class PlannedTensor:
 
     Attributes:
         entry: the tensor.
-        offset: elements of the tensors before it in its group.
+        offset: elements of the tensors before it in its group; with a pattern of tiles, tiles.
         num_groups: how many groups of its elements are ranked on their own; 0: it is ranked
             together with other tensors (scope "global").
-        num_pruned_per_group: how many elements each of these groups loses.
+        num_pruned_per_group: how many elements, or tiles, each of these groups loses.
         group: number of the group of the plan that it is in.
         lowest, highest: how many of its elements have to be pruned at least, and at most.
         layout: where its inputs are; None if that makes no difference.
@@ -193,20 +193,22 @@ def _plan_group(
         num_to_prune = _count_of(recipe, num_elements)
     else:
         num_to_prune = sum(num_groups * num_pruned for num_groups, num_pruned in counts)
+        num_to_prune *= rule.tile_size
     limits = limits_of(entries, recipe, num_to_prune)
     tensors, offset = [], 0
     for entry, layout, groups, limit in zip(entries, of_tensors, counts, limits, strict=True):
         tensors.append(PlannedTensor(entry, offset, *groups, number, *limit, layout))
-        offset += entry.numel
+        offset += entry.numel // rule.tile_size
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
 
 
 def _count_of(recipe: FileRecipe, num_elements: int) -> int:
-    """How many of some elements the sparsity of a recipe without a pattern prunes."""
+    """How many of some elements the sparsity of a recipe without N:M prunes."""
     assert recipe.sparsity is not None  # a recipe has a pattern, or a sparsity
-    return resolve_count(recipe.sparsity, num_elements)
+    size = recipe.group_rule.tile_size
+    return resolve_count(recipe.sparsity, num_elements // size) * size
 
 
 def digest_of(checkpoint: Checkpoint, recipe: FileRecipe, inputs: Mapping[str, Any]) -> str:

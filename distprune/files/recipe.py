@@ -46,7 +46,8 @@ class FileRecipe:
         scope: what is ranked together: "global" all selected tensors, "layer" each tensor, "row"
             each output row.
         pattern: instead of a sparsity, "N:M": of every M neighbours along the input dimension, N
-            are kept.
+            are kept. Or "AxB", beside a sparsity and a scope: whole tiles of A outputs and B
+            inputs are pruned, those with the lowest sums of scores. Shares are of tiles.
         score: "magnitude"; "random": the numbers that ``RandomUnstructured`` would draw; "wanda":
             |w| times the rms of its input; "stade": |w| times the standard deviation of its input;
             "given": |score| of ``scores``.
@@ -117,8 +118,8 @@ class FileRecipe:
                 problems = [_PREFIX.sub("", problem, count=1) for problem in error.problems]
             else:
                 self._set_checked(form)
-                if self.tile is not None:
-                    problems = ["pattern: tiles are for models; checkpoints have N:M."]
+                if self.nan == "keep" and any(part.tile is not None for part in self.parts):
+                    problems = ["nan: a tile with a NaN has no sum; expected error beside tiles."]
         if problems:
             raise SelectionError(headline("the recipe", problems), problems)
 
@@ -230,7 +231,8 @@ class FileRecipe:
         values: dict[str, Any] = {"score": self.score}
         if self.pattern is not None:
             values["pattern"] = self.pattern
-        if self.kept_of is None or self.scope != "global":
+        is_n_of_m = self.pattern is not None and self.tile is None
+        if not is_n_of_m or self.scope != "global":
             values["scope"] = self.scope
         if self.normalize is not None or (not is_raw and self.is_normalizable):
             values["normalize"] = self.normalize or "none"

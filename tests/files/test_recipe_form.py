@@ -214,6 +214,7 @@ def test_whatever_is_read_is_the_same_as_plain_values(parts, is_flat, top):
 @example({"sparsity": "\ud800", "groups": "\ud800", "pattern": "\ud800", "seed": 10**400})
 @example({"sparsity": 10**400, "select": "\ud800", "limits": {"min_sparsity": b"1"}})
 @example({"sparsity": 0.5, "select": {"include": "\ud800", "input_dims": {"\ud800": 10**400}}})
+@example({"pattern": False})
 def test_whatever_else_is_refused_in_words(document):
     document = {"version": 1, **document} if isinstance(document, dict) else document
     try:

@@ -28,6 +28,13 @@ CHOICES = [
     {"pattern": "1:2"},
     {"pattern": "4:8"},
     {"pattern": "3:4"},
+    {"pattern": "2x4", "sparsity": 0.4},
+    {"pattern": "2x4", "sparsity": 0.4, "scope": "layer"},
+    {"pattern": "2x4", "sparsity": 0.4, "scope": "row"},
+    {"pattern": "1x8", "sparsity": 0.5, "scope": "row"},
+    {"pattern": "2x1", "sparsity": 0.3},
+    {"score": "random", "seed": 3, "pattern": "2x4", "sparsity": 0.5},
+    {"score": "random", "seed": 3, "pattern": "2x2", "sparsity": 0.5, "scope": "row"},
 ]
 
 
@@ -36,11 +43,11 @@ class Shapes(nn.Module):
         super().__init__()
         self.first = nn.Linear(24, 10)
         self.conv = nn.Conv2d(8, 6, 3)
-        self.turned = nn.ConvTranspose2d(8, 5, 2)
+        self.turned = nn.ConvTranspose2d(8, 4, 2)
         self.experts = nn.Module()
-        self.experts.weight = nn.Parameter(torch.zeros(3, 5, 16))
+        self.experts.weight = nn.Parameter(torch.zeros(3, 6, 16))
         self.raw = nn.Module()
-        self.raw.matrix = nn.Parameter(torch.zeros(16, 7))  # [in, out]
+        self.raw.matrix = nn.Parameter(torch.zeros(16, 8))  # [in, out]
 
 
 INPUT_DIMS = {"experts.weight": 2, "raw.matrix": 0}
@@ -99,6 +106,6 @@ def test_same_masks(tmp_path, data, dtype):
         assert report.num_pruned == planning.plan(source, recipe).num_to_prune
 
 
-def test_tiles_are_refused_by_name():
-    with pytest.raises(SelectionError, match="tiles are for models; checkpoints have N:M"):
-        FileRecipe(pattern="4x4", sparsity=0.5)
+def test_kept_nan_are_refused_beside_tiles():
+    with pytest.raises(SelectionError, match="a tile with a NaN has no sum"):
+        FileRecipe(pattern="4x4", sparsity=0.5, nan="keep")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 import distprune
 from distprune.files import planning, pruning
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
-from distprune.files.ranking import columns, streaming
+from distprune.files.ranking import columns, streaming, tile_runs
 from distprune.files.recipe import FileRecipe
 from distprune.files.results import rewriting
 from distprune.files.verifying import verify
@@ -85,6 +85,10 @@ CALLS = [
     {"amount": 0.5, "normalize": "rms", "score": "given"},
     {"amount": 0.5, "normalize": None, "score": "given"},
     {"amount": 0.5, "scope": "row", "score": "given"},
+    {"amount": 0.4, "pattern": "2x2", "score": "wanda"},
+    {"amount": 0.5, "pattern": "2x2", "scope": "row", "score": "stade"},
+    {"amount": 0.5, "pattern": "1x2", "score": "given"},
+    {"amount": 0.3, "pattern": "2x2", "scope": "layer", "score": "given"},
 ]
 
 
@@ -134,11 +138,12 @@ def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
 @small_units(num_elements=44)
 def prune_files(source, folder, statistics, scores, chunk):
     """On every rank."""
+    modules = streaming, rewriting, columns, tile_runs
     with pytest.MonkeyPatch.context() as patch:
-        for module in (streaming, rewriting, columns):
+        for module in modules:
             patch.setattr(module, "CHUNK", chunk)
         if chunk < 100:
-            for module in (streaming, rewriting, columns):
+            for module in modules:
                 patch.setattr(module, "MAX_IN_MEMORY", 8 * chunk)
         for number, call in enumerate(CALLS):
             keywords = {name: value for name, value in call.items() if name != "amount"}

@@ -239,7 +239,10 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
         if recipe.normalize is not None:
             what, unit = "score", f" times the {recipe.divisor_text}"
         threshold = "Threshold of the ranking" if is_limited else f"Largest pruned {what}"
-        ties = f"{count(group.num_ties or 0)} elements of this {what}"
+        items = "elements"
+        if recipe.tile is not None:
+            threshold, items, what = "Largest pruned sum of a tile", "tiles", "sum"
+        ties = f"{count(group.num_ties or 0)} {items} of this {what}"
         texts.append(
             f"{threshold}: {group.threshold:.6g}{unit}; {count(group.num_ties_pruned or 0)} of "
             f"{ties}{' and within limits' if is_limited else ''} were pruned."
@@ -264,6 +267,8 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
         recipe = plan.recipe
         # Without a sparsity, the groups have several.
         how = recipe.pattern or (recipe.scope if recipe.sparsity is not None else "part by part")
+        if recipe.tile is not None:
+            how = f"whole tiles {recipe.pattern}, {recipe.scope}"
         picture = Picture(
             title=f"{cached_name(folder) or Path(folder).absolute().name}, pruned: "
             f"{destination.absolute().name}",
@@ -282,8 +287,9 @@ def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, pat
 
 
 def _thresholds(plan: Plan, report: Report) -> list[float]:
-    """The thresholds of magnitude; none for random scores, which are not magnitudes."""
-    if not all(group.recipe.score == "magnitude" for group in plan.groups):
+    """The thresholds of magnitude; none for random scores, or sums of tiles, which are others."""
+    recipes = [group.recipe for group in plan.groups]
+    if not all(recipe.score == "magnitude" and recipe.tile is None for recipe in recipes):
         return []
     if any(tensor.divisor is not None for tensor in report.tensors):
         cuts = [report.magnitude_cut_at(tensor) for tensor in report.tensors]

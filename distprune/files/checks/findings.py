@@ -25,6 +25,7 @@ _COUNTS = (
     "disordered",
     "miscounted",
     "tail",
+    "torn",
 )
 
 
@@ -148,6 +149,8 @@ class Findings:
         tensor = self._plan.tensors[position]
         counts = {what: self._counts[what][position] for what in _COUNTS}
         name = printable(tensor.entry.name)
+        is_tiled = self._plan.recipe_of(position).tile is not None
+        what, one = ("tiles", "a tile") if is_tiled else ("elements", "an element")
         if counts["wrong"]:
             yield (
                 f"{name}: {counts['wrong']} elements are neither kept as they were nor pruned as "
@@ -155,22 +158,25 @@ class Findings:
             )
         if counts["tail"]:
             yield f"{name}: the last byte of its mask has bits that belong to no element."
+        if counts["torn"]:
+            yield f"{name}: {counts['torn']} tiles are neither pruned nor kept as a whole."
         if counts["nan"] and self._plan.recipe.nan == "error":
-            yield f"{name}: {counts['nan']} elements are NaN, which the recipe refuses."
+            are = "have a NaN" if is_tiled else "are NaN"
+            yield f"{name}: {counts['nan']} {what} {are}, which the recipe refuses."
         if counts["pruned_nan"]:
             yield f"{name}: {counts['pruned_nan']} pruned elements are NaN, which are to be kept."
         if counts["misplaced"]:
             yield (
-                f"{name}: {counts['misplaced']} elements are pruned or kept against the order of "
+                f"{name}: {counts['misplaced']} {what} are pruned or kept against the order of "
                 f"scores in their groups, each of which loses {tensor.num_pruned_per_group}."
             )
         if counts["disordered"]:
             yield (
-                f"{name}: in {counts['disordered']} of {tensor.num_groups} groups an element is "
+                f"{name}: in {counts['disordered']} of {tensor.num_groups} groups {one} is "
                 "pruned that comes after a kept one in the order of scores."
             )
         if counts["miscounted"]:
             yield (
                 f"{name}: {counts['miscounted']} of {tensor.num_groups} groups do not lose "
-                f"{tensor.num_pruned_per_group} elements, as the recipe asks for."
+                f"{tensor.num_pruned_per_group} {what}, as the recipe asks for."
             )

@@ -48,7 +48,7 @@ class GroupOrder:
 
         Args:
             position: of the tensor.
-            first: index of the first element.
+            first: index of the first element, or of the first tile.
             keys: 1-d, in the format of the group.
             keep: bool, like keys.
         """
@@ -110,6 +110,7 @@ class GroupOrder:
             if not tensor.lowest <= boundary.num_pruned <= tensor.highest
         ]
         total = sum(boundary.num_pruned for boundary in self._boundaries.values())
+        total *= group.recipe.group_rule.tile_size
         if len(self._plan.groups) > 1 and total != group.num_to_prune:
             problems.append(
                 f"{total} elements are pruned in group {self._number}; the recipe asks for "
@@ -118,9 +119,11 @@ class GroupOrder:
         return problems
 
     def _order_problems(self) -> list[str]:
+        is_tiled = self._plan.groups[self._number].recipe.tile is not None
+        what = "tile" if is_tiled else "element"
         return [
-            f"{printable(pruned.entry.name)}: element {last.place - pruned.offset} is pruned, but "
-            "comes after a kept one in the order of scores, which is element "
+            f"{printable(pruned.entry.name)}: {what} {last.place - pruned.offset} is pruned, but "
+            f"comes after a kept one in the order of scores, which is {what} "
             f"{first.place - kept.offset} of {printable(kept.entry.name)}."
             for (pruned, last), (kept, first) in self._disordered()
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,8 @@ from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.groups import groups_of
 from distprune.files.ranking.keys import Array
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
+from distprune.files.ranking.tile_runs import rank_tiles, read_tiles
+from distprune.files.ranking.tiles import Bands
 from distprune.files.ranking.units import CopyUnit, Span, SpanUnit
 
 _PIECE = 8 << 20  # bytes
@@ -68,6 +70,10 @@ class SideBySide:
         """Read elements of selected tensors, and their masks; yields the bytes of the source."""
         for span in unit.spans:
             tensor = self._plan.tensors[span.position]
+            bands = self._source.bands_of(span.position)
+            if bands is not None:
+                yield from self._compare_tiles(span, bands)
+                continue
             if tensor.num_groups == 0:
                 boundary = self.findings.boundaries.setdefault(span.position, Boundary())
                 yield from self._find_boundary(span, boundary, tensor.offset)
@@ -79,6 +85,48 @@ class SideBySide:
                 yield from self._rank_in_memory(span, groups)
             else:
                 yield from self._check_large_groups(span, groups)
+
+    def _compare_tiles(self, span: Span, bands: Bands) -> Iterator[int]:
+        """Whole bands of tiles: their elements, and the order of their sums."""
+        position, findings = span.position, self.findings
+        tensor = self._plan.tensors[position]
+        what = self._source, position, *self._source.items_of(position, span.first, span.last)
+        if tensor.num_groups == 0:
+            boundary = findings.boundaries.setdefault(position, Boundary())
+            for first, keys in read_tiles(*what):
+                keep = yield from self._kept_tiles(position, bands, first, len(keys))
+                self._look_at_keys(position, keys, keep)
+                boundary.add(keys, keep, tensor.offset + first)
+        else:
+            groups = groups_of(tensor, self._plan.recipe_of(position))
+            for run in rank_tiles(*what, groups):
+                if run is None:
+                    yield 0
+                    continue
+                keep = yield from self._kept_tiles(position, bands, run.first, len(run.keys))
+                self._look_at_keys(position, run.keys, keep)
+                self._add_misplaced(position, run.lowest, keep)
+        self._look_at_tail(span)
+
+    def _kept_tiles(
+        self, position: int, bands: Bands, first: int, count: int
+    ) -> Generator[int, None, Array]:
+        """Which tiles of whole bands are kept; compares the values on the way."""
+        kept: list[Array] = []
+        step = max(CHUNK // bands.row_size, 1) * bands.row_size
+        start, stop = first * bands.tile_size, (first + count) * bands.tile_size
+        num_elements = max(CHUNK // bands.size, 1) * bands.size
+        for begin in range(start, stop, num_elements):
+            end = min(begin + num_elements, stop)
+            keeps = []
+            for row in range(begin, end, step):
+                bits, keep = self._read_piece(position, row, min(row + step, end))
+                keeps.append(keep)
+                yield bits.nbytes
+            tiles, num_torn = bands.collapse(np.concatenate(keeps))
+            self.findings.add("torn", position, num_torn)
+            kept.append(tiles)
+        return np.concatenate(kept)
 
     def _find_boundary(self, span: Span, boundary: Boundary, offset: int) -> Iterator[int]:
         """Elements whose order their boundary tells; ``offset`` is the place of index 0."""
@@ -119,28 +167,39 @@ class SideBySide:
 
     def _pieces(self, span: Span, step: int) -> Iterator[tuple[int, Array, Array, int]]:
         """(first element, keys, keep, bytes) in order; compares the values on the way."""
-        position, findings = span.position, self.findings
-        tensor = self._plan.tensors[position]
-        entry = tensor.entry
-        key_format = self._source.format_of(position)
+        position = span.position
         for first in range(span.first, span.last, step):
-            last = min(first + step, span.last)
-            bits = self._source.read_bits(position, first, last)
-            keep = read_keep(self._masks, self._outputs, entry.name, first, last)
-            self._compare_values(position, first, bits, keep)
+            bits, keep = self._read_piece(position, first, min(first + step, span.last))
             keys = self._source.keys_of(position, first, bits)
-            findings.add("pruned", position, len(keep) - int(np.count_nonzero(keep)))
-            findings.add("zero", position, len(bits) - int(np.count_nonzero(bits << 1)))
-            num_nan = key_format.count_nan(keys)
-            findings.add("nan", position, num_nan)
-            if num_nan:
-                findings.add("pruned_nan", position, key_format.count_nan(keys[~keep]))
-            if tensor.num_groups == 1 and not keep.all():
-                findings.add_threshold(position, int((keys * ~keep).max()))
-            findings.num_bytes += bits.nbytes
+            self._look_at_keys(position, keys, keep)
             yield first, keys, keep, bits.nbytes
-        if span.last == entry.numel and span.last % 8:
-            findings.add("tail", position, int(self._has_tail(position)))
+        self._look_at_tail(span)
+
+    def _read_piece(self, position: int, first: int, last: int) -> tuple[Array, Array]:
+        """Elements of the source, and which of them are kept; compares the values."""
+        findings, name = self.findings, self._plan.tensors[position].entry.name
+        bits = self._source.read_bits(position, first, last)
+        keep = read_keep(self._masks, self._outputs, name, first, last)
+        self._compare_values(position, first, bits, keep)
+        findings.add("pruned", position, len(keep) - int(np.count_nonzero(keep)))
+        findings.add("zero", position, len(bits) - int(np.count_nonzero(bits << 1)))
+        findings.num_bytes += bits.nbytes
+        return bits, keep
+
+    def _look_at_keys(self, position: int, keys: Array, keep: Array) -> None:
+        """Count NaN, and note the threshold of a tensor that is one group."""
+        findings, key_format = self.findings, self._source.format_of(position)
+        num_nan = key_format.count_nan(keys)
+        findings.add("nan", position, num_nan)
+        if num_nan:
+            findings.add("pruned_nan", position, key_format.count_nan(keys[~keep]))
+        if self._plan.tensors[position].num_groups == 1 and not keep.all():
+            findings.add_threshold(position, int((keys * ~keep).max()))
+
+    def _look_at_tail(self, span: Span) -> None:
+        numel = self._plan.tensors[span.position].entry.numel
+        if span.last == numel and span.last % 8:
+            self.findings.add("tail", span.position, int(self._has_tail(span.position)))
 
     def _compare_values(self, position: int, first: int, bits: Array, keep: Array) -> None:
         """The result has the source's bits where an element is kept, and +0 elsewhere."""

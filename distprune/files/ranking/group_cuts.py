@@ -196,7 +196,8 @@ class _Searching:
                 limited = LimitedSearch(*what, group.num_to_prune, self._plan, number)
                 searches[number] = limited
             else:
-                searches[number] = Search(*what, max(group.num_to_prune, 1))
+                k = group.num_to_prune // group.recipe.group_rule.tile_size
+                searches[number] = Search(*what, max(k, 1))
         return searches
 
     def _steps(self, mine: Sequence[int]) -> Iterator[int]:
@@ -214,7 +215,8 @@ class _Searching:
 
     def _count(self, group: int, span: Span, counting: Counting) -> Iterator[int]:
         key_format = self._source.group_format(group)
-        chunks = self._source.chunks_of_keys(span.position, span.first, span.last)
+        items = self._source.items_of(span.position, span.first, span.last)
+        chunks = self._source.chunks_of_keys(span.position, *items)
         for keys, num_bytes in chunks:
             if self._searches[group].is_first:
                 self._counts[span.position] += key_format.count_nan(keys)

@@ -1,4 +1,8 @@
-"""The selected tensors of a checkpoint, a few megabytes at a time: their bits and their keys."""
+"""The selected tensors of a checkpoint, a few megabytes at a time: their bits and their keys.
+
+What is ranked are *items*: elements or, with a pattern of tiles, tiles. Keys are those of items,
+and bits those of elements. A span of whole bands has the items of :meth:`Source.items_of`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.errors import NaNError
 from distprune.files.planning import Plan
+from distprune.files.ranking.groups import bands_of
 from distprune.files.ranking.keys import (
     HASHES,
     Array,
@@ -22,8 +27,10 @@ from distprune.files.ranking.keys import (
 )
 from distprune.files.ranking.scales import Scale, score_dtype
 from distprune.files.ranking.scorers import scorers_of
+from distprune.files.ranking.tiles import SUMS, Bands
 
 CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
+_SUMMED = 1 << 16  # elements whose tiles are summed at a time: they stay in the cache
 # A group of more elements, ranked on its own, is counted in one read and cut in another.
 MAX_IN_MEMORY = 8 * CHUNK
 
@@ -41,8 +48,14 @@ class Source:
         self._paths = {file.name: file.path for file in plan.checkpoint.files}
         self._seed = hash_seed(plan.recipe.seed) if plan.recipe.seed is not None else None
         self._scorers = scorers_of(plan, self._files)
+        self._bands = [
+            bands_of(tensor, plan.recipe_of(position))
+            for position, tensor in enumerate(plan.tensors)
+        ]
         self._group_formats = [
-            key_format(
+            SUMS
+            if group.recipe.tile is not None
+            else key_format(
                 self.raw_dtype(position)
                 if group.recipe.normalize is None
                 else score_dtype(self.raw_dtype(position))
@@ -86,9 +99,20 @@ class Source:
     def format_of(self, position: int) -> KeyFormat:
         """The format of a tensor's keys: that of its group if they are ranked together."""
         tensor = self._plan.tensors[position]
-        if tensor.num_groups and self.needs_values(tensor.group):
+        is_alone = tensor.num_groups and self._bands[position] is None
+        if is_alone and self.needs_values(tensor.group):
             return key_format([self.raw_dtype(position)])
         return self.group_format(tensor.group)
+
+    def bands_of(self, position: int) -> Bands | None:
+        """The bands of a tensor whose tiles are ranked; None if its elements are."""
+        return self._bands[position]
+
+    def items_of(self, position: int, first: int, last: int) -> tuple[int, int]:
+        """The items [first, last) that the elements [first, last) are: of whole bands."""
+        bands = self._bands[position]
+        size = 1 if bands is None else bands.tile_size
+        return first // size, last // size
 
     def read_bits(self, position: int, first: int, last: int) -> Array:
         """Read the elements [first, last) as they are stored.
@@ -137,13 +161,19 @@ class Source:
         return magnitude_keys(self._raw_bits_of(position, first, bits), dtype, key_format([dtype]))
 
     def read_keys(self, position: int, first: int, last: int) -> Array:
-        """The keys of the elements [first, last). Random scores are computed without a read.
+        """The keys of the items [first, last). Random scores are computed without a read.
+
+        Tiles are read in chunks, and may be any whole columns of tiles.
 
         Raises:
             CheckpointError: as for :meth:`read_bits`.
         """
         if not self.needs_values(self._plan.tensors[position].group):
             return self._hashes(position, first, last)
+        bands = self._bands[position]
+        if bands is not None:
+            pieces = bands.split(first, last, CHUNK)
+            return np.concatenate([self._tile_keys(position, bands, *piece) for piece in pieces])
         scale, dtype = self.scale_of(position), self.raw_dtype(position)
         raw = self.read_raw_bits(position, first, last)
         if scale is not None:
@@ -152,6 +182,12 @@ class Source:
 
     def chunks_of_keys(self, position: int, first: int, last: int) -> Iterator[tuple[Array, int]]:
         """:meth:`read_keys` in chunks, each with the bytes that its elements have in the file."""
+        bands = self._bands[position]
+        if bands is not None:
+            for start, stop in bands.split(first, last, CHUNK):
+                num_bytes = (stop - start) * bands.tile_size * self.itemsize(position)
+                yield self.read_keys(position, start, stop), num_bytes
+            return
         for start in range(first, last, CHUNK):
             stop = min(start + CHUNK, last)
             keys = self.read_keys(position, start, stop)
@@ -197,6 +233,25 @@ class Source:
         """The scores of elements, before a normalisation; ``bits`` themselves for magnitudes."""
         scorer = self._scorers[position]
         return bits if scorer is None else scorer.score_bits(first, first + len(bits), bits)
+
+    def _tile_keys(self, position: int, bands: Bands, first: int, last: int) -> Array:
+        """The keys of tiles that :meth:`Bands.split` yields."""
+        dtype = self.raw_dtype(position)
+        number, inside = divmod(first, bands.num_tiles)
+        num_bands, rest = divmod(last - first, bands.num_tiles)
+        start = number * bands.size
+        if not inside and not rest:
+            raw = self.read_raw_bits(position, start, start + num_bands * bands.size)
+            step = max(_SUMMED // bands.size, 1) * bands.size
+            pieces = [bands.keys(raw[i : i + step], dtype) for i in range(0, len(raw), step)]
+            return np.concatenate(pieces)
+        strip = bands.strip((last - first) // bands.kernel)
+        start += inside // bands.kernel * bands.width * bands.kernel
+        rows = [
+            self.read_raw_bits(position, row, row + strip.row_size)
+            for row in range(start, start + bands.size, bands.row_size)
+        ]
+        return strip.keys(np.concatenate(rows), dtype)
 
     def _hashes(self, position: int, first: int, last: int) -> Array:
         assert self._seed is not None

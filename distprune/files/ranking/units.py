@@ -19,7 +19,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.disk.listing import OtherFile
 from distprune.files.formats.header import TensorEntry
 from distprune.files.planning import Plan
-from distprune.files.ranking.groups import groups_of
+from distprune.files.ranking.groups import bands_of, groups_of
 
 # So few that a histogram for each fits into memory: 128 of 256 KiB, or 192 with as many groups as
 # there may be.
@@ -212,12 +212,14 @@ def units_by_rank(units: Sequence[tuple[int, Unit]], num_ranks: int) -> list[lis
 
 
 def _grain(plan: Plan, position: int) -> int:
-    """Where a tensor may be cut: between whole groups, and whole bytes of its mask."""
-    tensor = plan.tensors[position]
-    if tensor.num_groups == 0:
-        return 8
-    block = groups_of(tensor, plan.recipe_of(position)).block
-    return min(math.lcm(block, 8), tensor.entry.numel)
+    """Where a tensor may be cut: between whole groups or tiles, and whole bytes of its mask."""
+    tensor, recipe = plan.tensors[position], plan.recipe_of(position)
+    bands = bands_of(tensor, recipe)
+    grain = 8 if bands is None else math.lcm(bands.size, 8)
+    if tensor.num_groups:
+        block = groups_of(tensor, recipe).block * recipe.group_rule.tile_size
+        grain = math.lcm(grain, block)
+    return min(grain, tensor.entry.numel) if grain > 8 else 8
 
 
 def _copies(name: str, path: str, start: int, stop: int) -> list[CopyUnit]:

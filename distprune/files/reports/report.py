@@ -23,7 +23,7 @@ class TensorReport:
         num_nan: elements that are NaN and were kept.
         threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
             that a limit held: a magnitude unless the recipe has another score, in units of
-            ``divisor`` if that is given.
+            ``divisor`` if that is given; of tiles, the largest sum.
         num_zero: elements that were zero in the source.
         group: number of the tensor's group.
         limits: how many elements had to be pruned, and how many at most; None: no limits were
@@ -64,10 +64,11 @@ class GroupReport:
         num_pruned: elements that were pruned, exactly as many as the plan said.
         threshold: the largest score that was pruned by the ranking of the group, if its tensors
             were ranked together by magnitude; None if they were not, or nothing was pruned by it.
-            If the group is normalised, it is a multiple of each tensor's ``divisor``.
+            If the group is normalised, it is a multiple of each tensor's ``divisor``; of tiles, it
+            is a sum.
         threshold_bits: the threshold as a key (the bits of the score, or the hash), in hexadecimal.
-        num_ties: elements with that key; if the group has limits, only those that no limit
-            decided on.
+        num_ties: elements, or tiles, with that key; if the group has limits, only those that no
+            limit decided on.
         num_ties_pruned: how many of these ties were pruned.
     """
 

@@ -18,12 +18,14 @@ from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.ranking.columns import ColumnCuts, is_too_large
 from distprune.files.ranking.cutting import Cutting
+from distprune.files.ranking.descending import find_threshold
 from distprune.files.ranking.group_cuts import GroupCuts
 from distprune.files.ranking.groups import groups_of
-from distprune.files.ranking.histograms import descent_to, key_histogram, narrowed
 from distprune.files.ranking.keys import Array
-from distprune.files.ranking.lowest import Quota, Threshold
+from distprune.files.ranking.lowest import Threshold
 from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source, nan_error
+from distprune.files.ranking.tile_runs import TileRun, cut_tiles, rank_tiles
+from distprune.files.ranking.tiles import Bands
 from distprune.files.ranking.units import Span, SpanUnit
 
 # Index of the first element, stored bits, and which elements are pruned.
@@ -104,6 +106,10 @@ class Rewriter:
 
     def _pieces(self, span: Span, cutting: Cutting | None) -> Iterator[Piece | None]:
         """The elements of a span in order; None where a chunk was read only to be counted."""
+        bands = self._source.bands_of(span.position)
+        if bands is not None:
+            yield from self._tiles(span, cutting, bands)
+            return
         if cutting is not None:
             yield from self._cut_at(span, cutting.threshold(span))
             return
@@ -116,21 +122,34 @@ class Rewriter:
         else:
             yield from self._cut_large_groups(span, groups)
 
+    def _tiles(self, span: Span, cutting: Cutting | None, bands: Bands) -> Iterator[Piece | None]:
+        """Whole bands of tiles, whose elements are read again when it is known which tiles go."""
+        position = span.position
+        what = self._source, position, *self._source.items_of(position, span.first, span.last)
+        runs: Iterator[TileRun | None]
+        if cutting is not None:
+            runs = cut_tiles(*what, cutting.threshold(span))
+        else:
+            tensor, recipe = self._plan.tensors[position], self._plan.recipe_of(position)
+            runs = rank_tiles(*what, groups_of(tensor, recipe))
+        for run in runs:
+            if run is None:
+                yield None
+                continue
+            if cutting is None:
+                self._check(span, run.keys, run.lowest)
+            start = run.first * bands.tile_size
+            for first, lowest in bands.spread(run.lowest, start, CHUNK):
+                yield first, self._source.read_bits(position, first, first + len(lowest)), lowest
+
     def _cut_large_groups(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
         """Groups that are runs too large to hold: each is counted, and then read again."""
         for first in range(span.first, span.last, groups.size):
             group = Span(span.position, first, first + groups.size)
-            descent = descent_to(self._source.format_of(span.position).width, groups.num_pruned)
-            num_ties = 0
-            while groups.num_pruned and not descent.is_done:
-                histogram = np.zeros(descent.num_bins, dtype=np.int64)
-                chunks = self._source.chunks_of_keys(group.position, group.first, group.last)
-                for keys, _ in chunks:
-                    histogram += key_histogram(keys, descent)
-                    yield None
-                descent, _ = narrowed(descent, histogram)
-                num_ties = descent.rank + 1
-            yield from self._cut_at(group, Threshold(descent.low, Quota(num_ties)))
+            threshold = yield from find_threshold(
+                self._source, span.position, group.first, group.last, groups.num_pruned
+            )
+            yield from self._cut_at(group, threshold)
 
     def _cut_columns(self, span: Span, groups: Groups) -> Iterator[Piece | None]:
         """Groups that are interleaved in blocks too large to hold."""

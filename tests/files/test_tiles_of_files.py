@@ -1,0 +1,282 @@
+"""Whole tiles of checkpoints: the oracle's masks in any layout, in pieces, on ranks; verify."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from distprune.files import planning, pruning, verifying
+from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
+from distprune.files.checks import side_by_side
+from distprune.files.errors import NaNError, SelectionError
+from distprune.files.formats.header import read_header
+from distprune.files.ranking import columns, streaming, tile_runs
+from distprune.files.recipe import FileRecipe
+from distprune.files.results import rewriting
+from distprune.testing import run_ranks
+from helpers import file_oracle, tiny_checkpoints
+from helpers.disk_crashes import Steps, kill_self, run_forked
+from helpers.reference import prune as lowest_of
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import load, tree_digest
+
+# Per tensor: its shape, and which of its dimensions are the outputs and the inputs.
+SHAPES = {
+    "a.weight": ((8, 24), 0, 1),
+    "b.weight": ((16, 12), 1, 0),
+    "c.weight": ((2, 8, 16), 2, 1),
+    "d.weight": ((8, 4, 3), 0, 1),
+    "e.weight": ((4, 32), 0, 1),
+}
+INPUT_DIMS = {"b.weight": 0, "c.weight": 1, "d.weight": [1, 2]}
+RUN = ("distprune/run.json",)
+WAYS = [
+    {"pattern": "2x4", "sparsity": 0.4},
+    {"pattern": "2x4", "sparsity": 0.5, "scope": "layer"},
+    {"pattern": "2x2", "sparsity": 0.4, "scope": "row"},
+    {"pattern": "4x1", "sparsity": 0.7, "scope": "row"},
+    {"pattern": "1x4", "sparsity": 0.3},
+    {"pattern": "4x4", "sparsity": 0.5, "score": "random", "seed": 3},
+    {"pattern": "2x4", "sparsity": 0.5, "score": "random", "seed": 3, "scope": "row"},
+    {"pattern": "2x2", "sparsity": 0.0, "scope": "layer"},
+    {"pattern": "2x2", "sparsity": 1.0},
+]
+MODULES = (streaming, rewriting, side_by_side, columns, tile_runs)
+
+
+def weights(dtypes=(torch.bfloat16, torch.float32, torch.float16)):
+    """Few different magnitudes: sums are exact, and tie."""
+    g = torch.Generator().manual_seed(0)
+    made = {}
+    for number, (name, (shape, _, _)) in enumerate(SHAPES.items()):
+        values = (torch.randn(shape, generator=g) * 2).round() / 2
+        made[name] = values.to(dtypes[number % len(dtypes)])
+    return made
+
+
+def expected(tensors, way):
+    """Masks by name, True = keep; each tile has one flag."""
+    outputs, inputs = map(int, way["pattern"].split("x"))
+    sizes = {}
+    for name, (shape, out_dim, in_dim) in SHAPES.items():
+        sizes[name] = [1] * len(shape)
+        sizes[name][out_dim], sizes[name][in_dim] = outputs, inputs
+    grids = {name: sums(tensors[name], sizes[name]) for name in SHAPES}
+    grids = file_oracle._scores(grids, list(SHAPES), way.get("seed"))
+    scope = way.get("scope", "global")
+    if scope == "global":
+        kept = dict(zip(grids, lowest_of(list(grids.values()), way["sparsity"]), strict=True))
+    elif scope == "layer":
+        kept = {name: lowest_of([grid], way["sparsity"])[0] for name, grid in grids.items()}
+    else:
+        kept = {name: of_rows(name, grid, way["sparsity"]) for name, grid in grids.items()}
+    for name, own in sizes.items():
+        for dim, size in enumerate(own):
+            kept[name] = kept[name].repeat_interleave(size, dim)
+    return kept
+
+
+def sums(tensor, sizes):
+    total = tensor.double().abs()
+    for dim, size in enumerate(sizes):
+        total = total.unflatten(dim, (-1, size)).sum(dim + 1)
+    return total
+
+
+def of_rows(name, grid, sparsity):
+    """Rows of tiles of the same outputs, in the order in which they are stored."""
+    shape, out_dim, _ = SHAPES[name]
+    fronts = [0, 2] if len(shape) == 3 and out_dim == 2 else [out_dim]
+    order = [*fronts, *(dim for dim in range(grid.ndim) if dim not in fronts)]
+    turned = grid.permute(order)
+    rows = turned.flatten(0, len(fronts) - 1).flatten(1)
+    kept = torch.stack([lowest_of([row], sparsity)[0] for row in rows]).reshape(turned.shape)
+    return kept.permute([order.index(dim) for dim in range(grid.ndim)])
+
+
+def recipe_of(way, **more):
+    return FileRecipe(**way, include=("*.weight",), input_dims=INPUT_DIMS, **more)
+
+
+def make_source(folder, tensors):
+    tensors = tensors | {"norm.bias": torch.ones(7)}
+    names = list(tensors)
+    parts = ({n: tensors[n] for n in names[:2]}, {n: tensors[n] for n in names[2:]})
+    return tiny_checkpoints.save(folder, *parts)
+
+
+def use_small_sizes(patch, chunk, in_memory):
+    for module in MODULES:
+        if hasattr(module, "CHUNK"):
+            patch.setattr(module, "CHUNK", chunk)
+        if hasattr(module, "MAX_IN_MEMORY"):
+            patch.setattr(module, "MAX_IN_MEMORY", in_memory)
+
+
+@pytest.mark.parametrize("sizes", [None, (100, 12), (24, 4)])
+@pytest.mark.parametrize("dtype", ["mixed", torch.float64])
+def test_equals_the_oracle(tmp_path, monkeypatch, sizes, dtype):
+    tensors = weights() if dtype == "mixed" else weights([dtype])
+    source = make_source(tmp_path / "source", tensors)
+    if sizes is not None:
+        use_small_sizes(monkeypatch, *sizes)
+    for which, way in enumerate(WAYS):
+        target = tmp_path / f"target{which}"
+        with small_units(num_elements=64 if sizes else 1 << 20):
+            plan = planning.plan(source, recipe_of(way))
+            report = pruning.prune(plan, target)
+            assert verifying.verify(target, source).problems == ()
+        file_oracle.check(source, target, expected(tensors, way), load)
+        assert report.num_pruned == plan.num_to_prune
+
+
+def digests_here(source, folder, numbers):
+    """On every rank: the digest of the result of each way, after a comparison."""
+    digests = []
+    with pytest.MonkeyPatch.context() as patch, small_units(num_elements=64, copy_bytes=100):
+        use_small_sizes(patch, 24, 4)
+        for which in numbers:
+            target = folder / str(which)
+            pruning.prune(pruning.plan_together(source, recipe_of(WAYS[which])), target)
+            assert verifying.verify(target, source).problems == ()
+            digests.append(tree_digest(target, RUN))
+    return digests
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
+    tensors, numbers = weights(), (0, 1, 2, 6)
+    source = make_source(tmp_path / "source", tensors)
+    found = []
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        found += run_ranks(digests_here, world_size, source, folder, numbers)
+    for which in numbers:
+        file_oracle.check(source, folder / str(which), expected(tensors, WAYS[which]), load)
+    assert all(digests == found[0] for digests in found)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_killed_at_any_step_it_goes_on_and_ends_the_same(tmp_path, which):
+    source = make_source(tmp_path / "source", weights())
+
+    def prune(target):
+        with small_units(num_elements=64, copy_bytes=300):
+            pruning.prune(planning.plan(source, recipe_of(WAYS[which])), target)
+
+    def killed_at(step, target):
+        with Steps(step, kill_self):
+            prune(target)
+
+    with Steps() as steps:
+        prune(tmp_path / "undisturbed")
+    wanted, num_steps = tree_digest(tmp_path / "undisturbed", RUN), steps.count
+    middle = random.Random(which).sample(range(6, num_steps - 12), 4)
+    for step in (*middle, num_steps - 6, num_steps):
+        target = tmp_path / f"target{step}"
+        status = run_forked(killed_at, step, target)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, step
+        prune(target)
+        assert tree_digest(target, RUN) == wanted, step
+
+
+def zero_out(target, name, elements):
+    """Prune more elements, in the mask and in the weights."""
+    masks = open_masks(target)
+    raw = bytearray((target / MASK_FILE).read_bytes())
+    for element in elements:
+        raw[masks.starts[name] + element // 8] &= ~(1 << element % 8)
+    (target / MASK_FILE).write_bytes(raw)
+    for path in target.glob("*.safetensors"):
+        for tensor in read_header(path).tensors:
+            if tensor.name == name:
+                raw = bytearray(path.read_bytes())
+                size = tensor.nbytes // tensor.numel
+                for element in elements:
+                    start = tensor.start + element * size
+                    raw[start : start + size] = bytes(size)
+                path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(1 << 19, 1 << 22), (24, 4)])
+def test_verify_finds_torn_tiles_and_tiles_out_of_order(tmp_path, monkeypatch, which, sizes):
+    way, tensors = WAYS[which], weights()
+    source = make_source(tmp_path / "source", tensors)
+    use_small_sizes(monkeypatch, *sizes)
+    pruning.prune(planning.plan(source, recipe_of(way)), tmp_path / "target")
+    kept = expected(tensors, way)["a.weight"].flatten()
+    one = int(kept.nonzero()[-1])
+    zero_out(tmp_path / "target", "a.weight", [one])
+    problems = verifying.verify(tmp_path / "target", source).problems
+    assert problems[0] == "a.weight: 1 tiles are neither pruned nor kept as a whole."
+    assert any("elements are pruned in all" in problem for problem in problems)
+    # All of the tile with the largest sum.
+    rows, columns = map(int, way["pattern"].split("x"))
+    sizes_of_tile = [rows, columns]
+    totals = sums(tensors["a.weight"], sizes_of_tile)
+    number = int(totals.flatten().argmax())
+    row, column = number // totals.shape[1] * rows, number % totals.shape[1] * columns
+    tile = [r * 24 + c for r in range(row, row + rows) for c in range(column, column + columns)]
+    pruning.prune(planning.plan(source, recipe_of(way)), tmp_path / "other")
+    zero_out(tmp_path / "other", "a.weight", tile)
+    problems = verifying.verify(tmp_path / "other", source).problems
+    if "scope" in way:
+        assert problems[0].startswith("a.weight: 1 tiles are pruned or kept against the order")
+    else:
+        assert f"a.weight: tile {number} is pruned, but comes after a kept one" in problems[0]
+
+
+def test_a_nan_is_an_error_that_names_its_tensor(tmp_path):
+    tensors = weights()
+    tensors["c.weight"][1, 2, 3] = float("nan")
+    source = make_source(tmp_path / "source", tensors)
+    for way in WAYS[:3]:
+        with pytest.raises(NaNError, match=r"c\.weight"):
+            pruning.prune(planning.plan(source, recipe_of(way)), tmp_path / "target")
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_numbers_of_the_report_count_tiles_and_elements(tmp_path):
+    tensors = weights([torch.float32])
+    source = make_source(tmp_path / "source", tensors)
+    plan = planning.plan(source, recipe_of(WAYS[0]))
+    report = pruning.prune(plan, tmp_path / "target")
+    kept = expected(tensors, WAYS[0])
+    grids = {n: sums(tensors[n], [2, 4]) for n in ("a.weight", "e.weight")}
+    pruned = {n: ~kept[n][::2, ::4] for n in grids}
+    num_tiles = sum(tensor.numel() for tensor in tensors.values()) // 8
+    assert report.num_pruned == plan.num_to_prune == round(0.4 * num_tiles) * 8
+    assert report.num_pruned == sum(int((~keep).sum()) for keep in kept.values())
+    assert report.threshold >= max(float(grids[n][pruned[n]].max()) for n in grids)
+    assert report.threshold <= min(float(grids[n][~pruned[n]].min()) for n in grids)
+    assert 0 < report.num_ties_pruned <= report.num_ties < num_tiles
+
+
+def test_tiles_that_do_not_fit_are_named(tmp_path):
+    source = make_source(tmp_path / "source", weights())
+    with pytest.raises(SelectionError) as error:
+        planning.plan(source, recipe_of({"pattern": "4x8", "sparsity": 0.5}))
+    assert "d.weight has 8 outputs and 4 inputs" in "".join(error.value.problems)
+
+
+def test_sums_do_not_depend_on_what_is_read_at_a_time(tmp_path):
+    """Magnitudes of any size: sums are rounded once."""
+    g = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.randn(shape, generator=g) * 10.0 ** torch.randint(-30, 30, shape, generator=g)
+        for name, (shape, _, _) in SHAPES.items()
+    }
+    tensors["a.weight"][0, 0] = float("inf")
+    source = make_source(tmp_path / "source", tensors)
+    for which in (0, 1, 2):
+        target = tmp_path / f"whole{which}"
+        pruning.prune(planning.plan(source, recipe_of(WAYS[which])), target)
+        with pytest.MonkeyPatch.context() as patch:
+            use_small_sizes(patch, 24, 4)
+            pruning.prune(planning.plan(source, recipe_of(WAYS[which])), tmp_path / "pieces")
+        wanted, found = tree_digest(target, RUN), tree_digest(tmp_path / "pieces", RUN)
+        assert wanted == found
+        (tmp_path / "pieces").rename(tmp_path / f"pieces{which}")
