@@ -38,7 +38,7 @@ def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
     """The masks in force, as bool tensors laid out like the parameters. Local.
 
     Args:
-        parameters: (module, name) pairs, pruned or not.
+        parameters: (module, name) pairs, pruned or not; those of this rank's part of a pipeline.
 
     Returns:
         For each pair a new tensor, True = keep: all True if it is not pruned; a DTensor if the
@@ -72,6 +72,7 @@ def set_masks(
     state: StateRule = "zero",
     grown: Literal["zero", "keep"] = "zero",
     group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
 ) -> MaskUpdateReport:
     """Replace the masks of parameters: elements may be dropped, and grow again. Collective.
 
@@ -96,6 +97,9 @@ def set_masks(
             unmasked value in ``<name>_orig``, which is the one that it had when it was dropped, but
             for what weight decay has made of it since.
         group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of one model, and each passes the
+            parameters, masks and optimizer of its own part (there may be none). Parameters need
+            full names, which join them, as for :func:`global_unstructured`.
 
     Returns:
         A report with the numbers of dropped and grown elements; the same on every rank.
@@ -124,8 +128,9 @@ def set_masks(
             make_hook=lasting_hook,
             importance_scores=_by_pair(pairs, masks),
             scores_name="masks",
+            pipeline_parallel=pipeline_parallel,
             facts=[
-                ("optimizer", "none" if optimizer is None else "given"),
+                ("optimizer", _given(optimizer, pipeline_parallel)),
                 ("state", _checked("state", state, ("zero", "keep", "reset"))),
                 ("grown", _checked("grown", grown, ("zero", "keep"))),
             ],
@@ -177,6 +182,8 @@ class _GivenMasks:
         def compare() -> Tensor:
             for position, shard in enumerate(call.shards):
                 new = call.scores[position]
+                if new is None:  # a parameter of another part of a pipeline: no elements
+                    new = shard.values
                 assert isinstance(new, Tensor)
                 check_binary(new, shard.name)
                 keep, before = new != 0, call.start_mask(position) != 0
@@ -207,10 +214,10 @@ class _GivenMasks:
             places.setdefault(reader.identity(module, name)[0], []).extend(of_pair)
         prepared = []
         for shard, (has_grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
-            if not any(counts):
+            of_shard = places.get(shard.key)
+            if of_shard is None or not any(counts):
                 continue
             kept_state = None
-            of_shard = places[shard.key]
             if self.optimizer is not None and self.state != "keep":
                 managed = reader.managed(*of_shard[0])
                 kept_state = ParameterState(self.optimizer, shard, managed)
@@ -267,6 +274,12 @@ def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
             what = "no mask" if mask is None else f"a {type(mask).__name__} for a mask"
             raise ValueError(f"{label} has {what}; expected a tensor for every parameter.")
     return found
+
+
+def _given(optimizer: Optimizer | None, pipeline_parallel: bool) -> str:
+    if pipeline_parallel:
+        return "that of each part"  # which may have no parameters, and so none
+    return "none" if optimizer is None else "given"
 
 
 def _checked(what: str, value: str, allowed: tuple[str, ...]) -> str:

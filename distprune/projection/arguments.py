@@ -38,6 +38,7 @@ class Items:
         counts: by group, how many elements are to be selected.
         members: by group, the positions of its tensors.
         has_candidates: whether only some elements compete.
+        places: of each key, the position of its tensor among the targets.
     """
 
     keys: list[Hashable]
@@ -46,9 +47,12 @@ class Items:
     counts: dict[Hashable, int]
     members: dict[Hashable, list[int]]
     has_candidates: bool
+    places: Sequence[int]
 
-    def facts(self) -> list[Fact]:
-        """What must be equal on all ranks."""
+    def facts(self, *, pipeline_parallel: bool) -> list[Fact]:
+        """What must be equal on all ranks; of a pipeline, they have different tensors."""
+        if pipeline_parallel:
+            return [("k", str(list(self.counts.values())))]
         return [
             ("number of tensors", str(len(self.targets))),
             ("groups", str(list(self.members.values()))),
@@ -65,9 +69,12 @@ def read_items(
     candidates: Any,
     groups: Any,
     communicator: Communicator,
+    pipeline_parallel: bool,
 ) -> Items:
     """Check the arguments, and read this rank's part of every tensor; see ``global_mask``."""
-    named = _items_of(tensors)
+    named = _items_of(tensors, may_be_empty=pipeline_parallel)
+    if pipeline_parallel:
+        _check_pipeline(named, k, groups)
     keys = list(named)
     labels, counts = _groups(keys, k, groups, is_mapping=isinstance(tensors, Mapping))
     ranked = {} if scores is None or scores is RANDOM else _like("scores", scores, tensors, keys)
@@ -97,7 +104,7 @@ def read_items(
     members: dict[Hashable, list[int]] = {label: [] for label in counts}
     for position, of_tensor in enumerate(labels):
         members[of_tensor].append(position)
-    return Items(keys, targets, labels, counts, members, has_candidates)
+    return Items(keys, targets, labels, counts, members, has_candidates, range(len(keys)))
 
 
 def start_of(start: GlobalMask[Any] | MaskStart | None) -> MaskStart:
@@ -118,7 +125,7 @@ def start_of(start: GlobalMask[Any] | MaskStart | None) -> MaskStart:
     return start
 
 
-def _items_of(tensors: Any) -> dict[Hashable, Any]:
+def _items_of(tensors: Any, *, may_be_empty: bool) -> dict[Hashable, Any]:
     if isinstance(tensors, Mapping):
         named = dict(tensors)
     elif isinstance(tensors, Iterable) and not isinstance(tensors, (Tensor, str)):
@@ -128,9 +135,33 @@ def _items_of(tensors: Any) -> dict[Hashable, Any]:
             f"tensors is a {type(tensors).__name__}; expected a mapping or a sequence of tensors, "
             "DTensors, or (module, name) pairs."
         )
-    if not named:
+    if not named and not may_be_empty:
         raise ValueError("tensors is empty; expected at least one tensor.")
     return named
+
+
+def _check_pipeline(named: Mapping[Hashable, Any], k: Any, groups: Any) -> None:
+    """Raise for what cannot be joined over the parts of a pipeline."""
+    if groups is not None or not isinstance(k, numbers.Integral):
+        raise NotImplementedError(
+            "pipeline_parallel=True takes one count for all tensors of all ranks, and k or groups "
+            "has more; expected an integer k, and groups=None. Make a call for each group."
+        )
+    labels = set()
+    for key, given in named.items():
+        if not isinstance(key, str) and getattr(given, "fqn", None) is None:
+            raise TypeError(
+                f"tensors[{key!r}] has no name; expected a mapping from full names, or pairs that "
+                "select(stage) lists, because pipeline_parallel=True joins the tensors of all "
+                "ranks by name."
+            )
+        label = _label(key, given)
+        if label in labels:
+            raise ValueError(
+                f"{label} is the name of two tensors on one rank; expected names that are unique "
+                "over all stages: select(stage, prefix=...) tells stages apart."
+            )
+        labels.add(label)
 
 
 def _like(what: str, values: Any, tensors: Any, keys: Sequence[Hashable]) -> dict[Hashable, Any]:

@@ -18,7 +18,7 @@ from distprune._common.process_groups import world
 from distprune.call.signed_scores import check_signed
 from distprune.projection.arguments import RANDOM, Scores, TensorLike, read_items, start_of
 from distprune.projection.result import GlobalMask, MaskStart
-from distprune.projection.searching import Problem, Reading, finish, select
+from distprune.projection.searching import Problem, Reading, finish, joined_by_name, select
 from distprune.selection.keys import RANDOM_KEYS
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def global_mask(  # type: ignore[overload-overlap]  # a mapping from tensors is 
     signed: bool = False,
     start: GlobalMask[Any] | MaskStart | None = None,
     group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
 ) -> GlobalMask[dict[K, Tensor]]: ...
 
 
@@ -55,6 +56,7 @@ def global_mask(
     signed: bool = False,
     start: GlobalMask[Any] | MaskStart | None = None,
     group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
 ) -> GlobalMask[list[Tensor]]: ...
 
 
@@ -69,6 +71,7 @@ def global_mask(
     signed: bool = False,
     start: GlobalMask[Any] | MaskStart | None = None,
     group: ProcessGroup | None = None,
+    pipeline_parallel: bool = False,
 ) -> GlobalMask[Any]:
     """Select exactly k elements of some tensors: one ranking over all of them, and over all ranks.
 
@@ -111,6 +114,11 @@ def global_mask(
             thresholds. It makes the call faster if they moved little, and never changes the
             result.
         group: the ranks that take part; every rank by default.
+        pipeline_parallel: the ranks hold different parts of one model, and each passes the tensors
+            of its own part (there may be none), and scores and candidates of these. Tensors need
+            names: the keys of a mapping, or pairs that ``select`` lists. They are joined by name,
+            in the natural order of names ("layers.2" before "layers.10"), and not in that of the
+            callers; tensors of the same name are replicas. ``k`` is one count for all.
 
     Returns:
         Masks, thresholds, and the ``start`` of the next call. ``masks`` are bool tensors laid out
@@ -122,12 +130,13 @@ def global_mask(
             tensor that is given twice; other keys; replicas that differ; ranks that differ in their
             arguments. Named, on every rank.
         NotImplementedError: a layout or a dtype that is not supported, or a tensor of FSDP1 without
-            its module. Named, on every rank.
+            its module; several counts or groups under ``pipeline_parallel``. Named, on every rank.
 
     Cost: one read of the scores (two of tensors with replicas, which are compared), and one write
     of the masks, 1 byte per element and a little more for a moment. About ten all-reduces, 80 KB in
     all whatever the size of the tensors; with a good ``start`` 4 to 6, 12 to 33 KB. Tensors that
-    have replicas or candidates need one more, of 24 bytes per tensor. The searches of several
+    have replicas or candidates need one more, of 24 bytes per tensor; a pipeline needs it too, and
+    four to join names, about 200 bytes per tensor and kind of stage. The searches of several
     groups share their all-reduces, with as many bytes for each group.
 
     Source: the projection is that of ADMM (Boyd et al., 2011; ELSA, 2025) and of iterative hard
@@ -139,17 +148,26 @@ def global_mask(
         check_signed(scores, bool(signed))
         items = read_items(
             tensors, k, scores=scores, candidates=candidates, groups=groups,
-            communicator=communicator,
+            communicator=communicator, pipeline_parallel=pipeline_parallel,
         )  # fmt: skip
         return Reading.of(items, start_of(start), bool(signed), is_random=scores is RANDOM)
 
-    options = [("largest", str(bool(largest))), ("signed", str(bool(signed)))]
+    options = [
+        ("largest", str(bool(largest))),
+        ("signed", str(bool(signed))),
+        ("pipeline_parallel", str(bool(pipeline_parallel))),
+    ]
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        reading = communicator.run(read, lambda made: [*options, *made.facts()])
-        problem = Problem.of(reading, communicator)
+        reading = communicator.run(
+            read, lambda made: [*options, *made.facts(pipeline_parallel=pipeline_parallel)]
+        )
+        keys = reading.items.keys
+        if pipeline_parallel:
+            reading = joined_by_name(reading, communicator)
+        problem = Problem.of(reading, communicator, is_joined=pipeline_parallel)
         found = select(problem, reading.start, bool(largest), communicator)
-        masks = communicator.run(lambda: finish(problem, found, bool(largest)))
-    keys = reading.items.keys
+        written = communicator.run(lambda: finish(problem, found, bool(largest)))
+    masks = [written[place] for place in reading.items.places]
     thresholds: dict[Hashable, float | None] = {}
     for label, selection in found.items():
         of_group = problem.keys[label]

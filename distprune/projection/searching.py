@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.hashing import draw_seed
+from distprune.call import pipeline_parallel as stages
 from distprune.call.arguments import Fact
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.copies import count_copies_on_other_meshes
@@ -65,11 +66,56 @@ class Reading:
         order = Order.ASCENDING if signed else Order.MAGNITUDE
         return cls(items, sources, [_new_mask(shard) for shard in shards], start, order)
 
-    def facts(self) -> list[Fact]:
+    def facts(self, *, pipeline_parallel: bool) -> list[Fact]:
         """What must be equal on all ranks."""
         dtypes = "random" if self.sources is None else str([s.dtype for s in self.sources])
+        if pipeline_parallel and self.sources is not None:
+            dtypes = "those of each part"
         start = [str(self.start.groups.get(label)) for label in self.items.counts]
-        return [*self.items.facts(), ("dtypes of the scores", dtypes), ("start", str(start))]
+        return [
+            *self.items.facts(pipeline_parallel=pipeline_parallel),
+            ("dtypes of the scores", dtypes),
+            ("start", str(start)),
+        ]
+
+
+def joined_by_name(reading: Reading, communicator: Communicator) -> Reading:
+    """What all parts of a pipeline have read, in the order of names; the same on all ranks.
+
+    Args:
+        reading: of this part, with one group.
+        communicator: all ranks that take part.
+
+    Raises:
+        ValueError: no rank has a tensor; ranks with different tensors of one name. On every rank.
+
+    Cost: see call.pipeline_parallel.join.
+    """
+    own = {target.label: place for place, target in enumerate(reading.items.targets)}
+    targets = stages.join(reading.items.targets, communicator)
+    if not targets:
+        raise ValueError("tensors is empty on every rank; expected at least one tensor.")
+    are_signed = reading.order is Order.ASCENDING
+    sources, masks = [], []
+    for target in targets:
+        place = own.get(target.label)
+        if place is None:  # no element of it is here
+            sources += scores_or_values([target.shard], [None], are_signed=are_signed)
+            masks.append(_new_mask(target.shard))
+        else:
+            sources += [] if reading.sources is None else [reading.sources[place]]
+            masks.append(reading.masks[place])
+    place_of = {target.label: place for place, target in enumerate(targets)}
+    items = replace(
+        reading.items,
+        targets=targets,
+        labels=[None] * len(targets),
+        members={None: list(range(len(targets)))},
+        has_candidates=True,  # of some rank, perhaps
+        places=[place_of[label] for label in own],
+    )
+    is_random = reading.sources is None
+    return replace(reading, items=items, sources=None if is_random else sources, masks=masks)
 
 
 @dataclass(frozen=True)
@@ -94,9 +140,11 @@ class Problem:
     flat: list[Tensor]
 
     @classmethod
-    def of(cls, reading: Reading, communicator: Communicator) -> Problem:
+    def of(cls, reading: Reading, communicator: Communicator, *, is_joined: bool) -> Problem:
         items, sources = reading.items, reading.sources
-        targets = count_copies_on_other_meshes(items.targets, communicator)
+        targets = items.targets
+        if not is_joined:  # joining has counted the copies
+            targets = count_copies_on_other_meshes(targets, communicator)
         shards = [target.shard for target in targets]
         num_live = [shard.numel for shard in shards]
         if items.has_candidates or any(shard.num_replicas > 1 for shard in shards):

@@ -122,15 +122,17 @@ def test_masks_are_those_of_one_process(kind):
                 assert reported == num_pruned
                 parts[name].append(mask.bool())
         for name, keep in keeps.items():
-            if kind in ("plain", "whole", "uneven", "ddp"):
-                assert parts[name] and all(torch.equal(part, keep) for part in parts[name])
-            else:  # two ranks in the order of their rows
-                rows = keep.shape if kind == "fsdp2" else (-1,)
-                joined = torch.cat([part.reshape(-1) for part in parts[name]])
-                if kind == "tp" and name == "head.weight":
-                    assert all(torch.equal(part, keep) for part in parts[name])
-                else:
-                    assert torch.equal(joined.reshape(rows), keep.reshape(rows)), name
+            assert_parts_of(keep, parts[name], kind, name)
+
+
+def assert_parts_of(keep: torch.Tensor, parts: list[torch.Tensor], kind: str, name: str) -> None:
+    """The parts that the ranks hold, in their order, make up a whole mask."""
+    is_whole = kind in ("plain", "whole", "uneven", "ddp")
+    if is_whole or (kind == "tp" and name == "head.weight"):
+        assert parts and all(torch.equal(part, keep) for part in parts), name
+    else:  # two ranks in the order of their rows
+        joined = torch.cat([part.reshape(-1) for part in parts])
+        assert torch.equal(joined, keep.reshape(-1)), name
 
 
 def test_one_process_with_the_whole_model():

@@ -1,0 +1,181 @@
+"""global_mask, set_masks and get_masks on ranks that own different parameters."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_pipeline_stages import KINDS, NAMES, Deep, assert_parts_of, keeps_of, make_stage
+from torch import nn
+
+import distprune as prune
+from distprune.testing import run_ranks
+from helpers import wrappings
+from helpers.models import fill
+
+SIZE = 12 * 36 + 18  # elements of all weights
+
+
+def chosen_of(kind: str, model: nn.Module) -> list:
+    """This rank's parameters, in an order that is not that of other ranks."""
+    chosen = prune.select(model) if kind != "uneven" or list(model.parameters()) else []
+    return chosen[:: -1 if dist.get_rank() % 2 else 1]
+
+
+def selected(kind: str, data: str, k: int) -> tuple[list, dict]:
+    """What global_mask selects, first from nothing, then from where it ended; and its facts."""
+    model, _, _ = make_stage(kind, data)
+    chosen = chosen_of(kind, model)
+    first = prune.global_mask(chosen, k, pipeline_parallel=True)
+    named = {pair.fqn: pair for pair in chosen}
+    again = prune.global_mask(named, k, start=first, pipeline_parallel=True)
+    masks = dict(zip(named, first.masks, strict=True))
+    for name, mask in again.masks.items():
+        assert torch.equal(wrappings.local(mask), wrappings.local(masks[name]))
+    found = [(name, wrappings.local(mask)) for name, mask in masks.items()]
+    return found, {"threshold": first.threshold, "ties": first.num_ties}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mask_is_that_of_one_process(kind):
+    kind, size = kind.split("-")
+    for data, k in [("normal", 200), ("equal", 131), ("few", 0)]:
+        keeps = keeps_of(data, (SIZE - k,))
+        per_rank = run_ranks(selected, int(size), kind, data, k)
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in NAMES}
+        for masks, facts in per_rank:
+            assert facts == per_rank[0][1]
+            for name, mask in masks:
+                assert mask.dtype is torch.bool
+                parts[name].append(mask)
+        for name, keep in keeps.items():
+            assert_parts_of(keep, parts[name], kind, name)
+
+
+def among_candidates(kind: str, ranked: str) -> dict[str, torch.Tensor]:
+    """Scores of all, and candidates of a parameter that only one rank has."""
+    torch.manual_seed(3)
+    model, _, _ = make_stage(kind, "normal")
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 2}
+    scores = "random" if ranked == "random" else {n: t.square() - 0.01 for n, t in tensors.items()}
+    diagonal = {n: torch.eye(6, dtype=torch.bool) for n in tensors if n == "layers.2.weight"}
+    found = prune.global_mask(
+        tensors, 150, scores=scores, candidates=diagonal, largest=False,
+        signed=ranked == "signed", pipeline_parallel=True,
+    )  # fmt: skip
+    return found.masks
+
+
+@pytest.mark.parametrize("ranked", ["signed", "magnitudes", "random"])
+def test_scores_and_candidates_over_stages(ranked):
+    (expected,) = run_ranks(among_candidates, 1, "whole", ranked)
+    assert sum(int(mask.sum()) for mask in expected.values()) == 150
+    assert int(expected["layers.2.weight"].sum()) <= 6
+    masks = run_ranks(among_candidates, 2, "plain", ranked)
+    assert sorted(name for part in masks for name in part) == sorted(expected)
+    for part in masks:
+        for name, mask in part.items():
+            assert torch.equal(mask, expected[name]), name
+
+
+def wanted_masks() -> dict[str, torch.Tensor]:
+    """Masks that drop and grow elements of those that "few" leaves at 40 %."""
+    generator = torch.Generator().manual_seed(9)
+    shapes = {name: parameter.shape for name, parameter in Deep().named_parameters()}
+    return {name: torch.rand(shapes[name], generator=generator) < 0.6 for name in NAMES}
+
+
+def replaced(kind: str) -> tuple[list, list]:
+    """Masks, values and momenta after set_masks, by name; and the counts of its report."""
+    model, _, _ = make_stage(kind, "few")
+    chosen = chosen_of(kind, model)
+    optimizer = None
+    if chosen:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    prune.global_unstructured(chosen, prune.L1Unstructured, amount=0.4, pipeline_parallel=True)
+    wanted = wanted_masks()
+    given = {pair.fqn: wanted[pair.fqn] for pair in chosen}
+    report = prune.set_masks(chosen, given, optimizer=optimizer, pipeline_parallel=True)
+    assert prune.verify(model, pipeline_parallel=True).ok
+    after = []
+    for pair, mask in zip(chosen, prune.get_masks(chosen), strict=True):
+        original = pair[0].weight_orig
+        momentum = optimizer.state[original]["momentum_buffer"]
+        parts = [wrappings.local(t.detach()).clone() for t in (mask, original, momentum)]
+        after.append((pair.fqn, *parts))
+    return after, [(p.name, p.num_grown, p.num_dropped) for p in report.parameters]
+
+
+@pytest.mark.parametrize("kind", ["plain-2", "whole-2", "uneven-3", "fsdp2-4", "tp-4"])
+def test_masks_that_are_set_are_those_of_one_process(kind):
+    ((expected, counts),) = run_ranks(replaced, 1, "whole")
+    kind, size = kind.split("-")
+    before, wanted = keeps_of("few", (0.4,)), wanted_masks()
+    assert counts == [
+        (n, int((wanted[n] & ~before[n]).sum()), int((before[n] & ~wanted[n]).sum())) for n in NAMES
+    ]
+    per_rank = run_ranks(replaced, int(size), kind)
+    for position in range(3):  # mask, values, momentum
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in NAMES}
+        for after, seen in per_rank:
+            assert seen == counts
+            for name, *tensors in after:
+                parts[name].append(tensors[position])
+        for name, *tensors in expected:
+            assert_parts_of(tensors[position], parts[name], kind, name)
+            if position == 0:
+                assert torch.equal(tensors[0], wanted[name])
+
+
+def error_of(case: str) -> str:
+    rank = dist.get_rank()
+    model, _, _ = make_stage("plain", "normal")
+    chosen = prune.select(model)
+    options = {"pipeline_parallel": True}
+    k = 10
+    if case == "groups":
+        options["groups"] = ["all"] * len(chosen)
+    elif case == "counts":
+        k = [1] * len(chosen)
+    elif case == "no names":
+        chosen = [tuple(pair) for pair in chosen]
+    elif case == "twice":
+        chosen = [*prune.select(nn.Linear(4, 4)), *prune.select(nn.Linear(4, 4))]
+    elif case == "other shapes":
+        chosen = prune.select(fill(nn.Linear(4, 4 + rank), "normal", "float32"))
+    elif case == "empty":
+        chosen = []
+    elif case == "other k":
+        k = 10 + rank
+    elif case == "too many":
+        k = SIZE + 1
+    elif case == "one rank only":
+        options["pipeline_parallel"] = rank == 0
+    try:
+        prune.global_mask(chosen, k, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+ERRORS = {
+    "groups": "NotImplementedError: pipeline_parallel(.|\n)*a call for each group",
+    "counts": "NotImplementedError: pipeline_parallel(.|\n)*a call for each group",
+    "no names": "TypeError(.|\n)*select",
+    "twice": "ValueError: weight is the name of two(.|\n)*prefix",
+    "other shapes": "ValueError: weight: ranks hold different parameters(.|\n)*prefix",
+    "empty": "ValueError: tensors is empty on every rank",
+    "other k": "ValueError(.|\n)*k(.|\n)*11",
+    "too many": "ValueError: k is 451, and 450",
+    "one rank only": "ValueError(.|\n)*pipeline_parallel",
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_the_same_on_every_rank(case):
+    first, second = run_ranks(error_of, 2, case, timeout=30)
+    assert first == second
+    assert re.match(ERRORS[case], first), first
