@@ -233,13 +233,20 @@ class Converted:
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.conversion.inputs if s.name is not None)
 
-    def read(self, read_mask: ReadMask) -> Tensor:
+    @property
+    def is_stack(self) -> bool:
+        """Whether each row is made of tensors of its own, as those of merged experts are."""
+        return self.conversion.is_stack
+
+    def read(self, read_mask: ReadMask, rows: range | None = None) -> Tensor:
+        """The whole, or some rows of it if :attr:`is_stack`."""
+
         def tensor_of(source: Input) -> Tensor:
             if source.name is None:  # no element of this tensor was pruned
                 return torch.ones(source.shape, dtype=torch.bool)
             return read_mask(source.name)
 
-        return self.conversion.run(tensor_of)[self.target]
+        return self.conversion.run(tensor_of, rows)[self.target]
 
 
 class _Group:

@@ -6,6 +6,7 @@ permutes some (the experts of a mixture become one tensor); when it saves, it do
 
 from __future__ import annotations
 
+import collections
 import copy
 import importlib
 import sys
@@ -65,10 +66,33 @@ class Conversion:
     config: Any
     model: Any
 
-    def run(self, tensor_of: Callable[[Input], Tensor]) -> dict[str, Tensor]:
-        """The converted tensors, by name of the parameter."""
+    @property
+    def is_stack(self) -> bool:
+        """Whether row i of the result is made of input i of each pattern, as merged experts are."""
+        stacking, *rest = self.converter.operations
+        counts = collections.Counter(source.pattern for source in self.inputs)
+        return (
+            type(stacking).__name__ == "MergeModulelist"
+            and stacking.dim == 0
+            and len(set(counts.values())) == 1
+            and all(map(_keeps_rows, rest))
+        )
+
+    def run(
+        self, tensor_of: Callable[[Input], Tensor], rows: range | None = None
+    ) -> dict[str, Tensor]:
+        """The converted tensors, by name of the parameter.
+
+        Args:
+            tensor_of: an input.
+            rows: those of the results; only if :attr:`is_stack`. None: all.
+        """
         converter = copy.deepcopy(self.converter)
+        seen: collections.Counter[str | None] = collections.Counter()
         for source in self.inputs:
+            seen[source.pattern] += 1
+            if rows is not None and seen[source.pattern] - 1 not in rows:
+                continue
             converter.add_tensor(self.target, source.renamed, source.pattern, tensor_of(source))
         tensors = converter.convert(self.target, model=self.model, config=self.config)
         if isinstance(tensors, tuple):  # the first versions of transformers 5 return errors, too
@@ -81,6 +105,16 @@ class Conversion:
             lambda source: torch.empty(source.shape, dtype=torch.bool, device="meta")
         )
         return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def _keeps_rows(operation: Any) -> bool:
+    """Whether an operation treats each index of dimension 0 by itself."""
+    match type(operation).__name__:
+        case "Concatenate":
+            return bool(operation.dim > 0)
+        case "Transpose":  # check_dims compares with the shape of the whole parameter
+            return min(operation.dim0, operation.dim1) > 0 and not operation.check_dims
+    return False
 
 
 class Shapes:

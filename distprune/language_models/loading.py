@@ -16,6 +16,7 @@ from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune._transformers.building import build_without_weights, tensors_of_checkpoints
 from distprune._transformers.mask_matching import SameTensor
+from distprune._transformers.names import Converted
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.language_models.extra import require_extra
 from distprune.language_models.part_reading import PartReader, Ranges, dtype_of
@@ -43,8 +44,8 @@ def load_sharded(
     The model is that of ``AutoModelForCausalLM.from_pretrained(folder)``, bit for bit, whatever the
     wrap: in eval mode, with tied weights, with the folder's generation config. It is built without
     weights, sharded, and every rank reads its rows and columns from the safetensors files; tensors
-    that transformers renames or moves on loading (experts of a mixture) are converted one parameter
-    at a time.
+    that transformers moves on loading are converted one parameter at a time, and those of the
+    experts that a rank has, one expert at a time.
 
     Args:
         folder: with config.json and safetensors files; or the name of a model in the local Hugging
@@ -73,9 +74,10 @@ def load_sharded(
         Where one rank fails, every rank raises.
 
     Cost: memory: the shard, and one buffer of 16 MiB or, for parameters that a conversion makes,
-    some copies of one whole parameter, because it is converted before it is cut. From the disk: the
-    bytes of the shard; of weights that are split by columns, and of converted ones, each rank reads
-    all rows. On the wire: a few hundred bytes; for "ddp", what it sends when it is made.
+    some copies of one expert, or of one whole parameter that is not a stack of experts, because it
+    is converted before it is cut. From the disk: the bytes of the shard; of weights that are split
+    by columns, and of converted ones but experts, each rank reads all rows. On the wire: a few
+    hundred bytes; for "ddp", what it sends when it is made.
     """
     require_extra()
     communicator = world()
@@ -152,10 +154,24 @@ def _read(item: TensorSource, ranges: Ranges, out: Tensor, reader: PartReader) -
     if isinstance(source, SameTensor):
         reader.read(source.name, ranges, out)
         return
-    whole = source.read(lambda name: reader.whole(name, out.dtype))
+
+    def whole(name: str) -> Tensor:
+        return reader.whole(name, out.dtype)
+
+    if not (isinstance(source, Converted) and source.is_stack):
+        out.copy_(_part(source.read(whole), ranges))
+        return
+    # Experts, one by one.
+    experts, *inner = ranges
+    for place, expert in enumerate(experts):
+        converted = source.read(whole, range(expert, expert + 1))
+        out.narrow(0, place, 1).copy_(_part(converted, [range(1), *inner]))
+
+
+def _part(whole: Tensor, ranges: Ranges) -> Tensor:
     for dim, part in enumerate(ranges):
         whole = whole.narrow(dim, part.start, len(part))
-    out.copy_(whole)
+    return whole
 
 
 def _ranges(name: str, tensor: Tensor) -> Ranges:
