@@ -67,6 +67,10 @@ def masked_product(original: Tensor, mask: Tensor) -> Tensor:
     Pruned elements keep their sign (-0.0), and inf becomes NaN. Where memory matters,
     ``_common.product.write_product`` writes the same values without temporaries.
     """
+    import torch
+
+    if mask.dtype == torch.bool:
+        return mask * original  # autograd keeps the mask, and no copy of it in another dtype
     return mask.to(dtype=original.dtype) * original
 
 

@@ -15,7 +15,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import full_name
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, mask_key
-from distprune.masks.attach import Transaction, unregister
+from distprune.masks.attach import Transaction, mask_dtype, unregister
 from distprune.masks.checks import (
     check_binary,
     check_hook,
@@ -246,5 +246,5 @@ def _attach(
     """Put this rank's part of a whole mask on a module, with the hook that it had."""
     managed = reader.managed(module, name)
     if shard.is_sharded:  # else the mask goes on as it is
-        part = shard.new_mask(torch.bool if managed is not None else part.dtype).copy_(part)
+        part = shard.new_mask(mask_dtype(shard.parameter, managed)).copy_(part)
     transaction.attach(module, name, hook, shard.as_parameter_layout(part), managed)

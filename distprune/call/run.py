@@ -25,6 +25,7 @@ from distprune.call.context import Decision, PruningCall
 from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.reading import agree_on_bounds, agree_on_division, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
+from distprune.masks.attach import mask_dtype
 from distprune.shards.target import Target
 
 
@@ -62,7 +63,7 @@ def prune_parameters(
                     shards=[target.shard for target in targets],
                     scores=[target.scores for target in targets],
                     num_live=num_live,
-                    mask_dtypes=[_mask_dtype(target) for target in targets],
+                    mask_dtypes=[mask_dtype(t.shard.parameter, t.managed) for t in targets],
                     communicator=communicator,
                     bounds=bounds,
                     normalize=arguments.normalize,
@@ -183,8 +184,3 @@ def _report_each(
             )
         )
     return tuple(entries)
-
-
-def _mask_dtype(target: Target) -> torch.dtype:
-    """As torch has it, but bool under FSDP, where the mask is not part of the graph."""
-    return torch.bool if target.managed is not None else target.shard.values.dtype

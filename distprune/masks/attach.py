@@ -3,7 +3,7 @@
 | parameter   | the mask acts                              | ``<name>_mask``            |
 |-------------|--------------------------------------------|----------------------------|
 | plain       | ``module.<name> = mask * orig`` in a hook  | as the parameter, its dtype |
-| TP          | ``mask * orig`` whenever it is read        | as the parameter, its dtype |
+| TP          | ``mask * orig`` whenever it is read        | as the parameter, bool      |
 | FSDP2       | on the shard, before the all-gather        | as the parameter, bool      |
 | FSDP1       | the same, on the flat parameter's slice    | this rank's run, bool       |
 
@@ -16,14 +16,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import local_tensor, mask_key, orig_key
+from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.masks import loading, survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
 from distprune.torch_private.managed import Managed, ShardMask
 from distprune.torch_private.wrapper import masked_by
+
+
+def mask_dtype(parameter: Tensor, managed: Managed | None) -> torch.dtype:
+    """The dtype of a new mask: as torch has it on plain parameters; bool where they are sharded.
+
+    Args:
+        parameter: unmasked, as its module has it.
+        managed: the wrapper's record of the parameter, if a wrapper manages it.
+    """
+    is_sharded = managed is not None or is_dtensor(parameter)
+    return torch.bool if is_sharded else parameter.dtype
 
 
 class Transaction:

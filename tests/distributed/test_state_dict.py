@@ -51,7 +51,8 @@ def mask_problems(wrapping: str, dtype: str) -> list[str]:
                 problems.append(f"{name}: mask on {mask.device_mesh}, {mask.placements}")
             if mask.shape != orig.shape or mask.stride() != orig.stride():
                 problems.append(f"{name}: mask {mask.shape}, {mask.stride()}")
-        expected = torch.bool if fully_sharded else orig.dtype
+        is_sharded = fully_sharded or isinstance(orig, DTensor)
+        expected = torch.bool if is_sharded else orig.dtype
         if mask.dtype != expected:
             problems.append(f"{name}: mask is {mask.dtype}, not {expected}")
         if wrappings.local(mask).untyped_storage().nbytes() > wrappings.local(mask).nbytes:

@@ -61,7 +61,10 @@ def exchange(model, kind):
 
 
 def half(model, kind):
-    values(inner(model, "l1").weight_mask).mul_(0.5)
+    module = inner(model, "l1")
+    if module.weight_mask.dtype is torch.bool:  # of a DTensor
+        module._buffers["weight_mask"] = module.weight_mask.float()
+    values(module.weight_mask).mul_(0.5)
 
 
 def another_mask(model, kind):
