@@ -39,6 +39,7 @@ PARTS = (
     "schedules",
     "stages",
     "loading",
+    "loading_experts",
     "cost_model",
 )
 

@@ -3,7 +3,8 @@
 Each rank loads a Llama with random weights, and writes it again. Memory is the rank's own, as its
 resident set grows; files that are mapped would count in it. The other ways fill the same shards,
 once they exist: slices of safetensors' own mapped files, and torch.distributed.checkpoint with its
-reader of Hugging Face folders. What was loaded is compared with the files before.
+reader of Hugging Face folders. What was loaded is compared with the files before. A second table
+has the memory of loading and pruning together.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import loaded_pruning
 import torch
 import torch.distributed as dist
 from gloo_ranks import on_gloo_ranks
@@ -40,6 +42,7 @@ def tables(options: Options) -> Iterator[Table]:
             "top of a model that is there."
         ],
     )  # fmt: skip
+    pruned = loaded_pruning.empty_table(NUM_RANKS)
     for dtype, num_layers in LAYERS.items():
         if options.quick and dtype != "float32":
             continue
@@ -47,12 +50,15 @@ def tables(options: Options) -> Iterator[Table]:
             write_model(folder, dtype, num_layers, options.quick)
             write_model(tiny, dtype, 1, is_quick=True)
             found = on_gloo_ranks(load_on_ranks, NUM_RANKS, folder, tiny)
+            for wrap in WRAPS:
+                loaded_pruning.add_rows(pruned, folder, tiny, wrap, dtype, NUM_RANKS)
             for wrap, of_ranks in zip(WRAPS, zip(*found, strict=True), strict=True):
                 row = [max(values) for values in zip(*of_ranks, strict=True)]
                 table.rows.append([f"{wrap} {dtype}", *row])
                 text = f"peak / (shard + largest layer) of loading, {wrap} {dtype}"
                 table.verdicts.append(Verdict(Bound(text, FACTOR), row[4]))
     yield table
+    yield pruned
 
 
 def write_model(folder: str, dtype: str, num_layers: int, is_quick: bool) -> None:
