@@ -95,13 +95,13 @@ def build(sizes: Sizes) -> Decoder:
     return Decoder(sizes)
 
 
-def wrap(model: Decoder, way: str) -> nn.Module:
-    """Run a model one of the :data:`WAYS`, over all ranks."""
+def wrap(model: Decoder, way: str, device_type: str = "cpu") -> nn.Module:
+    """Run a model on a device one of the :data:`WAYS`, over all ranks."""
     if way == "one process":
         return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     if way == "FSDP1":
-        policy, device = ModuleWrapPolicy([Block]), torch.device("cpu")
+        policy, device = ModuleWrapPolicy([Block]), torch.device(device_type)
         return FullyShardedDataParallel(
             model, auto_wrap_policy=policy, device_id=device, use_orig_params=True
         )

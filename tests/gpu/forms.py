@@ -1,0 +1,62 @@
+"""The forms of the functions that touch every element, each forced in turn.
+
+On a GPU: torch's operations (DISTPRUNE_NO_TRITON=1), and Triton's kernels. On a CPU, as a
+rehearsal: torch's operations as on another device, and Triton's kernels by its interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from stage import NotTried
+
+from distprune._common import memory
+from distprune.selection import kernels, passes
+
+OPERATIONS, TRITON = "torch operations", "Triton kernels"
+FORMS = (OPERATIONS, TRITON)
+
+
+def interpret_without_gpu(device: torch.device) -> None:
+    """Before Triton is imported."""
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@contextlib.contextmanager
+def form(name: str, device: torch.device) -> Iterator[None]:
+    """Use one form on a device.
+
+    Raises:
+        NotTried: Triton is not installed, in a rehearsal.
+        RuntimeError: Triton's kernels do not run on this GPU.
+    """
+    if device.type == "cpu":
+        with _rehearsed(name):
+            yield
+        return
+    value = "1" if name == OPERATIONS else "0"
+    with mock.patch.dict(os.environ, {kernels.NO_TRITON: value}):
+        if name == TRITON and kernels.fused_on(device) is None:
+            raise RuntimeError(f"Triton's kernels do not run on {device}: see the log")
+        yield
+
+
+@contextlib.contextmanager
+def _rehearsed(name: str) -> Iterator[None]:
+    fused = None
+    if name == TRITON:
+        try:
+            from distprune.selection import triton_kernels
+        except ImportError as error:
+            raise NotTried("Triton is not installed, which would interpret its kernels") from error
+        fused = triton_kernels
+    with (
+        mock.patch.object(memory, "takes_numpy", lambda device: False),
+        mock.patch.object(passes, "fused_on", lambda device: fused),
+    ):
+        yield

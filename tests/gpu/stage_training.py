@@ -1,0 +1,238 @@
+"""A training step under FSDP2: pruned beside dense, and what the all-gather extension costs.
+
+A mask acts where a shard is all-gathered, by FSDP2's extension. A parameter with an extension does
+not take FSDP2's fast path, which copies all parameters of a group with one launch where there is a
+policy of mixed precision. So there is a third contestant: a dense model whose extension only
+copies. What a pruned step takes more than that is the product.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decoder import QUICK, Decoder, Sizes, build, loss_of, wrap
+from device_clock import timed
+from measuring import Table, interleaved
+from on_ranks import run_on_ranks
+from stage import Stage, main
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import distprune
+from distprune.torch_private import fsdp2
+
+LARGE = Sizes(2048, num_blocks=16, head=128, vocabulary=32_000, sequences=4, length=1024)
+SMALL = Sizes(1024, num_blocks=4, head=128, vocabulary=8_000, sequences=2, length=512)
+AMOUNT = 0.5
+BF16 = "FSDP2, bf16 policy, fused AdamW"
+FP32 = "FSDP2, fused AdamW"
+NAMES = ("dense", "dense, with an extension that copies", "pruned")
+
+
+def one_rank_bf16_policy(stage: Stage) -> None:
+    measure(stage, 1, BF16, LARGE)
+
+
+def one_rank_bf16_policy_compiled(stage: Stage) -> None:
+    measure(stage, 1, BF16, LARGE, compiled=True)
+
+
+def one_rank_float32(stage: Stage) -> None:
+    measure(stage, 1, FP32, SMALL)
+
+
+def two_ranks_over_gloo(stage: Stage) -> None:
+    measure(stage, 2, BF16, SMALL)
+
+
+def measure(stage: Stage, size: int, way: str, sizes: Sizes, *, compiled: bool = False) -> None:
+    sizes = QUICK if stage.quick else sizes
+    found = run_on_ranks(on_rank, size, stage.device, way, sizes, compiled, stage.quick)
+    for rank, each in enumerate(found):
+        where = f" on rank {rank}" if size > 1 else ""
+        check(stage, each, where)
+    runs = found[0]["runs"]
+    rows: list[list[Any]] = []
+    for name in NAMES:
+        steps = [seconds for seconds, _ in runs[name]]
+        ratios = [a / b for (a, _), (b, _) in zip(runs[name], runs["dense"], strict=True)]
+        peak = max(extra for _, extra in runs[name]) / 1e6
+        gather = found[0]["gathers"][name]
+        rows.append([name, statistics.median(steps), statistics.median(ratios), peak, 1e3 * gather])
+    columns = ["", "s per step", "/ dense's", "peak MB of a step", "ms to gather all"]
+    title = f"{way}, {found[0]['elements'] / 1e6:.4g}M parameters, {size} rank(s)"
+    title += ", compiled" if compiled else ""
+    stage.table(Table(title, columns, rows, notes=[str(sizes), "medians, in turn"]))
+    stage.figure("pruned step / dense step", rows[-1][2])
+
+
+def check(stage: Stage, found: dict[str, Any], where: str) -> None:
+    ours, theirs = found["loss"], found["expected loss"]
+    stage.check(f"loss is that of a dense model with zeros{where}", ours == theirs, f"{ours:.9g}")
+    wrong = found["gradients of pruned elements"]
+    stage.check(f"no pruned element has a gradient{where}", wrong == 0, f"{wrong} have one")
+    wrong, examined = found["changed pruned elements"]
+    stage.check(f"gathered weights have their zeros after steps{where}", wrong == 0, f"{wrong}")
+    stage.check(f"gathered weights were examined{where}", examined > 0, f"{examined}")
+
+
+def on_rank(
+    device: torch.device, way: str, sizes: Sizes, compiled: bool, quick: bool
+) -> dict[str, Any]:
+    models = {name: make(way, sizes, device) for name in NAMES}
+    copy_by_extension(models[NAMES[1]])
+    pruned = models["pruned"]
+    prune(pruned)
+    if compiled:
+        for model in models.values():
+            for block in model.blocks:
+                block.compile(backend="eager" if quick else "inductor")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (sizes.sequences, sizes.length + 1)
+    tokens = torch.randint(sizes.vocabulary, shape, generator=generator).to(device)
+    found: dict[str, Any] = {"elements": sum(p.numel() for p in pruned.parameters())}
+    found["expected loss"] = loss_with_zeros(models["dense"], pruned, tokens)
+    loss = loss_of(pruned, tokens)
+    found["loss"] = loss.item()
+    loss.backward()
+    found["gradients of pruned elements"] = sum(
+        int((parameter.grad.to_local()[~mask.to_local()] != 0).sum())
+        for _, parameter, mask in masked(pruned)
+    )
+    pruned.zero_grad()
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        for name, model in models.items()
+    }
+
+    def step(name: str) -> tuple[float, int]:
+        def call() -> None:
+            loss_of(models[name], tokens).backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+        dist.barrier()
+        run = timed(device, call)
+        return run.seconds, run.peak_extra_bytes
+
+    steps = {name: lambda name=name: step(name) for name in NAMES}
+    interleaved(steps, 1 if quick else 3)
+    found["runs"] = interleaved(steps, 2 if quick else 10)
+    gathers = {name: lambda name=name: gather(models[name], device) for name in NAMES}
+    interleaved(gathers, 1)
+    found["gathers"] = {
+        name: statistics.median(each)
+        for name, each in interleaved(gathers, 2 if quick else 10).items()
+    }
+    found["changed pruned elements"] = visible_zeros(pruned)
+    return found
+
+
+def make(way: str, sizes: Sizes, device: torch.device) -> nn.Module:
+    model: Decoder = build(sizes).to(device)
+    return wrap(model, way, device.type)
+
+
+def prune(model: nn.Module) -> None:
+    targets = distprune.select(model)
+    distprune.global_unstructured(targets, distprune.L1Unstructured, amount=AMOUNT)
+
+
+def masked(model: nn.Module) -> Iterator[tuple[nn.Module, DTensor, DTensor]]:
+    """Modules with a mask, the sharded weight, and the mask."""
+    for module in model.modules():
+        if "weight_mask" in module._buffers:
+            yield module, module.weight_orig, module.weight_mask
+
+
+@torch.no_grad()
+def loss_with_zeros(dense: nn.Module, pruned: nn.Module, tokens: Tensor) -> float:
+    """The loss of the dense model with the zeros of the pruned one; the weights are put back."""
+    names = {module: name for name, module in pruned.named_modules()}
+    saved = []
+    for module, _, mask in masked(pruned):
+        weight = dense.get_submodule(names[module]).weight.to_local()
+        saved.append((weight, weight.clone()))
+        weight.mul_(mask.to_local())
+    loss = loss_of(dense, tokens).item()
+    for module in dense.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    for weight, values in saved:
+        weight.copy_(values)
+    return loss
+
+
+def gather(model: nn.Module, device: torch.device) -> float:
+    """Seconds to gather all parameters, block by block."""
+
+    def call() -> None:
+        for module in [*model.blocks, model]:
+            module.unshard()
+            module.reshard()
+
+    return timed(device, call).seconds
+
+
+def visible_zeros(model: nn.Module) -> tuple[int, int]:
+    """How many pruned elements of gathered weights are not zero; and how many weights there are."""
+    wrong = examined = 0
+    for block in [*model.blocks, model]:
+        block.unshard()
+        for module in [block, *block.modules()]:
+            mask = module._buffers.get("weight_mask")
+            weight = getattr(module, "weight", None)
+            if mask is None or weight is None or isinstance(weight, DTensor):
+                continue
+            wrong += int((weight[~mask.full_tensor()] != 0).sum())
+            examined += 1
+        block.reshard()
+    return wrong, examined
+
+
+class _Copies:
+    """An all-gather extension that gathers a copy of the shard."""
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        shard = self.record.sharded_param._local_tensor
+        dtype = mp_policy.param_dtype or shard.dtype
+        padded = shard.new_empty(self.record.padded_sharded_param_size, dtype=dtype)
+        padded[: len(shard)].copy_(shard)
+        padded[len(shard) :].zero_()
+        return (padded,), None
+
+
+def _gathered(
+    outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
+) -> Any:
+    return None if out is not None else (outputs[0], ())
+
+
+def copy_by_extension(model: nn.Module) -> None:
+    """Give each weight of a dense model an extension that only copies."""
+    modules = set(map(id, model.modules()))
+    for (owner, _), managed in fsdp2.managed_parameters().items():
+        record = managed.fsdp_param
+        if owner in modules and record.sharded_param.ndim > 1:
+            local = record.sharded_param._local_tensor
+            local.fsdp_pre_all_gather = _Copies(record)
+            local.fsdp_post_all_gather = _gathered
+            record._init_extensions()
+
+
+if __name__ == "__main__":
+    main(
+        one_rank_bf16_policy,
+        one_rank_bf16_policy_compiled,
+        one_rank_float32,
+        two_ranks_over_gloo,
+    )
