@@ -18,7 +18,7 @@ from measuring import Bound, CheckFailed, Table, Verdict, measured
 
 FACTOR = 1.3  # of shard + largest layer + masks of one byte per element
 AMOUNT = 0.5
-EXPERTS = "magnitude of all but the head, global, rms"
+EXPERTS = "magnitude, experts too, global, rms"
 CASES = ("magnitude, global, rms", "Wanda, rows", "Wanda, global, rms")
 
 
@@ -112,8 +112,11 @@ def load_and_prune(folder: str, statistics: str, wrap: Any, case: str) -> tuple[
     from distprune.language_models import load_sharded
 
     model = load_sharded(folder, wrap=wrap)
-    types = None if case == EXPERTS else torch.nn.Linear
-    linear = prune.select(model, types=types, exclude=["lm_head", "*embed_tokens*"])
+    if case == EXPERTS:
+        names = ["weight", "gate_up_proj", "down_proj"]
+        linear = prune.select(model, names=names, exclude=["lm_head", "*embed_tokens*"])
+    else:
+        linear = prune.select(model, types=torch.nn.Linear, exclude="lm_head")
     scores = None
     if case.startswith("Wanda"):
         scores = prune.statistics.ActivationStatistics.load(statistics, linear).wanda()

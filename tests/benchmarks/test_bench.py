@@ -20,16 +20,31 @@ from helpers.sampling import THOROUGH
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not THOROUGH, reason="part of make test-thorough")
-def test_cheap_parts_run_from_end_to_end():
-    command = [sys.executable, bench.__file__, "--quick", "--parts", "importing,schedules"]
+def quick_run(parts):
+    command = [sys.executable, bench.__file__, "--quick", "--parts", parts]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "... and every public name of it" in run.stdout
-    assert "ScheduledPruner.step()" in run.stdout
-    assert run.stdout.count("not judged") == 3
+    return run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="part of make test-thorough")
+def test_cheap_parts_run_from_end_to_end():
+    output = quick_run("importing,schedules")
+    assert "... and every public name of it" in output
+    assert "ScheduledPruner.step()" in output
+    assert output.count("not judged") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="part of make test-thorough")
+def test_loading_runs_from_end_to_end():
+    pytest.importorskip("transformers")
+    output = quick_run("loading,loading_experts")
+    assert "Wanda, rows, tp float32" in output
+    assert "magnitude, experts too, global, rms, fsdp2 bfloat16" in output
+    assert output.count("not judged") == 2 + 6 + 1
 
 
 @pytest.mark.slow
