@@ -79,8 +79,9 @@ WrapName = Annotated[
     str | None,
     typer.Option(
         "--wrap",
-        metavar="|".join(_WRAPS),
-        help="How several processes hold the model (fsdp2, so that none holds all of it).",
+        metavar="WRAP",
+        help=f"How several processes hold the model: {', '.join(_WRAPS)} (fsdp2, so that none "
+        "holds all of it).",
         show_default=False,
     ),
 ]

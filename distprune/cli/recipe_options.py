@@ -60,9 +60,10 @@ Score = Annotated[
     str | None,
     _option(
         "--score",
-        help="What ranks weights: their magnitude; chance; |w| times the rms (wanda) or the "
-        "standard deviation (stade) of its input, by --statistics; the |score| of --scores.",
-        metavar="magnitude|random|wanda|stade|given",
+        help="What ranks weights: magnitude, random, wanda (|w| times the rms of its input) or "
+        "stade (times the standard deviation), both by --statistics, or given (the |score| of "
+        "--scores).",
+        metavar="SCORE",
     ),
 ]
 Statistics = Annotated[

@@ -7,7 +7,7 @@ from kinds_of_recipes import RECIPES, tensors
 from distprune.files import planning, pruning
 from distprune.files.checks import side_by_side
 from distprune.files.errors import CheckpointError
-from distprune.files.ranking import streaming
+from distprune.files.ranking import streaming, tile_runs
 from distprune.files.results import rewriting
 from distprune.files.verifying import verify
 from helpers import tiny_checkpoints
@@ -19,7 +19,7 @@ def made(request, tmp_path_factory):
     """(source, destination), made of many small pieces."""
     folder = tmp_path_factory.mktemp("mutations")
     with pytest.MonkeyPatch.context() as patch, small_units(num_elements=40):
-        for module in (streaming, rewriting, side_by_side):
+        for module in (streaming, rewriting, side_by_side, tile_runs):
             patch.setattr(module, "CHUNK", 24)
             patch.setattr(module, "MAX_IN_MEMORY", 50)
         recipe = RECIPES[request.param]

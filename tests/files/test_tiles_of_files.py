@@ -280,3 +280,46 @@ def test_sums_do_not_depend_on_what_is_read_at_a_time(tmp_path):
         wanted, found = tree_digest(target, RUN), tree_digest(tmp_path / "pieces", RUN)
         assert wanted == found
         (tmp_path / "pieces").rename(tmp_path / f"pieces{which}")
+
+
+def test_outputs_along_several_dimensions_are_named(tmp_path):
+    tensors = {"a.weight": torch.ones(4, 2, 6), "b.weight": torch.ones(4, 1, 6)}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    dims = {"*": 0}
+    recipe = FileRecipe(0.5, pattern="2x2", include=("*",), input_dims=dims)
+    with pytest.raises(SelectionError) as error:
+        planning.plan(source, recipe)
+    (problem,) = error.value.problems
+    assert "a.weight has the shape [4, 2, 6], whose outputs lie along several dim" in problem
+    whole = FileRecipe(0.5, pattern="1x2", include=("*",), input_dims=dims)
+    assert planning.plan(source, whole).num_to_prune == 36
+
+
+def test_groups_with_tiles_of_their_own(tmp_path):
+    tensors = weights()
+    source = make_source(tmp_path / "source", tensors)
+    parts = {"a.weight": WAYS[0], "e.weight": {"pattern": "1x8", "sparsity": 0.25}}
+    groups = [FileRecipe(**way, include=(name,)) for name, way in parts.items()]
+    groups.append(FileRecipe(pattern="2:4", include=("b.weight",), input_dims={"b.weight": 0}))
+    with small_units(num_elements=64):
+        plan = planning.plan(source, FileRecipe(groups=groups))
+        report = pruning.prune(plan, tmp_path / "target")
+        assert verifying.verify(tmp_path / "target", source).problems == ()
+    assert [group.num_pruned for group in report.groups] == [10 * 8, 4 * 8, 96]
+    kept = {}
+    for name, sizes in (("a.weight", (2, 4)), ("e.weight", (1, 8))):
+        grid = sums(tensors[name], sizes)
+        keep = lowest_of([grid], parts[name]["sparsity"])[0]
+        kept[name] = keep.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)
+    stored = load(tmp_path / "target")
+    for name, keep in kept.items():
+        assert stored[name].equal(tensors[name] * keep)
+
+
+def test_a_collapsed_tensor_is_not_told_of_limits_that_tiles_do_not_have(tmp_path):
+    tensors = weights([torch.float32])
+    tensors["e.weight"] /= 1000
+    source = make_source(tmp_path / "source", tensors)
+    report = pruning.prune(planning.plan(source, recipe_of(WAYS[0])), tmp_path / "target")
+    (warning,) = [text for text in report.warnings if "e.weight" in text]
+    assert "scope layer" in warning and "max_sparsity" not in warning

@@ -46,7 +46,7 @@ def evaluate(
 
       distprune eval Llama-3.2-1B-50 --text held-out.txt
 
-      distprune eval Llama-3.2-1B --text a.txt --text b.txt --length 2048 --limit 100 --json
+      distprune eval Llama-3.2-1B --text a.txt --text b.txt --limit 100 --json
 
       torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text held-out.txt
     """

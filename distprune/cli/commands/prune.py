@@ -101,7 +101,7 @@ def prune(
 
       distprune prune Llama-3.2-1B Llama-2of4 -r semi_structured_2_4 --nproc 4
 
-      distprune prune Llama-3.2-1B Llama-50 -r wanda_row_50 --statistics stats.safetensors
+      distprune prune SRC DST -r wanda_row_50 --statistics stats.safetensors
 
       torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """

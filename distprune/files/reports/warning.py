@@ -79,9 +79,20 @@ def _collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     what = "normalised weights" if are_weights else "scores"
     return [
         f"{_shown(emptied)} {keep} at most 1 %, because the {what} are "
-        "smaller than those of the other tensors. The model may be useless; limits.max_sparsity "
-        "(--max-sparsity) bounds what a single tensor loses, and exclude leaves it alone."
+        f"smaller than those of the other tensors. The model may be useless; {_remedy(plan)}"
     ]
+
+
+def _remedy(plan: Plan) -> str:
+    if all(group.recipe.tile is not None for group in plan.groups):  # which have no limits
+        return (
+            "scope layer prunes the same share of the tiles of every tensor, and exclude leaves it "
+            "alone."
+        )
+    return (
+        "limits.max_sparsity (--max-sparsity) bounds what a single tensor loses, and exclude "
+        "leaves it alone."
+    )
 
 
 def _shown(tensors: Sequence[TensorReport]) -> str:
@@ -111,8 +122,7 @@ def _nearly_empty(plan: Plan, tensors: Sequence[TensorReport]) -> list[str]:
     lose = "loses" if len(emptied) == 1 else "lose"
     return [
         f"{_shown(emptied)} {lose} more than 99 %, because the weights are smaller than those of "
-        "the other tensors. The model may be useless; limits.max_sparsity (--max-sparsity) bounds "
-        "what a single tensor loses, and exclude leaves it alone."
+        f"the other tensors. The model may be useless; {_remedy(plan)}"
     ]
 
 

@@ -161,8 +161,26 @@ def _layout_problems(entry: TensorEntry, layout: Layout, recipe: FileRecipe) -> 
             f"tensor {entry.name} {list(entry.shape)} has {layout.stride} elements between "
             f"neighbouring inputs; expected {_MAX_STRIDE} at most. Exclude it."
         ]
+    if recipe.tile is not None and recipe.tile[0] > 1 and _num_output_dims(entry, layout) > 1:
+        return [
+            f"tensor {entry.name} has the shape {list(entry.shape)}, whose outputs lie along "
+            f"several dimensions; tiles of {recipe.tile[0]} outputs need one. Exclude it, or give "
+            "tiles of 1 output."
+        ]
     problem = recipe.group_rule.misfit(f"tensor {entry.name}", entry.shape, layout)
     return [] if problem is None else [problem]
+
+
+def _num_output_dims(entry: TensorEntry, layout: Layout) -> int:
+    """How many dimensions after that of the inputs, before the kernel, are larger than 1."""
+    before, columns, count = 1, 1, 0
+    for size in entry.shape:
+        if before < layout.outer * layout.inputs:
+            before *= size
+        elif columns < layout.columns:
+            columns *= size
+            count += size > 1
+    return count
 
 
 def _adapter_problems(
