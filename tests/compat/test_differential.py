@@ -205,9 +205,9 @@ def _close(t: Tensor, mask: Tensor, n: Any, dim: int) -> bool:
 
 @pytest.mark.parametrize("num_elements", [4097, 70_001, 1_200_003])
 @pytest.mark.parametrize("amount", [1, 0.001, 0.5, 0.999])
-def test_many_elements(num_elements, amount):
+def test_many_elements(num_elements, amount, device):
     module = nn.Module()
-    module.weight = nn.Parameter(distinct([num_elements], torch.float32, seed=1))
+    module.weight = nn.Parameter(distinct([num_elements], torch.float32, seed=1).to(device))
     theirs, ours = module, twin(module)
     for _ in range(2):
         torch_prune.l1_unstructured(theirs, "weight", amount)
@@ -215,10 +215,10 @@ def test_many_elements(num_elements, amount):
         assert_same_modules(ours, theirs)
 
 
-def test_several_parameters_of_one_module():
-    theirs = fill_distinct(nn.LSTM(3, 4, 2), torch.float32, seed=0)
+def test_several_parameters_of_one_module(device):
+    theirs = fill_distinct(nn.LSTM(3, 4, 2), torch.float32, seed=0).to(device)
     ours = twin(theirs)
-    x = torch.randn(5, 2, 3)
+    x = torch.randn(5, 2, 3).to(device)
     for library, module in ((torch_prune, theirs), (distprune, ours)):
         for name in ("weight_ih_l0", "weight_hh_l1", "bias_ih_l0", "weight_ih_l0"):
             library.l1_unstructured(module, name, 0.4)
@@ -227,19 +227,20 @@ def test_several_parameters_of_one_module():
     assert_same_modules(ours, theirs)
 
 
-def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after():
+def test_a_mask_of_the_dtype_of_scores_does_not_change_what_comes_after(device):
     """Scores in float64 give torch a float64 mask; the next pruning is one of float32 weights."""
-    weight = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
+    weight = torch.tensor([[1.0, -3.0], [2.0, 0.5]], device=device)
     results = []
     for library in (distprune, torch_prune):
-        module = nn.Linear(2, 2)
+        module = nn.Linear(2, 2, device=device)
         module.weight.data.copy_(weight)
         library.l1_unstructured(module, "weight", 1)
         library.l1_unstructured(module, "weight", 1, importance_scores=weight.double())
-        module(torch.ones(1, 2))
+        module(torch.ones(1, 2, device=device))
         torch.manual_seed(0)
         library.random_unstructured(module, "weight", 1)
-        results.append((module.weight_mask.dtype, module.weight_mask, torch.rand(1)))
+        next_number = torch.rand(1, device=device)
+        results.append((module.weight_mask.dtype, module.weight_mask, next_number))
     (our_dtype, ours, our_next), (their_dtype, theirs, their_next) = results
     assert our_dtype == their_dtype == torch.float32
     assert torch.equal(ours, theirs) and torch.equal(our_next, their_next)

@@ -139,14 +139,14 @@ def _num_pruned(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("amount", [0, 7, 0.5, 1.0])
-def test_mixed_dtypes(amount):
+def test_mixed_dtypes(amount, device):
     theirs = nn.ModuleList(
         [
             fill_distinct(nn.Linear(4, 5), torch.float32, 0),
             fill_distinct(nn.Linear(4, 5), torch.float64, 1),
             fill_distinct(nn.Linear(4, 5), torch.float32, 2),
         ]
-    )
+    ).to(device)
     with torch.no_grad():
         theirs[1].weight.mul_(1.01)
         theirs[2].weight.mul_(1.03)
@@ -216,11 +216,11 @@ def test_wrong_calls_raise_the_same(call):
     assert snapshot(ours) == before
 
 
-def test_flat_scores_are_accepted():
-    theirs = network(torch.float32, seed=0)
+def test_flat_scores_are_accepted(device):
+    theirs = network(torch.float32, seed=0).to(device)
     ours = twin(theirs)
     for library, model in ((torch_prune, theirs), (distprune, ours)):
-        scores = {(model[0], "weight"): distinct([35], torch.float32, seed=9)}
+        scores = {(model[0], "weight"): distinct([35], torch.float32, seed=9).to(device)}
         pairs = [(model[0], "weight"), (model[2], "weight")]
         library.global_unstructured(pairs, library.L1Unstructured, scores, amount=0.5)
     assert_same_modules(ours, theirs)

@@ -98,7 +98,10 @@ def counts(
             call(modules)
     found: Counter[str] = Counter()
     for event in profiled.key_averages():
-        if any(part in event.key for part in WAITS):
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            if not event.key.startswith(("Memcpy", "Memset")):
+                found["kernels on the device"] += event.count
+        elif any(part in event.key for part in WAITS):
             found["waits for the device"] += event.count
         elif event.key in WAITING_OPERATIONS:
             found["waits: torch operations"] += event.count

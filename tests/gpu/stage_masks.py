@@ -160,4 +160,4 @@ if __name__ == "__main__":
     import sys
 
     interpret_without_gpu(torch.device("cpu" if "cpu" in sys.argv else "cuda"))
-    main(small_layers, many_chunks, dtypes_together)
+    main(many_chunks, dtypes_together, small_layers)

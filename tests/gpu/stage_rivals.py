@@ -74,10 +74,8 @@ def measure(
             nn.Linear(side, side, bias=False, device=stage.device, dtype=dtype)
             for _ in range(NUM_MATRICES)
         ]
-        prepared: Any = modules
-        if contestant in THRESHOLDS:
-            prepared = gather(modules)
-            del modules
+        prepared: Any = gather(modules) if contestant in THRESHOLDS else modules
+        del modules
         run = timed(stage.device, lambda given=prepared: contestant(given))
         runs.append((run.seconds, run.peak_extra_bytes))
         del prepared, run

@@ -44,7 +44,7 @@ def a_defect_is_seen(stage: Stage) -> None:
 
 
 def measure(stage: Stage, size: int, dtype: torch.dtype | None) -> None:
-    width, steps = (64, 3) if stage.quick else (2048, 100)
+    width, steps = (64, 3) if stage.quick else (2048, 100 if size == 1 else 20)
     found = run_on_ranks(stress, size, stage.device, dtype, width, steps, False)
     for rank, each in enumerate(found):
         stage.say(f"rank {rank}: {each['compared']} weights of {width} x {width} compared")

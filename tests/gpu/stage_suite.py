@@ -35,7 +35,7 @@ def tests(stage: Stage) -> None:
         report = Path(folder, "report.xml")
         # Without the options of pyproject.toml, which need further plugins.
         command = [
-            sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider",
+            sys.executable, "-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider",
             "--device", str(stage.device.type), f"--junitxml={report}", "--tb=short",
             *map(str, chosen),
         ]  # fmt: skip

@@ -133,7 +133,8 @@ def on_rank(
 
 
 def make(way: str, sizes: Sizes, device: torch.device) -> nn.Module:
-    model: Decoder = build(sizes).to(device)
+    with device:
+        model: Decoder = build(sizes)
     return wrap(model, way, device.type)
 
 
@@ -149,22 +150,20 @@ def masked(model: nn.Module) -> Iterator[tuple[nn.Module, DTensor, DTensor]]:
             yield module, module.weight_orig, module.weight_mask
 
 
-@torch.no_grad()
 def loss_with_zeros(dense: nn.Module, pruned: nn.Module, tokens: Tensor) -> float:
     """The loss of the dense model with the zeros of the pruned one; the weights are put back."""
     names = {module: name for name, module in pruned.named_modules()}
     saved = []
     for module, _, mask in masked(pruned):
-        weight = dense.get_submodule(names[module]).weight.to_local()
+        weight = dense.get_submodule(names[module]).weight.detach().to_local()
         saved.append((weight, weight.clone()))
         weight.mul_(mask.to_local())
-    loss = loss_of(dense, tokens).item()
-    for module in dense.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+    loss = loss_of(dense, tokens)
+    loss.backward()  # as in training: a compiler may fuse otherwise without
+    dense.zero_grad()
     for weight, values in saved:
         weight.copy_(values)
-    return loss
+    return loss.item()
 
 
 def gather(model: nn.Module, device: torch.device) -> float:

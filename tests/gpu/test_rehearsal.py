@@ -103,6 +103,19 @@ def _same_clock(monkeypatch):
     monkeypatch.setattr(run_stages, "time", run_stages.time)
 
 
+def test_nothing_but_torch_and_numpy_is_needed():
+    """Not even pytest: the stage that needs it says so."""
+    code = f"""
+import sys
+for name in ("pytest", "hypothesis", "transformers", "accelerate", "safetensors", "yaml", "typer"):
+    sys.modules[name] = None
+for name in {sorted(run_stages.STAGES)}:
+    __import__(f"stage_{{name}}")
+"""
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=run_stages.environment(), check=True, timeout=120)
+
+
 def test_unknown_stages_are_named(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run.sh", "--stages", "masks,mask"])
     with pytest.raises(SystemExit):

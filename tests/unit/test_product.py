@@ -31,15 +31,15 @@ def some_mask(num: int) -> torch.Tensor:
 
 
 def written(values: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.full(values.shape, 7, dtype=dtype)
+    out = torch.full(values.shape, 7, dtype=dtype, device=values.device)
     product.write_product(values, mask, out)
     return out
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_bits_are_those_of_the_product(dtype, out_dtype):
-    values, mask = hard_values(5000, dtype), some_mask(5000)
+def test_the_bits_are_those_of_the_product(dtype, out_dtype, device):
+    values, mask = hard_values(5000, dtype).to(device), some_mask(5000).to(device)
     expected = (mask.to(dtype) * values).to(out_dtype)  # as one process computes it
     assert torch.equal(bits(written(values, mask, out_dtype)), bits(expected))
     assert torch.equal(bits(expected), bits((values * mask).to(out_dtype)))
@@ -61,21 +61,21 @@ def test_more_than_one_chunk():
     assert torch.equal(written(values, mask, torch.float32), values * mask)
 
 
-def test_any_strides():
-    values = hard_values(600, torch.float32).view(20, 30).t()
-    mask = some_mask(1200).view(30, 40)[:, ::2]
+def test_any_strides(device):
+    values = hard_values(600, torch.float32).to(device).view(20, 30).t()
+    mask = some_mask(1200).to(device).view(30, 40)[:, ::2]
     assert torch.equal(bits(written(values, mask, torch.float32)), bits(values * mask))
 
 
-def test_in_place():
-    values, mask = hard_values(5000, torch.float32), some_mask(5000)
+def test_in_place(device):
+    values, mask = hard_values(5000, torch.float32).to(device), some_mask(5000).to(device)
     expected = values * mask
     product.write_product(values, mask, out=values)
     assert torch.equal(bits(values), bits(expected))
 
 
-def test_integers():
-    values, mask = torch.arange(-50, 50), some_mask(100)
+def test_integers(device):
+    values, mask = torch.arange(-50, 50, device=device), some_mask(100).to(device)
     assert torch.equal(written(values, mask, torch.int64), values * mask)
 
 
