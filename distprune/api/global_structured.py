@@ -51,7 +51,8 @@ def global_structured(
     compute: norms are exact sums, and channels are ordered by (score, position of the group, index
     of the channel). Shards may cut channels anywhere.
 
-    Collective: every rank of ``group`` calls it with the same arguments, plain modules included.
+    Collective: every rank of ``group`` calls it with the same arguments, plain modules included:
+    ranks with different parameters, such as pipeline stages, are refused.
 
     Args:
         groups: a parameter is in one group at most. The presets of
