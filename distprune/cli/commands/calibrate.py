@@ -97,9 +97,9 @@ def calibrate(
 
     [bold]Examples[/bold]
 
-      distprune calibrate Llama-3.2-1B --text train.txt --samples 128 --out stats.safetensors
+      distprune calibrate MODEL --text train.txt --samples 64 --out s.safetensors
 
-      distprune calibrate Llama-3.2-1B --text a.txt --text b.txt --out stats.safetensors --nproc 4
+      distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
     """
     options = model_options.ModelOptions(
         model, texts, length, limit, dtype, device, wrap, mesh, tokenizer

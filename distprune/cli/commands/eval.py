@@ -48,7 +48,7 @@ def evaluate(
 
       distprune eval Llama-3.2-1B --text a.txt --text b.txt --limit 100 --json
 
-      torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text held-out.txt
+      torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text test.txt
     """
     options = model_options.ModelOptions(
         model, texts, length, limit, dtype, device, wrap, mesh, tokenizer
