@@ -100,11 +100,11 @@ def prune(
         Each is raised on every rank that is left. The text says what is left on the disk.
 
     Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global",
-    or four to five times if normalised; row and N:M once; tiles
-    five times in scope "global", else once), and reads once what an interrupted run
-    had done; a few hundred megabytes of memory per process, whatever the size. Scores "wanda" and
-    "stade" are made in these passes, one more of 16-bit weights in scope "global" and two if
-    normalised, and take 4 bytes of memory for each input of a layer. Communication: an
+    or four to five times if normalised; row and N:M once; tiles five times in scope "global", else
+    once), and reads once what an interrupted run had done; a few hundred megabytes of memory per
+    process, whatever the size. Scores "wanda" and "stade" are made in these passes, one more of
+    16-bit weights in scope "global" and two if normalised, and take 4 bytes of memory for each
+    input of a layer. Communication: an
     all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
     """
     team = Team(communicator or world(), progress, stop)
