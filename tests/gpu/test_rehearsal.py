@@ -16,21 +16,21 @@ HERE = Path(__file__).parent
 def test_cheap_stages_run_on_a_cpu(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     command = [str(HERE / "run.sh"), "--device", "cpu", "--out", str(tmp_path)]
-    command += ["--stages", "ranking,graphs,allocators"]
+    command += ["--stages", "ranking,graphs"]
     ran = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr + (tmp_path / "log.txt").read_text()
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["facts"]["device"] == "cpu" and document["facts"]["quick"]
-    assert [each["status"] for each in document["stages"].values()] == ["ok"] * 3
+    assert [each["status"] for each in document["stages"].values()] == ["ok"] * 2
     parts = {
         part["name"]: part["status"]
         for stage in document["stages"].values()
         for part in stage["parts"]
     }
     untried = {name for name, status in parts.items() if status == "not tried"}
-    assert untried >= {"reading pass", "compiled with graphs", "pinned memory"}
+    assert untried == {"reading pass", "compiled with graphs"}
     assert parts["bfloat16 by magnitude"] == parts["forward and backward"] == "ok"
     text = (tmp_path / "results.txt").read_text()
     assert "a rehearsal" in text and "share of copy" in text
