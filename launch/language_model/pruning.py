@@ -13,8 +13,9 @@ import distprune as prune
 from distprune import budgets
 from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics
+from jobs.ranking import Pairs
 
-from .rankings import CRITERIA, Calibration, Pairs
+from .rankings import CRITERIA, Calibration
 from .settings import Settings
 
 

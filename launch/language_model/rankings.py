@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 import distprune as prune
 from distprune import criteria, language_models
 from distprune.statistics import ActivationStatistics
 from jobs.processes import Job
+from jobs.ranking import Pairs, Ranking, by_statistics
 
 R = TypeVar("R")
-Pairs = list[prune.NamedParameter]
-Scores = Mapping[tuple[nn.Module, str], Tensor | prune.FactoredScores]
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """What to pass to `global_unstructured`; the weights themselves rank where scores are None."""
-
-    method: type[prune.BasePruningMethod]
-    scores: Scores | None = None
 
 
 class Calibration:
@@ -96,30 +86,18 @@ def _by_gradients(make: Callable[..., criteria.Criterion]) -> Callable[[Calibrat
     def rank(calibration: Calibration) -> Ranking:
         criterion = make(calibration.parameters, unit="rank_batch")
         calibration.run(criterion)
-        return Ranking(criterion.pruning_method, criterion.scores())
+        return Ranking.by(criterion)
 
     return rank
-
-
-def _wanda(calibration: Calibration) -> Ranking:
-    return Ranking(prune.L1Unstructured, calibration.statistics.wanda())
-
-
-def _ria(calibration: Calibration) -> Ranking:
-    return Ranking(prune.L1Unstructured, calibration.statistics.ria())
-
-
-def _stade(calibration: Calibration) -> Ranking:
-    return Ranking(prune.L1Unstructured, calibration.statistics.stade())
 
 
 # By name on the command line.
 CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     "magnitude": lambda _: Ranking(prune.L1Unstructured),
     "random": lambda _: Ranking(prune.RandomUnstructured),
-    "wanda": _wanda,
-    "ria": _ria,
-    "stade": _stade,
+    "wanda": by_statistics("wanda"),
+    "ria": by_statistics("ria"),
+    "stade": by_statistics("stade"),
     # Of power 1: that of power 2 ranks as Fisher does.
     "taylor": _by_gradients(partial(criteria.Taylor, power=1)),
     "fisher": _by_gradients(criteria.Fisher),

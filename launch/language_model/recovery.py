@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from distprune.language_models import DataRanks, TokenWindows, data_ranks
 from distprune.schedule import ScheduledPruner
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
+from jobs.training import mean_over_ranks, relative_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def recover(
     steps = recovery.steps
     for step, rows in enumerate(_rows_of_steps(recovery, len(windows), ranks)[first:], first + 1):
         for group in optimizer.param_groups:
-            group["lr"] = recovery.learning_rate * _relative_rate(step, steps)
+            group["lr"] = recovery.learning_rate * relative_rate(step, steps)
         loss = _backward(model, windows.tokens[rows].to(job.device), recovery.batch_size)
         if has_adapters:
             _average_gradients(model, ranks)
@@ -89,7 +89,7 @@ def recover(
             events.append({"step": step, "parameters": report.to_dict()["parameters"]})
         if label is not None and (step % max(1, steps // 20) == 0 or step == steps):
             left = (time.monotonic() - began) / (step - first) * (steps - step)
-            text = f"{label}: step {step}/{steps}, training loss {_mean(loss):.3f}"
+            text = f"{label}: step {step}/{steps}, training loss {mean_over_ranks(loss):.3f}"
             job.say(f"{text}, {left:.0f} s left")
         if checkpoints is not None and (step % checkpoint_every == 0 or step == steps):
             checkpoints.save(step, model, optimizer, pruner, events)
@@ -136,18 +136,3 @@ def _rows_of_steps(recovery: Recovery, num_windows: int, ranks: DataRanks) -> li
     shape = recovery.steps, recovery.batch
     rows = torch.randint(num_windows, shape, generator=generator)
     return [of_step.chunk(ranks.size)[ranks.index] for of_step in rows]
-
-
-def _relative_rate(step: int, steps: int) -> float:
-    warm_up = max(1, steps // 10)
-    if step <= warm_up:
-        return step / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _mean(loss: Tensor) -> float:
-    """Over all ranks; those of tensor parallelism have the same loss."""
-    total = loss.double().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()

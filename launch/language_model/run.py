@@ -17,11 +17,12 @@ from distprune import language_models
 from distprune.language_models import TokenWindows
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
+from jobs.ranking import Pairs
 from jobs.work import Folder
 
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
 from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot, select_parameters
-from .rankings import Calibration, Pairs
+from .rankings import Calibration
 from .recovery import recover
 from .settings import Settings
 

@@ -16,11 +16,12 @@ import distprune as prune
 from distprune import language_models
 from distprune.language_models import TokenWindows
 from jobs.processes import Job
+from jobs.ranking import Pairs, Ranking
 from jobs.scopes import is_meaningful, keywords_of
 from jobs.work import Folder
 
 from .pruning import select_parameters
-from .rankings import CRITERIA, Calibration, Pairs, Ranking, method_of
+from .rankings import CRITERIA, Calibration, method_of
 from .recovery import recover
 from .table_settings import TableSettings
 

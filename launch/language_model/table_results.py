@@ -28,10 +28,12 @@ def write_results(folder: Path, job: Job) -> None:
     dense, cells = _read(folder)
     later_dense, later = _read(folder / "recovered")
     facts = json.loads((folder / FACTS).read_text())
+    recovery = folder / "recovered" / FACTS
     results = {
-        "facts": facts, "machine": machine_facts(job), "dense": dense,
+        "command": command_line(job), "facts": facts, "machine": machine_facts(job), "dense": dense,
         "cells": list(cells.values()), "recovered": list(later.values()),
         "dense_recovered": later_dense,
+        "recovery": json.loads(recovery.read_text()) if later else None,
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     (folder / "results.md").write_text(_document(folder, dense, cells, later_dense, later, job))
@@ -103,7 +105,8 @@ def _perplexity(cell: dict[str, Any]) -> float:
     return float(cell["all"]["perplexity"])
 
 
-def _text(cell: dict[str, Any]) -> str:
+def perplexity_text(cell: dict[str, Any]) -> str:
+    """As the table has it."""
     value = _perplexity(cell)
     return f"{value:.2f}" if value < 1e3 else f"{value:.2g}"
 
@@ -126,15 +129,15 @@ def _document(
     texts = ", ".join(Path(text["text"]).name for text in dense["texts"])
     parts = [
         f"# Perplexity of {Path(facts['model']).name} by criterion, scope and sparsity",
-        f"Just after pruning; the dense model: {_text(dense)}",
-        table_of(cells, _text),
+        f"Just after pruning; the dense model: {perplexity_text(dense)}",
+        table_of(cells, perplexity_text),
     ]
     if later_dense is not None and later:
         steps = json.loads((folder / "recovered" / FACTS).read_text())
         parts += [
             f"After {steps['recovery_steps']} steps of fine-tuning, {steps['recovery_batch']} "
-            f"sequences each; the dense model after as many: {_text(later_dense)}",
-            table_of(later, _text),
+            f"sequences each; the dense model after as many: {perplexity_text(later_dense)}",
+            table_of(later, perplexity_text),
         ]
     machine = "\n".join(f"- {what}: {value}" for what, value in machine_facts(job).items())
     parts += [

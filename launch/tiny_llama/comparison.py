@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import distprune as prune
+from jobs.ranking import Ranking
 from jobs.scopes import is_meaningful, keywords_of
 
 from .model import build_model, consolidated_state, wrap_model
 from .score_files import ComparisonFiles
-from .scoring import CRITERIA, Calibration, Ranking, TrainingScores
+from .scoring import CRITERIA, Calibration, TrainingScores
 from .settings import Settings
 from .training import FINETUNE_LEARNING_RATE, LEARNING_RATE, Trainer, make_optimizer
 

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import distprune as prune
 from jobs.processes import Job
-
-from .scoring import Ranking
+from jobs.ranking import Ranking
 
 
 @dataclass(frozen=True, slots=True)

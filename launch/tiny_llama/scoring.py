@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import distprune as prune
 from distprune import criteria
 from distprune.statistics import ActivationStatistics
+from jobs.ranking import Pairs, Ranking, by_statistics
 
 from .data import batches
 from .training import Trainer, language_loss
 
 CALIBRATION_SEED = 1_000  # added to --seed, so that no training has these batches
-
-Pairs = list[prune.NamedParameter]
-Scores = Mapping[tuple[nn.Module, str], Tensor | prune.FactoredScores]
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """What to pass to `global_unstructured`; the weights themselves rank where scores are None."""
-
-    method: type[prune.BasePruningMethod]
-    scores: Scores | None = None
-
-    @classmethod
-    def by(cls, criterion: criteria.Criterion) -> Ranking:
-        return cls(criterion.pruning_method, criterion.scores())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +99,6 @@ def _by_sequences(
     return rank
 
 
-def _wanda(calibration: Calibration) -> Ranking:
-    return Ranking(prune.L1Unstructured, calibration.statistics.wanda())
-
-
-def _ria(calibration: Calibration) -> Ranking:
-    return Ranking(prune.L1Unstructured, calibration.statistics.ria())
-
-
-def _stade(calibration: Calibration) -> Ranking:
-    return Ranking(prune.L1Unstructured, calibration.statistics.stade())
-
-
 # By name on the command line.
 CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     "random": lambda _: Ranking(prune.RandomUnstructured),
@@ -135,7 +109,7 @@ CRITERIA: dict[str, Callable[[Calibration], Ranking]] = {
     "fisher": _by_sequences(criteria.Fisher),
     "adam": lambda calibration: Ranking.by(calibration.training.second_moment),
     "movement": lambda calibration: Ranking.by(calibration.training.movement),
-    "wanda": _wanda,
-    "ria": _ria,
-    "stade": _stade,
+    "wanda": by_statistics("wanda"),
+    "ria": by_statistics("ria"),
+    "stade": by_statistics("stade"),
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from jobs.processes import Job
+from jobs.training import mean_over_ranks, relative_rate
 
 from .data import Corpus, batches
 
@@ -80,7 +79,7 @@ class Trainer:
         )
         for step, tokens in enumerate(parts[first:], start=first + 1):
             for group in optimizer.param_groups:
-                group["lr"] = optimizer.defaults["lr"] * _relative_rate(step, steps)
+                group["lr"] = optimizer.defaults["lr"] * relative_rate(step, steps)
             loss = language_loss(model, tokens.to(self.job.device))
             loss.backward()
             if before_step is not None:
@@ -89,14 +88,14 @@ class Trainer:
             optimizer.zero_grad()
             if label is not None and (step % 50 == 0 or step == steps):
                 text = f"{label}: step {step}/{steps}, training loss"
-                self.job.say(f"{text} {_mean_over_ranks(loss.detach()):.3f}")
+                self.job.say(f"{text} {mean_over_ranks(loss.detach()):.3f}")
             if after_step is not None:
                 after_step(step - 1)
 
     def held_out_loss(self, model: nn.Module) -> float:
         """Mean nats per byte over the held-out windows of all ranks; the same on every rank."""
         windows = self.corpus.held_out.chunk(self.num_shards)[self.shard]
-        return _mean_over_ranks(mean_loss(model, windows.to(self.job.device)))
+        return mean_over_ranks(mean_loss(model, windows.to(self.job.device)))
 
 
 @torch.no_grad()
@@ -115,17 +114,3 @@ def mean_loss(model: nn.Module, windows: Tensor) -> Tensor:
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean nats per byte of predicting each byte from those before it."""
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
-def _relative_rate(step: int, steps: int) -> float:
-    warm_up = max(1, steps // 10)
-    if step <= warm_up:
-        return step / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _mean_over_ranks(value: Tensor) -> float:
-    total = value.double()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
