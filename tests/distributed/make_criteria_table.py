@@ -57,18 +57,25 @@ def table(measured: dict) -> str:
 
 
 def short_table(measured: dict) -> str:
-    """Markdown: per criterion what it reads and sends, and how exact it is on all wrappers."""
-    by_criterion: dict[str, list[dict]] = {}
-    for row in measured["results"]:
-        by_criterion.setdefault(row["criterion"], []).append(row)
+    """Markdown: what criteria read and send, and how exact they are on all wrappers.
+
+    Criteria that read and send the same share a row, with the largest difference of them all.
+    """
     kinds = tuple(kind for of_wrapper in WRAPPERS.values() for kind in of_wrapper)
-    lines = ["| criterion | reads | sends | scores, beside one process |", "|---|---|---|---|"]
+    titles: dict[tuple[str, str, bool], list[str]] = {}
+    for title, about in measured["about"].items():
+        is_exact = _cell(_rows_of(measured, [title]), kinds).startswith("exact")
+        titles.setdefault((about["reads"], about["wire"], is_exact), []).append(title)
+    lines = ["| criteria | read | send | scores, beside one process |", "|---|---|---|---|"]
     lines += [
-        f"| {title} | {measured['about'][title]['reads']} | {measured['about'][title]['wire']} | "
-        f"{_cell(rows, kinds)} |"
-        for title, rows in by_criterion.items()
+        f"| {'; '.join(of_row)} | {reads} | {wire} | {_cell(_rows_of(measured, of_row), kinds)} |"
+        for (reads, wire, _), of_row in titles.items()
     ]
     return "\n".join(lines)
+
+
+def _rows_of(measured: dict, titles: list[str]) -> list[dict]:
+    return [row for row in measured["results"] if row["criterion"] in titles]
 
 
 def _cell(rows: list[dict], kinds: tuple[str, ...]) -> str:
