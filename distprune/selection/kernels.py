@@ -221,8 +221,9 @@ def kernels_on(where: torch.device) -> Kernels:
 def fused_on(where: torch.device) -> FusedKernels | None:
     """The kernels that read each score once, where there are some for a device.
 
-    None on a CPU; where Triton is not installed, or cannot compile, which is logged as a warning;
-    and if the environment variable DISTPRUNE_NO_TRITON is set.
+    None on a CPU; where Triton is not installed, cannot compile, or does not give what torch's
+    operations give (see triton_check.py), which is logged as a warning; and if the environment
+    variable DISTPRUNE_NO_TRITON is set.
     """
     if memory.takes_numpy(where) or where.type not in ("cuda", "xpu"):
         return None
@@ -234,12 +235,12 @@ def fused_on(where: torch.device) -> FusedKernels | None:
 @functools.cache
 def _compiled_on(where: torch.device) -> FusedKernels | None:
     try:
-        from distprune.selection import triton_kernels
+        from distprune.selection import triton_check, triton_kernels
 
-        triton_kernels.try_on(where)
+        triton_check.check_on(where)
     except Exception as error:  # Triton, its compiler and the driver raise errors of many types
         logger.warning(
-            "Triton's kernels do not run on %s (%s: %s); torch operations are used, which move "
+            "Triton's kernels are not used on %s (%s: %s); torch operations are used, which move "
             "several times as many bytes. Set %s=1 to say that this is meant.",
             where, type(error).__name__, error, NO_TRITON,
         )  # fmt: skip

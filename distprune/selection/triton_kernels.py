@@ -35,10 +35,8 @@ from distprune._common.memory import Array
 from distprune.selection import triton_source as source
 from distprune.selection import triton_tables as tables
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
-from distprune.selection.keys import Order, ScoreKeys, key_range
-from distprune.selection.scores import TensorScores
+from distprune.selection.keys import Order
 from distprune.selection.triton_tables import Kind, Piece, Tiles
-from distprune.shards.geometry import IndexMap
 
 # Warps of a program.
 _NUM_WARPS = 8
@@ -49,24 +47,6 @@ _ORDERS = {Order.MAGNITUDE: 0, Order.ASCENDING: 1, Order.DESCENDING: -1}
 
 takes = tables.takes
 is_in_memory = tables.is_in_memory
-
-
-def try_on(device: torch.device) -> None:
-    """Read and write one element on a device.
-
-    Raises:
-        Exception: of any type, if kernels cannot be compiled or launched there.
-    """
-    numbers = key_range(torch.float32, Order.MAGNITUDE)
-    keys = ScoreKeys(TensorScores(torch.ones(1, device=device)), numbers)
-    part = Candidates(keys, None, IndexMap((range(1),), (1,), 0), range(1), 1, 1, device)
-    mask = torch.empty(1, dtype=torch.bool, device=device)
-    everything = (numbers.low, numbers.high)
-    (result,) = scan([part], [(0, range(1))], [], everything, [mask], 1.0)
-    assert result.collected is not None
-    (count,) = prune_collected([part], {0: [result.collected]}, Cut(numbers.high, 0, 0), [mask])
-    if int(count) != 1 or bool(mask.item()):
-        raise RuntimeError("a wrong mask was written")
 
 
 def scan(
