@@ -15,10 +15,31 @@ if TYPE_CHECKING:
     from distprune.files.selecting.policy import Verdict
 
 
+# Magnitudes alone ruined the language model that was measured; docs/criteria.md has the table.
+_TOO_MUCH_BY_MAGNITUDE = 0.4
+
+
+def advice_for_language_models(plan: Plan) -> str:
+    """What a language model is better pruned by, if much of it is pruned by magnitude; or ""."""
+    names = plan.checkpoint.config.get("architectures")
+    if not isinstance(names, list) or not any(str(n).endswith("ForCausalLM") for n in names):
+        return ""
+    is_by_magnitude = any(group.recipe.ranks_magnitudes for group in plan.groups)
+    if not is_by_magnitude or plan.num_to_prune < _TOO_MUCH_BY_MAGNITUDE * plan.num_elements:
+        return ""
+    return (
+        f"pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by magnitude may "
+        "ruin it. Statistics of activations (distprune calibrate, then --score wanda "
+        "--statistics FILE --scope row) lose far less; distprune eval measures it."
+    )
+
+
 def show_warnings(terminal: Terminal, plan: Plan) -> None:
     """Write warnings about a selection that is probably a mistake to stderr."""
     for warning in plan.warnings:
         terminal.note(f"Warning: {warning}")
+    if advice := advice_for_language_models(plan):
+        terminal.note(f"Warning: {advice}")
     if any(
         group.recipe.is_normalizable and group.recipe.normalize is None
         for group in plan.groups

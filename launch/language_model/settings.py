@@ -15,6 +15,9 @@ WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
 SCOPES = ("global", "layer", "row")
 NORMALIZATIONS = ("none", "rms", "l2", "mean")
 BUDGETS = ("uniform", "uniform+", "erk", "lamp", "owl")
+# Criteria whose scores have another scale in each parameter. Random ones have one scale everywhere,
+# and those of gradients all estimate the same: the change of the loss.
+_NOT_TO_SCALE = ("magnitude", "wanda", "ria", "stade")
 # What does not change the result.
 _OF_THE_MACHINE = ("output", "checkpoint_every")
 
@@ -119,13 +122,15 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         )
     if parsed.lora is not None and (parsed.recovery_steps == 0 or parsed.schedule != "one_shot"):
         parser.error("--lora goes with --recovery-steps, and without --schedule")
-    if has_own_sparsity and (parsed.scope != "global" or parsed.budget):
+    if has_own_sparsity and (parsed.scope or parsed.budget):
         parser.error(
             "--pattern decides what is pruned in each group: expected it without "
             "--scope and --budget"
         )
     values = vars(parsed)
-    if values["normalize"] is None and _parameters_compete(parsed):
+    if values["scope"] is None:
+        values["scope"] = _default_scope(parsed)
+    if values["normalize"] is None and _needs_scale(parsed):
         values["normalize"] = "rms"
     if values["normalize"] == "none":
         values["normalize"] = None
@@ -137,10 +142,16 @@ def _says_sparsity(pattern: str | None) -> bool:
     return pattern is not None and ":" in pattern
 
 
-def _parameters_compete(parsed: argparse.Namespace) -> bool:
-    """Random scores have one scale everywhere; elsewhere each part has a count of its own."""
+def _default_scope(parsed: argparse.Namespace) -> str:
+    """What measured best: see docs/criteria.md, "Which criterion, which scope"."""
+    is_divided = parsed.pattern is not None or parsed.budget is not None
+    return "row" if parsed.criterion in _NOT_TO_SCALE and not is_divided else "global"
+
+
+def _needs_scale(parsed: argparse.Namespace) -> bool:
+    """Whether parameters compete by scores that do not compare between them."""
     is_divided = parsed.scope != "global" or _says_sparsity(parsed.pattern) or parsed.budget
-    return parsed.criterion != "random" and not is_divided
+    return parsed.criterion in _NOT_TO_SCALE and not is_divided
 
 
 def _as_json(value: object) -> Any:
@@ -162,15 +173,19 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("pruning")
     group.add_argument("--criterion", choices=CRITERIA, default="wanda", help="what ranks weights")
     group.add_argument("--sparsity", type=float, help="share of weights to prune (0.5)")
-    group.add_argument("--scope", choices=SCOPES, default="global", help="what competes")
+    group.add_argument(
+        "--scope",
+        choices=SCOPES,
+        help="what competes (global for random, taylor, fisher, budgets and tiles; else row)",
+    )
     group.add_argument(
         "--pattern", help="2:4: prune 2 of each 4 weights along the inputs; 4x4: whole tiles"
     )
     group.add_argument(
         "--normalize",
         choices=NORMALIZATIONS,
-        help="what divides each parameter's scores (rms, where scores of different "
-        "parameters compete)",
+        help="what divides each parameter's scores (rms, where parameters compete by magnitude, "
+        "wanda, ria or stade)",
     )
     group.add_argument("--budget", choices=BUDGETS, help="divides the sparsity among layers")
     group.add_argument(

@@ -77,6 +77,8 @@ def draw(dense: dict[str, Any] | None, cells: Cells, file: Path) -> None:
             axes.plot(values, places, "o", color=colour, alpha=0.8, label=scope)
         axes.axvline(_perplexity(dense), color="0.5", linestyle=":", label="dense")
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_title(f"{100 * sparsity:g} % pruned")
         axes.set_xlabel("perplexity")
         axes.grid(alpha=0.25)
@@ -108,7 +110,7 @@ def _perplexity(cell: dict[str, Any]) -> float:
 def perplexity_text(cell: dict[str, Any]) -> str:
     """As the table has it."""
     value = _perplexity(cell)
-    return f"{value:.2f}" if value < 1e3 else f"{value:.2g}"
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}"
 
 
 def _highest(cell: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """``distprune plan``: flags override recipes; its output; what it refuses."""
 
+import json
+
 import pytest
 import torch
 
@@ -128,3 +130,22 @@ def test_what_does_not_fit_is_refused_all_at_once(run, source, tmp_path):
     assert done.code == 3 and done.json["exit_code"] == 3
     assert "git lfs pull" in done.json["error"] and "00002" in done.json["error"]
     assert done.json["error"] in done.err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "is_warned"),
+    [
+        ("LlamaForCausalLM", ["--sparsity", "0.5"], True),
+        ("LlamaForCausalLM", ["--pattern", "2:4"], True),
+        ("LlamaForCausalLM", ["--sparsity", "0.25"], False),
+        ("LlamaForCausalLM", ["--sparsity", "0.5", "--score", "random"], False),
+        ("BertModel", ["--sparsity", "0.5"], False),
+    ],
+)
+def test_pruning_much_of_a_language_model_by_magnitude_is_advised_against(
+    run, source, architecture, flags, is_warned
+):
+    (source / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    done = run("plan", source, *flags)
+    assert done.code == 0
+    assert ("distprune calibrate" in done.err) == is_warned

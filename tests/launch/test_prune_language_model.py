@@ -58,12 +58,13 @@ def bytes_of(folder):
 @pytest.mark.slow
 def test_every_sharding_prunes_the_same_weights(folder):
     """By Wanda, of the same statistics: one process, FSDP2 on 2 ranks, FSDP2 with TP on 4."""
-    calibration = ["--calibrate", folder / "train.txt", "--sparsity", 0.6]
+    how = ["--sparsity", 0.6, "--scope", "global"]
+    calibration = ["--calibrate", folder / "train.txt", *how]
     status, printed = run(SCRIPT, *arguments(folder, "alone", "--wrap", "none", *calibration))
     assert status == 0, printed
     statistics = ["--statistics", folder / "alone/distprune/statistics.safetensors"]
-    prune(folder, "sharded", 2, *statistics, "--sparsity", 0.6)
-    prune(folder, "both", 4, *statistics, "--sparsity", 0.6, "--wrap", "fsdp2_tp",
+    prune(folder, "sharded", 2, *statistics, *how)
+    prune(folder, "both", 4, *statistics, *how, "--wrap", "fsdp2_tp",
           "--tensor-parallel", 2)  # fmt: skip
     alone = weights_of(folder / "alone")
     for other in ("sharded", "both"):
@@ -149,6 +150,23 @@ def test_the_shipped_arguments_are_read(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert parse_settings(["@configs/gemma.args"]).criterion == "wanda"
     assert parse_table_settings(["@configs/gemma_table.args"]).windows == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "scope", "normalize"),
+    [
+        (["--criterion", "magnitude"], "row", None),
+        (["--criterion", "magnitude", "--scope", "global"], "global", "rms"),
+        (["--criterion", "magnitude", "--scope", "global", "--normalize", "none"], "global", None),
+        (["--criterion", "magnitude", "--budget", "lamp"], "global", None),
+        (["--criterion", "magnitude", "--pattern", "4x4"], "global", "rms"),
+        (["--criterion", "fisher", "--calibrate", "a.txt"], "global", None),
+        (["--criterion", "random"], "global", None),
+    ],
+)
+def test_scope_and_scale_follow_the_criterion(given, scope, normalize):
+    settings = parse_settings(["model", "out", *given])
+    assert (settings.scope, settings.normalize) == (scope, normalize)
 
 
 def test_pattern_says_the_sparsity():
