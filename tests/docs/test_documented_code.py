@@ -134,7 +134,9 @@ def problem_of(words):
             return problem_of_install(what)
         case ["python", "-m", "pytest" | "mkdocs" | "http.server" | "build", *_]:
             return None
-        case ["python", script, *_] | [script, *_] if "/" in script:
+        case (
+            ["python", script, *_] | ["torchrun", "--nproc-per-node", _, script, *_] | [script, *_]
+        ) if "/" in script:
             files = [script, *(word for word in words if word.startswith(("examples/", "tests/")))]
             missing = [file for file in files if not (ROOT / file).exists()]
             return f"no {', '.join(missing)}" if missing else None
