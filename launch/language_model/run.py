@@ -204,8 +204,10 @@ class Run:
             sidecar=sidecar,
             files={"README.md": card(settings, self.stages, rows)},
         )
-        num_zeros = sum(saved.zeros.values())
-        self.job.say(f"wrote {saved.folder}: {num_zeros:,} zeros\n\n{sidecar['report.txt']}")
+        num_pruned = sum(row["num_pruned"] for row in rows)
+        num_zeros = sum(saved.zeros.values())  # the model may have had some before
+        counts = f"{num_pruned:,} weights are pruned, {num_zeros:,} of the model are zero"
+        self.job.say(f"wrote {saved.folder}: {counts}\n\n{sidecar['report.txt']}")
 
 
 def finished_with(settings: Settings, job: Job) -> bool:
