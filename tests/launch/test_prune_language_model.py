@@ -121,7 +121,7 @@ def test_a_killed_run_ends_with_the_same_files(folder):
 @pytest.mark.parametrize(
     "more",
     [
-        ["--lora", 4, "--criterion", "fisher"],
+        ["--lora", 4, "--criterion", "fisher", "--normalize", "rms"],
         ["--schedule", "cubic", "--prunings", 3],
     ],
 )
