@@ -66,9 +66,13 @@ def ignored_on_load(model: Any) -> re.Pattern[str] | None:
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The modules that transformers never splits over devices, inner ones first."""
+    """The modules that transformers never splits over devices, outer ones first.
+
+    Args:
+        model: of transformers; FSDP2 may have given modules classes derived from theirs.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [m for m in reversed(list(model.modules())) if type(m).__name__ in names]
+    return [m for m in model.modules() if names & {c.__name__ for c in type(m).__mro__}]
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:

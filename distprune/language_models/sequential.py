@@ -10,6 +10,7 @@ from torch import nn
 
 from distprune._common.naming import NamedParameter, unwrap
 from distprune._common.process_groups import world
+from distprune._transformers.building import decoder_layers
 from distprune.language_models.running import (
     Report,
     Reporter,
@@ -37,9 +38,7 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
         ValueError: the model does not say which of its modules they are.
     """
     inner: Any = unwrap(model)
-    names = set(getattr(inner, "_no_split_modules", None) or ())
-    # FSDP2 gives modules a class of its own, derived from theirs.
-    found = [m for m in inner.modules() if names & {c.__name__ for c in type(m).__mro__}]
+    found = decoder_layers(inner)
     if not found:
         raise ValueError(
             f"{type(inner).__name__} does not name its decoder layers; expected a causal language "

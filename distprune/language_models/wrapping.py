@@ -103,6 +103,6 @@ def shard(model: Any, wrap: str, mesh: DeviceMesh | None) -> None:
                 "layers (_no_split_modules is empty), so FSDP2 would gather the model at once; "
                 "expected a decoder. Load it with wrap='ddp' or 'tp'."
             )
-        for layer in layers:
+        for layer in reversed(layers):  # inner ones first
             fully_shard(layer, mesh=over)
         fully_shard(model, mesh=over)
