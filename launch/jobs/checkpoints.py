@@ -96,9 +96,5 @@ class Checkpoints:
 
     def _latest(self) -> Path | None:
         """As rank 0 sees it; the same on every rank."""
-        found: list[str | None] = [None]
-        if self.job.rank == 0 and self.folder.exists():
-            # Zeros in front make the order of names that of steps.
-            found[0] = max((path.name for path in self.folder.glob("step-*")), default=None)
-        dist.broadcast_object_list(found, src=0, device=self.job.device)
-        return None if found[0] is None else self.folder / found[0]
+        # Zeros in front make the order of names that of steps.
+        return self.job.of_rank_0(lambda: max(self.folder.glob("step-*"), default=None))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from distprune.language_models import RunProgress
 
+T = TypeVar("T")
 LAUNCH_FOLDER = Path(__file__).resolve().parent.parent
 
 
@@ -48,11 +49,22 @@ class Job:
 
         return report
 
-    def agree(self, value: bool) -> bool:
-        """Rank 0's value, on every rank. Collective."""
-        agreed = torch.tensor(value, dtype=torch.uint8, device=self.device)
-        dist.broadcast(agreed, src=0)
-        return bool(agreed)
+    def of_rank_0(self, find: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank; the others do not look. Collective.
+
+        Raises:
+            Exception: what `find` raised on rank 0; on every rank.
+        """
+        found: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                found[0] = find()
+            except Exception as error:  # the other ranks wait for an answer
+                found[1] = error
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        if found[1] is not None:
+            raise found[1]
+        return cast("T", found[0])
 
 
 def join() -> Job:

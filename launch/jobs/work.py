@@ -41,13 +41,10 @@ class Folder:
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returns, as JSON; read from the file of this name if it was made before."""
-        found: list[Any] = [None]
         file = self.path / name
-        if self.job.rank == 0 and file.exists():
-            found[0] = json.loads(file.read_text(encoding="utf-8"))
-        dist.broadcast_object_list(found, src=0, device=self.job.device)
-        if found[0] is not None:
-            return found[0]
+        found = self.job.of_rank_0(lambda: read_json(file))
+        if found is not None:
+            return found
         made = make()
         if self.job.rank == 0:
             _write(file, made)
@@ -57,7 +54,7 @@ class Folder:
     def once_folder(self, name: str, make: Callable[[Path], object]) -> Path:
         """The folder of this name, which `make` fills on all ranks if it is not there."""
         complete, partial = self.path / name, self.path / f"{name}.partial"
-        if self.job.agree(complete.exists()):
+        if self.job.of_rank_0(complete.exists):
             return complete
         if self.job.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
@@ -74,6 +71,11 @@ class Folder:
         if self.job.rank == 0:
             shutil.rmtree(self.path, ignore_errors=True)
         dist.barrier()
+
+
+def read_json(file: Path) -> Any:
+    """The content of a file; None if it does not exist."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def _write(file: Path, value: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import distprune as prune
 from distprune import budgets
+from distprune.language_models.layers import head_of
 from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics
 from jobs.ranking import Pairs
@@ -26,8 +26,7 @@ def select_parameters(model: nn.Module, exclude: Sequence[str], names: Sequence[
         exclude: patterns of further modules that stay dense.
         names: of parameters; those of fused experts are not called "weight".
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    head = inner.get_output_embeddings()
+    head = head_of(model)
     pairs = prune.select(model, exclude=exclude, names=names)
     return [p for p in pairs if not isinstance(p[0], nn.Embedding) and p[0] is not head]
 

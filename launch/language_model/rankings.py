@@ -45,7 +45,7 @@ class Calibration:
     @cached_property
     def statistics(self) -> ActivationStatistics:
         """Of the inputs of all layers. Collective when first asked for."""
-        if self.job.agree(self.statistics_file.exists()):
+        if self.job.of_rank_0(self.statistics_file.exists):
             return ActivationStatistics.load(self.statistics_file, self.parameters)
         statistics = ActivationStatistics(self.parameters)
         self.run(statistics)

@@ -18,7 +18,7 @@ from distprune.language_models import TokenWindows
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
 from jobs.ranking import Pairs
-from jobs.work import Folder
+from jobs.work import Folder, read_json
 
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
 from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot, select_parameters
@@ -193,7 +193,7 @@ class Run:
         dist.barrier()
         sidecar["sparsity_per_layer.png"] = folder / "sparsity_per_layer.png"
         statistics = self.statistics_file
-        if self.job.agree(statistics.exists()):
+        if self.job.of_rank_0(statistics.exists):
             sidecar["statistics.safetensors"] = statistics
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -216,14 +216,10 @@ def finished_with(settings: Settings, job: Job) -> bool:
     Raises:
         ValueError: it is there, and of something else; on every rank.
     """
-    if not job.agree(settings.output.exists()):
+    if not job.of_rank_0(settings.output.exists):
         return False
-    found: list[Any] = [None]
-    report = settings.output / "distprune" / REPORT
-    if job.rank == 0 and report.exists():
-        found[0] = json.loads(report.read_text(encoding="utf-8")).get("settings")
-    dist.broadcast_object_list(found, src=0, device=job.device)
-    if found[0] != settings.facts():
+    report = job.of_rank_0(lambda: read_json(settings.output / "distprune" / REPORT))
+    if (report or {}).get("settings") != settings.facts():
         raise ValueError(
             f"{settings.output} exists, and is not the result of these settings; expected a folder "
             "that does not exist."
