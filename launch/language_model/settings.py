@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .common_settings import (
+    CommonSettings,
+    add_calibration,
+    add_evaluation,
+    add_recovery,
+    add_running,
+    add_selection,
+    check_at_least_1,
+    check_common,
+    make_parser,
+    with_tuples,
+)
 from .rankings import CRITERIA, NEEDS_TEXT
-from .recovery import Recovery
 
-WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
 SCOPES = ("global", "layer", "row")
 NORMALIZATIONS = ("none", "rms", "l2", "mean")
 BUDGETS = ("uniform", "uniform+", "erk", "lamp", "owl")
@@ -23,11 +33,9 @@ _OF_THE_MACHINE = ("output", "checkpoint_every")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(CommonSettings):
     """The command line as typed values; the same on every rank."""
 
-    model: Path
-    output: Path
     # How it is pruned.
     criterion: str
     sparsity: float | None  # None: the pattern says it
@@ -35,62 +43,29 @@ class Settings:
     pattern: str | None
     normalize: str | None
     budget: str | None
-    exclude: tuple[str, ...]
-    names: tuple[str, ...]
-    # What it learns from.
-    calibrate: tuple[Path, ...]
+    # What it learns from, beside text.
     statistics: Path | None
     sequential: bool
-    windows: int
-    length: int
-    # How it is measured.
-    evaluate: tuple[Path, ...]
-    evaluation_windows: int
     # How it is recovered.
-    recover: tuple[Path, ...]
-    recovery_steps: int
-    recovery_batch: int
-    learning_rate: float
     lora: int | None
     schedule: str
     prunings: int
     checkpoint_every: int
     # How it runs.
-    wrap: str
     tensor_parallel: int | None
     dtype: str
-    batch_size: int
-    seed: int
-
-    @property
-    def recovery(self) -> Recovery:
-        """How to fine-tune."""
-        return Recovery(
-            self.recovery_steps, self.recovery_batch, self.learning_rate, self.batch_size, self.seed
-        )
 
     def facts(self) -> dict[str, Any]:
         """What the result depends on, as JSON has it."""
-        values = {k: v for k, v in asdict(self).items() if k not in _OF_THE_MACHINE}
-        return {name: _as_json(value) for name, value in values.items()}
+        return self.facts_without(*_OF_THE_MACHINE)
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     """Read the command line; a wrong value ends every rank with the same message."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
-    for name in (
-        "windows",
-        "length",
-        "evaluation_windows",
-        "recovery_batch",
-        "prunings",
-        "checkpoint_every",
-        "batch_size",
-    ):
-        if getattr(parsed, name) < 1:
-            option = "--" + name.replace("_", "-")
-            parser.error(f"expected {option} >= 1, got {getattr(parsed, name)}")
+    check_common(parser, parsed)
+    check_at_least_1(parser, parsed, ("prunings", "checkpoint_every"))
     has_own_sparsity = _says_sparsity(parsed.pattern)
     if has_own_sparsity and parsed.sparsity is not None:
         parser.error(f"--pattern {parsed.pattern} says the sparsity: expected no --sparsity")
@@ -100,8 +75,6 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(f"expected --sparsity between 0 and 1, got {parsed.sparsity}")
     if has_own_sparsity and parsed.schedule != "one_shot":
         parser.error(f"--pattern {parsed.pattern} goes without --schedule")
-    if (parsed.recovery_steps > 0) != bool(parsed.recover):
-        parser.error("--recover FILE... and --recovery-steps N go together")
     if parsed.criterion in NEEDS_TEXT and not (parsed.calibrate or parsed.statistics):
         parser.error(f"--criterion {parsed.criterion} needs --calibrate FILE...")
     if parsed.statistics is not None and parsed.criterion not in ("wanda", "ria", "stade"):
@@ -127,14 +100,13 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
             "--pattern decides what is pruned in each group: expected it without "
             "--scope and --budget"
         )
-    values = vars(parsed)
-    if values["scope"] is None:
-        values["scope"] = _default_scope(parsed)
-    if values["normalize"] is None and _needs_scale(parsed):
-        values["normalize"] = "rms"
-    if values["normalize"] == "none":
-        values["normalize"] = None
-    return Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    if parsed.scope is None:
+        parsed.scope = _default_scope(parsed)
+    if parsed.normalize is None and _needs_scale(parsed):
+        parsed.normalize = "rms"
+    if parsed.normalize == "none":
+        parsed.normalize = None
+    return Settings(**with_tuples(parsed))
 
 
 def _says_sparsity(pattern: str | None) -> bool:
@@ -154,22 +126,12 @@ def _needs_scale(parsed: argparse.Namespace) -> bool:
     return parsed.criterion in _NOT_TO_SCALE and not is_divided
 
 
-def _as_json(value: object) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_as_json(v) for v in value] if isinstance(value, tuple) else value
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Prune a language model on any number of ranks: load it sharded, calibrate, "
+    parser = make_parser(
+        "Prune a language model on any number of ranks: load it sharded, calibrate, "
         "prune, measure, recover and save. A run that was killed goes on when it is started again.",
-        fromfile_prefix_chars="@",  # @FILE: one argument per line
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        output="folder to write; must not exist",
     )
-    parser.add_argument("model", type=Path, help="folder of a Hugging Face model in safetensors")
-    parser.add_argument("output", type=Path, help="folder to write; must not exist")
-
     group = parser.add_argument_group("pruning")
     group.add_argument("--criterion", choices=CRITERIA, default="wanda", help="what ranks weights")
     group.add_argument("--sparsity", type=float, help="share of weights to prune (0.5)")
@@ -188,63 +150,21 @@ def _parser() -> argparse.ArgumentParser:
         "wanda, ria or stade)",
     )
     group.add_argument("--budget", choices=BUDGETS, help="divides the sparsity among layers")
-    group.add_argument(
-        "--exclude",
-        nargs="*",
-        default=[],
-        metavar="PATTERN",
-        help="modules that stay dense; embeddings, norms and the head always do",
-    )
-    group.add_argument(
-        "--names",
-        nargs="+",
-        default=["weight"],
-        help="parameters of modules; gate_up_proj and down_proj are of fused experts",
-    )
+    add_selection(group)
 
     group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "--calibrate",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="text to learn scores from",
-    )
+    add_calibration(group)
     group.add_argument("--statistics", type=Path, help="file of `distprune calibrate`, instead")
     group.add_argument(
         "--sequential",
         action="store_true",
         help="collect each block's statistics with the blocks before it pruned",
     )
-    group.add_argument("--windows", type=int, default=128, help="number of sequences")
-    group.add_argument("--length", type=int, default=2048, help="tokens in each sequence")
 
-    group = parser.add_argument_group("evaluation")
-    group.add_argument(
-        "--evaluate",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="held-out text: perplexity before, after, and after recovery",
-    )
-    group.add_argument("--evaluation-windows", type=int, default=64, help="sequences per file")
+    add_evaluation(parser.add_argument_group("evaluation"))
 
     group = parser.add_argument_group("recovery")
-    group.add_argument(
-        "--recover",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="text to fine-tune on, with the zeros held",
-    )
-    group.add_argument("--recovery-steps", type=int, default=0, help="steps of the optimizer")
-    group.add_argument(
-        "--recovery-batch", type=int, default=8, help="sequences per step, all ranks"
-    )
-    group.add_argument("--learning-rate", type=float, default=1e-5, help="of AdamW, at its height")
+    add_recovery(group)
     group.add_argument(
         "--lora",
         type=int,
@@ -263,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("running")
-    group.add_argument("--wrap", choices=WRAPS, default="fsdp2", help="how the model is sharded")
+    add_running(group)
     group.add_argument(
         "--tensor-parallel",
         type=int,
@@ -276,6 +196,4 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="of the weights; auto: as they are stored",
     )
-    group.add_argument("--batch-size", type=int, default=1, help="sequences per rank and forward")
-    group.add_argument("--seed", type=int, default=0, help="of random scores and of recovery")
     return parser

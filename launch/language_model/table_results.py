@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from jobs.document import command_line, machine_facts, markdown_table
 from jobs.processes import Job
-from jobs.work import FACTS
+from jobs.work import FACTS, read_json
 
 Key = tuple[str, str, float]  # criterion, scope, sparsity
 Cells = dict[Key, dict[str, Any]]
@@ -27,25 +27,25 @@ def write_results(folder: Path, job: Job) -> None:
     """
     dense, cells = _read(folder)
     later_dense, later = _read(folder / "recovered")
-    facts = json.loads((folder / FACTS).read_text())
-    recovery = folder / "recovered" / FACTS
     results = {
-        "command": command_line(job), "facts": facts, "machine": machine_facts(job), "dense": dense,
-        "cells": list(cells.values()), "recovered": list(later.values()),
+        "command": command_line(job),
+        "facts": read_json(folder / FACTS),
+        "machine": machine_facts(job),
+        "dense": dense,
+        "cells": list(cells.values()),
+        "recovered": list(later.values()),
         "dense_recovered": later_dense,
-        "recovery": json.loads(recovery.read_text()) if later else None,
-    }  # fmt: skip
+        "recovery": read_json(folder / "recovered" / FACTS) if later else None,
+    }
     (folder / "results.json").write_text(json.dumps(results, indent=1))
-    (folder / "results.md").write_text(_document(folder, dense, cells, later_dense, later, job))
+    (folder / "results.md").write_text(_document(results, cells, later))
     draw(dense, cells, folder / "perplexity.png")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, Cells]:
-    if not (folder / "dense.json").exists():
-        return None, {}
-    found = [json.loads(file.read_text()) for file in sorted((folder / "cells").glob("*.json"))]
+    found = [read_json(file) for file in sorted((folder / "cells").glob("*.json"))]
     cells = {(cell["criterion"], cell["scope"], cell["sparsity"]): cell for cell in found}
-    return json.loads((folder / "dense.json").read_text()), cells
+    return read_json(folder / "dense.json"), cells
 
 
 def table_of(cells: Cells, value_of: Any) -> str:
@@ -117,16 +117,8 @@ def _highest(cell: dict[str, Any]) -> str:
     return f"{100 * max(cell['sparsity_of_parameters'].values()):.1f}"
 
 
-def _document(
-    folder: Path,
-    dense: dict[str, Any] | None,
-    cells: Cells,
-    later_dense: dict[str, Any] | None,
-    later: Cells,
-    job: Job,
-) -> str:
-    facts = json.loads((folder / FACTS).read_text())
-    assert dense is not None
+def _document(results: dict[str, Any], cells: Cells, later: Cells) -> str:
+    facts, dense = results["facts"], results["dense"]
     num_tokens = dense["all"]["num_tokens"]
     texts = ", ".join(Path(text["text"]).name for text in dense["texts"])
     parts = [
@@ -134,14 +126,14 @@ def _document(
         f"Just after pruning; the dense model: {perplexity_text(dense)}",
         table_of(cells, perplexity_text),
     ]
-    if later_dense is not None and later:
-        steps = json.loads((folder / "recovered" / FACTS).read_text())
+    if later:
+        steps, trained = results["recovery"], results["dense_recovered"]
         parts += [
             f"After {steps['recovery_steps']} steps of fine-tuning, {steps['recovery_batch']} "
-            f"sequences each; the dense model after as many: {perplexity_text(later_dense)}",
+            f"sequences each; the dense model after as many: {perplexity_text(trained)}",
             table_of(later, perplexity_text),
         ]
-    machine = "\n".join(f"- {what}: {value}" for what, value in machine_facts(job).items())
+    machine = "\n".join(f"- {what}: {value}" for what, value in results["machine"].items())
     parts += [
         "Sparsity of the parameter that lost most, %",
         table_of(cells, _highest),
@@ -150,6 +142,6 @@ def _document(
         "cell is one pruning of the same model, in one shot; a sparsity has the same number of "
         "zeros in each, but for rounding per layer or row. The text is not WikiText: numbers do "
         "not compare with other tables.",
-        f"{machine}\n\n```\n{command_line(job)}\n```",
+        f"{machine}\n\n```\n{results['command']}\n```",
     ]
     return "\n\n".join(parts) + "\n"
