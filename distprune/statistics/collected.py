@@ -157,8 +157,10 @@ class CollectedInputs:
         """
         return self._collector.batch(attention_mask)
 
-    def num_tokens(self, parameters: Pairs | None = None) -> dict[str, int]:
+    def num_tokens(self, parameters: Pairs | None = None) -> dict[str, int | tuple[int, ...]]:
         """How many tokens each parameter has seen, by its name. Collective.
+
+        Of fused experts it is a tuple: how many came to each expert.
 
         Raises, Cost: as :meth:`totals`.
         """

@@ -60,7 +60,7 @@ def checked_entries(state: object) -> tuple[str, dict[str, StoredStatistics]]:
             entry["layout"],
             tuple(entry["shape"]),
             int(entry["groups"]),
-            int(entry["num_tokens"]),
+            _number_of_tokens(entry["num_tokens"]),
             _array(entry["input_sum"]),
             _array(entry["input_square_sum"]),
         )
@@ -115,6 +115,10 @@ def digest_of(totals: Mapping[str, Totals]) -> str:
         made.update(f"{label} {of_one.num_tokens}".encode())
         made.update(of_one.sums.numpy().tobytes() + of_one.squares.numpy().tobytes())
     return made.hexdigest()[:16]
+
+
+def _number_of_tokens(value: int | Sequence[int]) -> int | tuple[int, ...]:
+    return tuple(map(int, value)) if isinstance(value, Sequence) else int(value)
 
 
 def _array(values: Tensor) -> Any:

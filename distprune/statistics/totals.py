@@ -26,12 +26,12 @@ class Totals:
     """The statistics of one parameter's inputs over all ranks; equal on all of them.
 
     Attributes:
-        num_tokens: how many inputs were seen.
+        num_tokens: how many inputs were seen; of fused experts, by each of them.
         sums: fp64, of the input shape: the sum of each input feature over all tokens.
         squares: fp64, of the same shape: the sum of its squares.
     """
 
-    num_tokens: int
+    num_tokens: int | tuple[int, ...]
     sums: Tensor
     squares: Tensor
 
@@ -39,8 +39,15 @@ class Totals:
         """The statistics of all tokens of both."""
         if other is None:
             return self
+        if isinstance(self.num_tokens, tuple):
+            assert isinstance(other.num_tokens, tuple)
+            pairs = zip(self.num_tokens, other.num_tokens, strict=True)
+            num_tokens: int | tuple[int, ...] = tuple(sum(pair) for pair in pairs)
+        else:
+            assert isinstance(other.num_tokens, int)
+            num_tokens = self.num_tokens + other.num_tokens
         return Totals(
-            self.num_tokens + other.num_tokens,
+            num_tokens,
             self.sums + other.sums,
             self.squares + other.squares,
         )

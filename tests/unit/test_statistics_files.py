@@ -128,6 +128,12 @@ def stored(**changes) -> StoredStatistics:
     return StoredStatistics(**fields | changes)
 
 
+EXPERTS = {
+    "layout": "transposed_experts", "shape": (2, 3, 5), "num_tokens": (4, 4),
+    "sums": np.zeros((2, 3)), "squares": np.ones((2, 3)),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -136,6 +142,11 @@ def stored(**changes) -> StoredStatistics:
         ({"layout": "other"}, "malformed"),
         ({"num_tokens": -1}, "malformed"),
         ({"shape": (2, -3)}, "shape|malformed"),
+        ({"num_tokens": (4, 4)}, "malformed"),
+        ({**EXPERTS, "num_tokens": 4}, "malformed"),
+        ({**EXPERTS, "num_tokens": (4, -1)}, "malformed"),
+        ({**EXPERTS, "num_tokens": (4,)}, "malformed"),
+        ({**EXPERTS, "shape": (2, 3, 5, 1)}, "malformed"),
     ],
 )
 def test_a_malformed_file_is_refused(changes, text, tmp_path):
@@ -162,3 +173,17 @@ def test_what_is_read_is_what_was_written(tmp_path):
     mode, found = read_statistics(tmp_path / "a")
     assert mode == "sequential" and list(found) == ["fc.weight", "b.weight"]
     assert found["b.weight"].squares.tolist() == [1.0] * 3 and found["b.weight"].num_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"), [("experts", (2, 5, 3)), ("transposed_experts", (2, 3, 5))]
+)
+def test_fused_experts_have_a_row_of_sums_and_a_number_of_tokens_each(layout, shape, tmp_path):
+    sums, squares = np.arange(6.0).reshape(2, 3), np.arange(6.0, 12).reshape(2, 3)
+    written = stored(layout=layout, shape=shape, num_tokens=(7, 0), sums=sums, squares=squares)
+    write_statistics(tmp_path / "a", "one_pass", {"up": written, "fc.weight": stored()})
+    found = read_statistics(tmp_path / "a")[1]
+    assert found["up"].num_tokens == (7, 0) and found["up"].most_tokens == 7
+    assert found["up"].input_shape == (2, 3)
+    assert np.array_equal(found["up"].sums, sums) and np.array_equal(found["up"].squares, squares)
+    assert found["fc.weight"].num_tokens == found["fc.weight"].most_tokens == 4

@@ -14,10 +14,15 @@ Its metadata are::
 
 ``shape`` is that of the whole weight. ``layout`` says which of its dimensions are the inputs:
 
-    layout                   weight                  input shape
-    linear                   [out, in]               [in]
-    conv1d_of_transformers   [in, out]               [in]
-    convolution              [out, in / groups, *k]  [in, *k]
+    layout                   weight                  input shape    num_tokens
+    linear                   [out, in]               [in]           an integer
+    conv1d_of_transformers   [in, out]               [in]           an integer
+    convolution              [out, in / groups, *k]  [in, *k]       an integer
+    experts                  [E, out, in]            [E, in]        a list of E integers
+    transposed_experts       [E, in, out]            [E, in]        a list of E integers
+
+The last two are E fused experts: matrices with tokens of their own. Row e of the sums is of the
+tokens that came to expert e, and ``num_tokens[e]`` is their number.
 
 Statistics are of the whole weight, whatever the sharding of the model that they were collected on.
 Sums divide by ``num_tokens``, which may be 0 (an expert).
@@ -42,7 +47,8 @@ from distprune.files.formats.strict_json import load_json
 
 FORMAT = "distprune-activation-statistics-1"
 MODES = ("one_pass", "sequential")
-_LAYOUTS = ("linear", "conv1d_of_transformers", "convolution")
+EXPERT_LAYOUTS = ("experts", "transposed_experts")
+_LAYOUTS = ("linear", "conv1d_of_transformers", "convolution", *EXPERT_LAYOUTS)
 _SUFFIXES = (".input_sum", ".input_square_sum")
 
 
@@ -51,17 +57,18 @@ class StoredStatistics:
     """The statistics of one parameter.
 
     Attributes:
-        layout: "linear", "conv1d_of_transformers" or "convolution".
+        layout: "linear", "conv1d_of_transformers", "convolution", "experts" or
+            "transposed_experts".
         shape: of the whole weight.
         groups: of a convolution; 1 otherwise.
-        num_tokens: how many inputs were seen.
+        num_tokens: how many inputs were seen; of fused experts, by each of them.
         sums, squares: float64, of the input shape.
     """
 
     layout: str
     shape: tuple[int, ...]
     groups: int
-    num_tokens: int
+    num_tokens: int | tuple[int, ...]
     sums: np.ndarray
     squares: np.ndarray
 
@@ -70,6 +77,13 @@ class StoredStatistics:
         """Shape of the sums, as the layout says."""
         return input_shape(self.layout, self.shape, self.groups)
 
+    @property
+    def most_tokens(self) -> int:
+        """How many inputs were seen; of fused experts, by the one that saw most."""
+        if isinstance(self.num_tokens, int):
+            return self.num_tokens
+        return max(self.num_tokens, default=0)
+
 
 def input_shape(layout: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
     """The shape of a statistic of a weight: one number for each input feature."""
@@ -77,6 +91,10 @@ def input_shape(layout: str, shape: tuple[int, ...], groups: int) -> tuple[int, 
         return shape[1:]
     if layout == "conv1d_of_transformers":
         return shape[:1]
+    if layout == "experts":
+        return (shape[0], shape[2])
+    if layout == "transposed_experts":
+        return shape[:2]
     return (groups * shape[1], *shape[2:])
 
 
@@ -149,8 +167,10 @@ def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, Stored
     stored = {}
     for parameter, fact in facts.items():
         sums, squares = (arrays[parameter + suffix] for suffix in _SUFFIXES)
+        counts = fact["num_tokens"]
+        num_tokens = tuple(counts) if isinstance(counts, list) else counts
         of_one = StoredStatistics(
-            fact["layout"], tuple(fact["shape"]), fact["groups"], fact["num_tokens"], sums, squares
+            fact["layout"], tuple(fact["shape"]), fact["groups"], num_tokens, sums, squares
         )
         if not sums.shape == squares.shape == of_one.input_shape:
             raise CheckpointError(
@@ -180,9 +200,16 @@ def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
 def _are_facts(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"layout", "shape", "groups", "num_tokens"}:
         return False
-    shape, numbers = value["shape"], (value["groups"], value["num_tokens"])
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+    shape, groups, counts = value["shape"], value["groups"], value["num_tokens"]
+    if not _are_sizes(shape) or value["layout"] not in _LAYOUTS or len(shape) < 2:
         return False
-    if value["layout"] not in _LAYOUTS or len(shape) < 2:
+    if value["layout"] in EXPERT_LAYOUTS:
+        if len(shape) != 3 or not _are_sizes(counts) or len(counts) != shape[0]:
+            return False
+    elif not _are_sizes([counts]):
         return False
-    return all(type(number) is int for number in numbers) and numbers[0] >= 1 and numbers[1] >= 0
+    return type(groups) is int and groups >= 1
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

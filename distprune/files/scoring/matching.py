@@ -15,7 +15,11 @@ from typing import Any
 from distprune._common.element_groups import Layout, layout_along
 from distprune.files.errors import CheckpointError, SelectionError, headline
 from distprune.files.formats.header import TensorEntry
-from distprune.files.formats.statistics_file import StoredStatistics, read_statistics
+from distprune.files.formats.statistics_file import (
+    EXPERT_LAYOUTS,
+    StoredStatistics,
+    read_statistics,
+)
 
 _MAX_PROBLEMS = 12
 _NUM_SHOWN = 5
@@ -42,7 +46,7 @@ class TensorStatistics:
     @property
     def num_tokens(self) -> int:
         """The tokens that most layers saw; experts may have seen fewer."""
-        return max((stored.num_tokens for stored in self.of_tensor.values()), default=0)
+        return max((stored.most_tokens for stored in self.of_tensor.values()), default=0)
 
     def facts(self) -> dict[str, Any]:
         """What decides the scores, as JSON."""
@@ -141,6 +145,8 @@ def _misfit(entry: TensorEntry, layout: Layout | None, stored: StoredStatistics)
             f"{entry.name} has the shape {list(entry.shape)}, and its statistics are those of a "
             f"weight of shape {list(stored.shape)}; expected statistics of this model."
         )
+    if stored.layout in EXPERT_LAYOUTS:
+        return f"{entry.name}: its statistics are those of fused experts, which are not supported."
     dims = [0] if stored.layout == "conv1d_of_transformers" else list(range(1, len(entry.shape)))
     if layout is not None and layout != layout_along(entry.name, entry.shape, dims):
         return (
@@ -155,7 +161,7 @@ def _warnings(
     path: str, needed: Mapping[str, StoredStatistics], others: Sequence[str]
 ) -> tuple[str, ...]:
     warnings = []
-    empty = [name for name, stored in needed.items() if not stored.num_tokens]
+    empty = [name for name, stored in needed.items() if not stored.most_tokens]
     if empty:
         warnings.append(
             f"no token came to {_listed(empty)} in {path}: all scores are zero, so that these "
