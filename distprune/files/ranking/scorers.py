@@ -104,6 +104,8 @@ class _OfInputs:
         [out, in]                one block of rows [in]
         [in, out]                a block of one column for each input
         convolution, g groups    g blocks of rows [in / g, *kernel]
+        [experts, out, in]       a block of rows [in] for each expert
+        [experts, in, out]       a block of one column for each input of each expert
     """
 
     needs_weights = True
@@ -118,8 +120,10 @@ class _OfInputs:
         self.dtype = "F64" if entry.dtype == "F64" else "F32"
         self._float = np.dtype(f"f{PLAIN_FLOATS[self.dtype].num_bytes}")
         blocks, columns = stored.groups, math.prod(stored.shape[1:])
-        if stored.layout == "conv1d_of_transformers":
-            blocks, columns = stored.shape[0], 1
+        if stored.layout == "experts":
+            blocks, columns = stored.input_shape
+        elif stored.layout in ("conv1d_of_transformers", "transposed_experts"):
+            blocks, columns = math.prod(stored.input_shape), 1
         self._rows = entry.numel // max(blocks * columns, 1)
         self._factor: Array = factor.float().numpy().astype(self._float).reshape(blocks, columns)
 

@@ -1,13 +1,14 @@
 """Which statistics of activations belong to which tensors of a checkpoint.
 
 Statistics have the names of a model's parameters, which are those of the checkpoint's tensors,
-except that one of the two may have the prefix of a base model: "model." before each name.
+except that one of the two may have the prefix of a base model ("model." before each name), and that
+experts which have tensors of their own may be one parameter (see experts.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,13 @@ from typing import Any
 from distprune._common.element_groups import Layout, layout_along
 from distprune.files.errors import CheckpointError, SelectionError, headline
 from distprune.files.formats.header import TensorEntry
-from distprune.files.formats.statistics_file import (
-    EXPERT_LAYOUTS,
-    StoredStatistics,
-    read_statistics,
-)
+from distprune.files.formats.statistics_file import StoredStatistics, read_statistics
+from distprune.files.scoring.experts import ExpertCounts, origins_of, statistics_of
 
 _MAX_PROBLEMS = 12
 _NUM_SHOWN = 5
+# By layout, the dimension of the inputs; of others, all but the first.
+_INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,32 @@ def match_statistics(
     sha256 = _sha256(path)
     mode, stored = read_statistics(path)
     prefix = _prefix([entry.name for entry, _ in tensors], stored)
-    own = {prefix(name): name for name in names}
-    found = {own[label]: of_one for label, of_one in stored.items() if label in own}
+    counts = ExpertCounts(names)
+    needed: dict[str, StoredStatistics] = {}
     problems = []
     for entry, layout in tensors:
-        if entry.name not in found:
+        origin = next((o for o in origins_of(entry.name) if prefix(o.parameter) in stored), None)
+        if origin is None:
             problems.append(
                 f"{entry.name} has no statistics; calibrate a model with this layer, or exclude "
                 "the tensor."
             )
-        elif problem := _misfit(entry, layout, found[entry.name]):
+            continue
+        label = prefix(origin.parameter)
+        found = statistics_of(entry, origin, stored[label], counts.of(entry.name))
+        if found is None:
+            problems.append(_other_weight(entry, label, stored[label], counts.of(entry.name)))
+        elif problem := _misfit(entry, layout, found):
             problems.append(problem)
+        else:
+            needed[entry.name] = found
     if problems:
         num_more = len(problems) - _MAX_PROBLEMS
         shown = problems[:_MAX_PROBLEMS]
         shown += [f"{num_more} more tensors."] if num_more > 0 else []
         shown.append(f"It has statistics of {_listed(list(stored)) or 'nothing'}.")
         raise SelectionError(headline(f"the file of statistics {path}", problems), shown)
-    needed = {entry.name: found[entry.name] for entry, _ in tensors}
+    own = {prefix(origin.parameter) for name in names for origin in origins_of(name)}
     others = [label for label in stored if label not in own]
     return TensorStatistics(path, sha256, mode, needed, _warnings(path, needed, others))
 
@@ -126,28 +134,42 @@ class _Prefix:
 
 def _prefix(tensors: Sequence[str], stored: Collection[str]) -> _Prefix:
     """The prefix that one of the sides has; none if names are equal, or none is unambiguous."""
-    missing = [name for name in tensors if name not in stored]
-    if not missing or len(missing) < len(tensors):
+    labels = [[origin.parameter for origin in origins_of(name)] for name in tensors]
+    if not labels or any(label in stored for of_one in labels for label in of_one):
         return _Prefix()
-    first = missing[0]
-    added = {label.removesuffix(first) for label in stored if label.endswith(f".{first}")}
-    removed = {first.removesuffix(label) for label in stored if first.endswith(f".{label}")}
+    pairs = [(label, own) for label in stored for own in labels[0]]
+    added = {label.removesuffix(own) for label, own in pairs if label.endswith(f".{own}")}
+    removed = {own.removesuffix(label) for label, own in pairs if own.endswith(f".{label}")}
     candidates = [_Prefix(added=prefix) for prefix in added if prefix.count(".") == 1]
     candidates += [_Prefix(removed=prefix) for prefix in removed if prefix.count(".") == 1]
-    fitting = [prefix for prefix in candidates if all(prefix(name) in stored for name in tensors)]
+    fitting = [
+        prefix
+        for prefix in candidates
+        if all(any(prefix(label) in stored for label in of_one) for of_one in labels)
+    ]
     return fitting[0] if len(fitting) == 1 else _Prefix()
 
 
+def _other_weight(
+    entry: TensorEntry, label: str, stored: StoredStatistics, num_experts: int
+) -> str:
+    """That statistics are those of another weight."""
+    tensor = f"{entry.name} has the shape {list(entry.shape)}"
+    if label == entry.name or num_experts == 1:
+        whose = "its statistics are those of a weight"
+    else:
+        tensor += f" and is of one of {num_experts} experts"
+        whose = f"its statistics are those of {label},"
+    return (
+        f"{tensor}, and {whose} of shape {list(stored.shape)}; expected statistics of this model."
+    )
+
+
 def _misfit(entry: TensorEntry, layout: Layout | None, stored: StoredStatistics) -> str:
-    """Why statistics are those of another weight; "" if they fit."""
-    if stored.shape != entry.shape:
-        return (
-            f"{entry.name} has the shape {list(entry.shape)}, and its statistics are those of a "
-            f"weight of shape {list(stored.shape)}; expected statistics of this model."
-        )
-    if stored.layout in EXPERT_LAYOUTS:
-        return f"{entry.name}: its statistics are those of fused experts, which are not supported."
-    dims = [0] if stored.layout == "conv1d_of_transformers" else list(range(1, len(entry.shape)))
+    """Why statistics of a weight of this shape are those of another one; "" if they fit."""
+    dims = list(range(1, len(entry.shape)))
+    if stored.layout in _INPUT_DIMS:
+        dims = [_INPUT_DIMS[stored.layout]]
     if layout is not None and layout != layout_along(entry.name, entry.shape, dims):
         return (
             f"{entry.name}: its statistics say that the inputs are along the dimensions {dims} "
@@ -161,12 +183,11 @@ def _warnings(
     path: str, needed: Mapping[str, StoredStatistics], others: Sequence[str]
 ) -> tuple[str, ...]:
     warnings = []
-    empty = [name for name, stored in needed.items() if not stored.most_tokens]
+    empty = list(_without_tokens(needed))
     if empty:
         warnings.append(
-            f"no token came to {_listed(empty)} in {path}: all scores are zero, so that these "
-            "tensors are pruned first, in the order of their elements. Calibrate on more text, or "
-            "exclude them."
+            f"no token came to {_listed(empty)} in {path}: all scores are zero, so that these are "
+            "pruned first, in the order of their elements. Calibrate on more text, or exclude them."
         )
     if others:
         warnings.append(
@@ -174,6 +195,16 @@ def _warnings(
             "expected statistics of this model."
         )
     return tuple(warnings)
+
+
+def _without_tokens(needed: Mapping[str, StoredStatistics]) -> Iterator[str]:
+    for name, stored in needed.items():
+        counts = stored.num_tokens
+        if not stored.most_tokens:
+            yield name
+        elif isinstance(counts, tuple) and not all(counts):
+            experts = [str(number) for number, count in enumerate(counts) if not count]
+            yield f"{name} (experts {_listed(experts)})"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,199 @@
+"""Statistics of fused experts for a checkpoint: whose they are, and what is refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_meets_the_library import masks_of
+
+from distprune.files import planning, pruning
+from distprune.files.errors import SelectionError
+from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.ranking import streaming
+from distprune.files.recipe import FileRecipe
+from helpers.tiny_checkpoints import save
+
+E, INNER, H = 3, 10, 12
+LAYER = "model.layers.0.mlp.experts"
+GATE_UP, DOWN = (E, 2 * INNER, H), (E, H, INNER)
+
+
+def stored(shape, layout="experts", counts=(5, 9, 2)):
+    draws = np.random.default_rng(shape[1])
+    of_one = StoredStatistics(layout, shape, 1, counts, None, None)
+    sums, squares = draws.random((2, *of_one.input_shape)) * 50
+    return StoredStatistics(layout, shape, 1, counts, sums, squares)
+
+
+def fused(stem=LAYER, **changes):
+    return {
+        f"{stem}.gate_up_proj": stored(GATE_UP, **changes),
+        f"{stem}.down_proj": stored(DOWN, **changes),
+    }
+
+
+def separate(stem=LAYER, num_experts=E, hidden=INNER, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (hidden, H), "up_proj": (hidden, H), "down_proj": (H, hidden)}
+    return {
+        f"{stem}.{expert}.{own}.weight": torch.randn(shape, generator=g).to(dtype)
+        for expert in range(num_experts)
+        for own, shape in shapes.items()
+    }
+
+
+def plan_of(tmp_path, tensors, statistics, **more):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    source = save(folder / "source", tensors)
+    write_statistics(folder / "statistics", "one_pass", statistics)
+    recipe = FileRecipe(0.5, score="wanda", statistics=str(folder / "statistics"), **more)
+    return planning.plan(source, recipe)
+
+
+def problems_of(tmp_path, tensors, statistics, **more):
+    with pytest.raises(SelectionError) as error:
+        plan_of(tmp_path, tensors, statistics, **more)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "in_model"),
+    [
+        (LAYER, "layers.0.mlp.experts"),
+        ("layers.0.mlp.experts", LAYER),
+        ("layers.0.block_sparse_moe.experts", LAYER),
+        (LAYER.replace("mlp", "feed_forward"), LAYER.replace("mlp", "feed_forward")),
+    ],
+)
+def test_each_expert_has_its_own_row_of_statistics(tmp_path, on_disk, in_model):
+    statistics = fused(in_model)
+    plan = plan_of(tmp_path, separate(on_disk), statistics)
+    assert not plan.warnings and plan.inputs.statistics.num_tokens == 9
+    for name, found in plan.inputs.statistics.of_tensor.items():
+        expert, own = name.removeprefix(on_disk + ".").split(".")[:2]
+        merged = "down_proj" if own == "down_proj" else "gate_up_proj"
+        whole, row = statistics[f"{in_model}.{merged}"], int(expert)
+        assert found.layout == "linear" and found.num_tokens == (5, 9, 2)[row]
+        assert np.array_equal(found.sums, whole.sums[row])
+        assert np.array_equal(found.squares, whole.squares[row])
+    assert len(plan.inputs.statistics.of_tensor) == 9
+
+
+def test_a_gate_without_a_partner_is_all_of_its_parameter(tmp_path):
+    """As of Nemotron-H, whose experts have no gate."""
+    tensors = {n: t for n, t in separate().items() if "gate" not in n}
+    statistics = {f"{LAYER}.up_proj": stored((E, INNER, H)), f"{LAYER}.down_proj": stored(DOWN)}
+    assert len(plan_of(tmp_path, tensors, statistics).inputs.statistics.of_tensor) == 6
+    statistics[f"{LAYER}.up_proj"] = stored(GATE_UP)
+    text = problems_of(tmp_path, tensors, statistics)
+    assert "has 3 problems" in text and f"{LAYER}.0.up_proj.weight has the shape" in text
+
+
+@pytest.mark.parametrize("kind", ["experts", "hidden", "layout"])
+def test_statistics_of_other_experts_are_refused_by_name(tmp_path, kind):
+    tensors, statistics = separate(), fused()
+    if kind == "experts":
+        tensors = separate(num_experts=2)
+    elif kind == "hidden":
+        tensors = separate(hidden=INNER // 2)
+    else:
+        linear = StoredStatistics("linear", GATE_UP[1:], 1, 5, np.ones(H), np.ones(H))
+        statistics[f"{LAYER}.gate_up_proj"] = linear
+    text = problems_of(tmp_path, tensors, statistics)
+    assert f"{LAYER}.0.gate_proj.weight has the shape" in text
+    assert f"those of {LAYER}.gate_up_proj, of shape" in text
+
+
+def test_experts_without_statistics_are_refused_by_name(tmp_path):
+    statistics = fused()
+    del statistics[f"{LAYER}.down_proj"]
+    text = problems_of(tmp_path, separate(), statistics)
+    assert "has 3 problems" in text and f"{LAYER}.2.down_proj.weight has no statistics" in text
+    odd = {name.replace("gate_proj", "w4"): t for name, t in separate().items()}
+    assert f"{LAYER}.0.w4.weight has no statistics" in problems_of(tmp_path, odd, fused())
+
+
+def test_experts_that_saw_no_token_are_named(tmp_path):
+    (warning,) = plan_of(tmp_path, separate(), fused(counts=(5, 0, 2))).warnings
+    assert warning.startswith(f"no token came to {LAYER}.1.down_proj.weight, {LAYER}.1.gate_proj")
+    whole = {f"{LAYER}.gate_up_proj": torch.ones(GATE_UP), f"{LAYER}.down_proj": torch.ones(DOWN)}
+    (warning,) = plan_of(tmp_path, whole, fused(counts=(5, 0, 0))).warnings
+    assert f"no token came to {LAYER}.down_proj (experts 1, 2), {LAYER}.gate_up_proj" in warning
+    (warning,) = plan_of(tmp_path, whole, fused(counts=(0, 0, 0))).warnings
+    assert f"no token came to {LAYER}.down_proj, {LAYER}.gate_up_proj in" in warning
+
+
+def test_statistics_of_experts_that_are_not_there_are_a_warning(tmp_path):
+    other = LAYER.replace("0", "1")
+    (warning,) = plan_of(tmp_path, separate(), fused() | fused(other)).warnings
+    assert f"statistics of {other}.gate_up_proj, {other}.down_proj, which" in warning
+
+
+def whole_experts(layout, dtype):
+    g = torch.Generator().manual_seed(0)
+    shapes = {f"{LAYER}.gate_up_proj": GATE_UP, f"{LAYER}.down_proj": DOWN}
+    weights = {n: torch.randn(shape, generator=g).to(dtype) for n, shape in shapes.items()}
+    if layout == "transposed_experts":
+        weights = {name: weight.mT.contiguous() for name, weight in weights.items()}
+    return weights
+
+
+def statistics_in(layout):
+    """The same numbers for both layouts."""
+    turned = {}
+    for name, of_one in fused().items():
+        shape = of_one.shape
+        if layout == "transposed_experts":
+            shape = (shape[0], shape[2], shape[1])
+        turned[name] = StoredStatistics(
+            layout, shape, 1, of_one.num_tokens, of_one.sums, of_one.squares
+        )
+    return turned
+
+
+LAYOUTS = ["experts", "transposed_experts"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("on_disk", LAYOUTS)
+@pytest.mark.parametrize("in_model", LAYOUTS)
+def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
+    """A model may have its experts transposed: transformers does it if the shapes say so."""
+    weights = whole_experts(on_disk, dtype)
+    plan = plan_of(tmp_path, weights, statistics_in(in_model))
+    wide = torch.promote_types(dtype, torch.float32)
+    files, draws = streaming.Source(plan), random.Random(0)
+    for position, tensor in enumerate(plan.tensors):
+        of_one = statistics_in("experts")[tensor.entry.name]
+        factor = (torch.from_numpy(of_one.squares) / torch.tensor([[5.0], [9], [2]])).sqrt()
+        factor = factor.float().unsqueeze(1 if on_disk == "experts" else 2)
+        weight = weights[tensor.entry.name]
+        expected = (weight.to(wide) * factor.to(wide)).flatten()
+        numel = tensor.entry.numel
+        ranges = [sorted(draws.choices(range(numel + 1), k=2)) for _ in range(60)]
+        for first, last in [(0, numel), *ranges]:
+            bits = files.read_raw_bits(position, first, last)
+            assert torch.from_numpy(bits.view(f"f{bits.itemsize}")).equal(expected[first:last])
+    files.close()
+    assert len(plan.tensors) == 2
+
+
+def test_rows_of_transposed_experts_are_those_of_the_others(tmp_path):
+    masks = {}
+    for layout in LAYOUTS:
+        dim = 2 if layout == "experts" else 1
+        plan = plan_of(
+            tmp_path, whole_experts(layout, torch.float32), statistics_in("experts"), scope="row",
+            input_dims={"*": dim},
+        )  # fmt: skip
+        pruning.prune(plan, tmp_path / layout)
+        masks[layout] = masks_of(tmp_path / layout)
+    for name, keep in masks["experts"].items():
+        assert keep.mT.equal(masks["transposed_experts"][name]) and (~keep).any()
+
+
+def test_inputs_along_another_dimension_than_the_statistics_are_refused(tmp_path):
+    weights = whole_experts("experts", torch.float32)
+    text = problems_of(tmp_path, weights, fused(), scope="row", input_dims={"*": 1})
+    assert "along the dimensions [2]" in text and "--input-dim" in text
