@@ -19,8 +19,8 @@ class CommonSettings:
 
     model: Path
     output: Path
+    include: tuple[str, ...]
     exclude: tuple[str, ...]
-    names: tuple[str, ...]
     calibrate: tuple[Path, ...]
     windows: int
     length: int
@@ -66,17 +66,14 @@ def make_parser(description: str, output: str) -> argparse.ArgumentParser:
 def add_selection(group: Any) -> None:
     """Add the options that say what is pruned."""
     group.add_argument(
-        "--exclude",
+        "--include",
         nargs="*",
         default=[],
         metavar="PATTERN",
-        help="modules that stay dense; embeddings, norms and the head always do",
+        help="matrices to prune (all but embeddings, heads, norms and routers, with the experts)",
     )
     group.add_argument(
-        "--names",
-        nargs="+",
-        default=["weight"],
-        help="parameters of modules; gate_up_proj and down_proj are of fused experts",
+        "--exclude", nargs="*", default=[], metavar="PATTERN", help="matrices that stay dense"
     )
 
 

@@ -84,7 +84,8 @@ The zeros are ordinary values: the files are as large as before, and any program
 def recipe_of(settings: Settings, rows: Rows) -> str | None:
     """The recipe by which `distprune prune MODEL OUT -r recipe.yaml` prunes the same weights.
 
-    None for what the command line does not know: gradients, budgets, pruning in several steps.
+    Without patterns the same matrices are selected in files as in the model. None for what the
+    command line does not know: gradients, budgets, pruning in several steps.
     """
     is_one_call = settings.schedule == "one_shot" and not settings.sequential
     if not is_one_call or settings.budget or settings.criterion not in _OF_CHECKPOINTS:
@@ -98,8 +99,12 @@ def recipe_of(settings: Settings, rows: Rows) -> str | None:
         lines += [f"scope: {settings.scope}", f"sparsity: {settings.sparsity}"]
         if settings.scope == "global":
             lines.append(f"normalize: {settings.normalize or 'none'}")
-    names = [f"    - {json.dumps(row['name'])}" for row in rows]
-    return "\n".join([*lines, "select:", "  include:", *names]) + "\n"
+    if settings.include or settings.exclude:
+        if not all(row["name"].endswith(".weight") for row in rows):
+            return None  # experts that are one parameter have other names in files
+        names = [f"    - {json.dumps(row['name'])}" for row in rows]
+        lines += ["select:", "  include:", *names]
+    return "\n".join(lines) + "\n"
 
 
 def _method(settings: Settings) -> str:

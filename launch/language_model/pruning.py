@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 import distprune as prune
 from distprune import budgets
-from distprune.language_models.layers import head_of
 from distprune.schedule import Cubic, Linear, ScheduledPruner
 from distprune.statistics import ActivationStatistics
 from jobs.ranking import Pairs
 
 from .rankings import CRITERIA, Calibration
 from .settings import Settings
-
-
-def select_parameters(model: nn.Module, exclude: Sequence[str], names: Sequence[str]) -> Pairs:
-    """Weights of all layers but embeddings, norms and the head, which stay dense.
-
-    Args:
-        exclude: patterns of further modules that stay dense.
-        names: of parameters; those of fused experts are not called "weight".
-    """
-    head = head_of(model)
-    pairs = prune.select(model, exclude=exclude, names=names)
-    return [p for p in pairs if not isinstance(p[0], nn.Embedding) and p[0] is not head]
 
 
 def keywords_of(settings: Settings, calibration: Calibration) -> dict[str, Any]:

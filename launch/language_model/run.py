@@ -21,7 +21,7 @@ from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
 from .document import card, draw_layers, perplexity_table, recipe_of, sparsity_table
-from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot, select_parameters
+from .pruning import make_pruner, prune_block_by_block, prune_in_one_shot
 from .rankings import Calibration
 from .recovery import recover
 from .settings import Settings
@@ -78,7 +78,8 @@ class Run:
 
     @cached_property
     def parameters(self) -> Pairs:
-        return select_parameters(self.model, self.settings.exclude, self.settings.names)
+        include, exclude = self.settings.include or None, self.settings.exclude
+        return language_models.select_matrices(self.model, include, exclude)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -20,7 +20,6 @@ from jobs.ranking import Pairs, Ranking
 from jobs.scopes import is_meaningful, keywords_of
 from jobs.work import Folder
 
-from .pruning import select_parameters
 from .rankings import CRITERIA, Calibration, method_of
 from .recovery import recover
 from .table_settings import TableSettings
@@ -63,7 +62,9 @@ class Table:
     ) -> None:
         self.settings, self.model, self.texts = settings, model, texts
         self.folder, self.recovered, self.job = folder, recovered, job
-        self.parameters: Pairs = select_parameters(model, settings.exclude, settings.names)
+        self.parameters: Pairs = language_models.select_matrices(
+            model, settings.include or None, settings.exclude
+        )
         file = folder.path / "statistics.safetensors"
         windows = texts.calibration
         self.calibration = Calibration(

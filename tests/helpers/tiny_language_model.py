@@ -29,17 +29,19 @@ def tiny_tokenizer(*, bos: bool = True):
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
 
 
+_ARGUMENTS = {
+    "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
+
+
 def tiny_llama(**changes):
     """A Llama of 2 layers for :func:`tiny_tokenizer`; every call gives the same values."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    arguments = {
-        "vocab_size": 264, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**arguments | changes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**_ARGUMENTS | changes)).eval()
 
 
 def write_text(path, num_words, *, seed=0):
@@ -53,5 +55,16 @@ def write_text(path, num_words, *, seed=0):
 def save_tiny_llama(folder, **changes):
     """Write a folder with a Llama and its tokenizer, as the Hugging Face hub has them."""
     tiny_llama(**changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_tiny_mixtral(folder):
+    """The same with a mixture of 4 experts, two of them for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(**_ARGUMENTS, num_local_experts=4)
+    MixtralForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

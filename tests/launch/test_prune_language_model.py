@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from shell import ROOT, kill_when, run, start
 
-from helpers.tiny_language_model import save_tiny_llama, write_text
+from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, write_text
 
 sys.path.insert(0, str(ROOT / "launch"))
 
@@ -23,25 +23,34 @@ def folder(tmp_path_factory):
     """A model, a text to learn from and one to measure on."""
     folder = tmp_path_factory.mktemp("language_model")
     save_tiny_llama(folder / "llama")
+    save_tiny_mixtral(folder / "mixtral")
     (folder / "llama" / "README.md").write_text("---\nlicense: mit\n---\nA tiny Llama.\n")
     write_text(folder / "train.txt", 3000)
     write_text(folder / "held_out.txt", 800, seed=1)
     return folder
 
 
-def arguments(folder, output, *more):
+def arguments(folder, output, *more, model="llama"):
     return [
-        folder / "llama", folder / output, "--windows", 6, "--length", 32, "--evaluation-windows",
+        folder / model, folder / output, "--windows", 6, "--length", 32, "--evaluation-windows",
         3, "--evaluate", folder / "held_out.txt", *more,
     ]  # fmt: skip
 
 
-def prune(folder, output, num_ranks, *more):
+def prune(folder, output, num_ranks, *more, model="llama"):
     """Run the script to its end on some ranks; what it printed."""
-    status, printed = run("launch/torchrun.sh", ROOT / SCRIPT, *arguments(folder, output, *more),
-                          NPROC=num_ranks)  # fmt: skip
+    given = arguments(folder, output, *more, model=model)
+    status, printed = run("launch/torchrun.sh", ROOT / SCRIPT, *given, NPROC=num_ranks)
     assert status == 0, printed
     return printed
+
+
+def prune_by_recipe(folder, model, output):
+    """Prune with the command line, as the recipe of an output says; the weights."""
+    recipe, by_files = folder / output / "distprune/recipe.yaml", folder / f"{output}_by_files"
+    command = ["-m", "distprune", "prune", folder / model, by_files, "-r", recipe]
+    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT)
+    return weights_of(by_files)
 
 
 def weights_of(folder):
@@ -85,11 +94,23 @@ def test_every_sharding_prunes_the_same_weights(folder):
     assert card.rstrip().endswith("A tiny Llama.")
     assert not (folder / "alone.work").exists()
 
-    recipe = folder / "alone/distprune/recipe.yaml"
-    command = ["-m", "distprune", "prune", folder / "llama", folder / "by_files", "-r", recipe]
-    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT)
-    by_files = weights_of(folder / "by_files")
+    by_files = prune_by_recipe(folder, "llama", "alone")
     assert all(alone[name].equal(by_files[name]) for name in alone)
+
+
+@pytest.mark.slow
+def test_experts_are_pruned_as_in_files(folder):
+    how = ["--criterion", "magnitude", "--scope", "global", "--normalize", "none"]
+    prune(folder, "experts", 2, *how, model="mixtral")
+    weights, by_files = (
+        weights_of(folder / "experts"),
+        prune_by_recipe(folder, "mixtral", "experts"),
+    )
+    assert weights.keys() == by_files.keys()
+    assert all(weights[name].equal(by_files[name]) for name in weights)
+    experts = [weight for name, weight in weights.items() if ".experts." in name]
+    assert len(experts) == 24 and all((weight == 0).any() for weight in experts)
+    assert all((weight != 0).all() for name, weight in weights.items() if ".gate." in name)
 
 
 RECOVERY = ["--recovery-steps", 8, "--recovery-batch", 4, "--learning-rate", 1e-3,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-
-from distprune.files.formats.header import TensorEntry
+from collections.abc import Sequence
 
 _INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64")
 ADAPTER = "part of an adapter"
@@ -64,21 +63,27 @@ _WHOLE = (
 )
 
 
-def reason_to_keep(entry: TensorEntry) -> str:
-    """Why a tensor is left alone; "" if it is pruned."""
-    if entry.dtype in _INTEGERS:
-        return f"{entry.dtype} is no float"
-    parts = entry.name.lower().split(".")
+def reason_to_keep(name: str, shape: Sequence[int], dtype: str = "F32") -> str:
+    """Why a tensor is left alone; "" if it is pruned.
+
+    Args:
+        name: its full name.
+        shape: of the whole tensor.
+        dtype: as in the header of a file.
+    """
+    if dtype in _INTEGERS:
+        return f"{dtype} is no float"
+    parts = name.lower().split(".")
     rule = min(map(_rule_of, parts))
     if rule < len(_PARTS):
         return _PARTS[rule][1]
     is_weight = parts[-1] == "weight" and len(parts) > 1
     reason = _reason_in(_OWNERS, parts[-2]) if is_weight else _reason_in(_OWN, parts[-1])
     if not reason and len(parts) <= 3:
-        reason = _reason_in(_WHOLE, entry.name)
+        reason = _reason_in(_WHOLE, name)
     if reason:
         return reason
-    if len(entry.shape) > 2 and entry.shape[1] == 1:
+    if len(shape) > 2 and shape[1] == 1:
         return "a convolution of single channels"
     return ""
 

@@ -98,7 +98,7 @@ def _verdicts(
         elif entry.numel == 0:
             reason = "no elements"
         else:
-            reason = "" if is_named else reason_to_keep(entry)
+            reason = "" if is_named else reason_to_keep(entry.name, entry.shape, entry.dtype)
         verdicts.append(Verdict(entry, not reason, reason))
     return verdicts
 
