@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .recovery import Recovery
 
 WRAPS = ("none", "ddp", "fsdp2", "tp", "fsdp2_tp")
@@ -30,6 +32,7 @@ class CommonSettings:
     recovery_steps: int
     recovery_batch: int
     learning_rate: float
+    mixed_precision: str
     wrap: str
     batch_size: int
     seed: int
@@ -38,7 +41,12 @@ class CommonSettings:
     def recovery(self) -> Recovery:
         """How to fine-tune."""
         return Recovery(
-            self.recovery_steps, self.recovery_batch, self.learning_rate, self.batch_size, self.seed
+            self.recovery_steps,
+            self.recovery_batch,
+            self.learning_rate,
+            self.batch_size,
+            self.seed,
+            autocast=torch.bfloat16 if self.mixed_precision == "bf16" else None,
         )
 
     def facts_without(self, *names: str) -> dict[str, Any]:
@@ -99,6 +107,12 @@ def add_recovery(group: Any) -> None:
         "--recovery-batch", type=int, default=8, help="sequences per step, all ranks"
     )
     group.add_argument("--learning-rate", type=float, default=1e-5, help="of AdamW, at its height")
+    group.add_argument(
+        "--mixed-precision",
+        choices=("no", "bf16"),
+        default="no",
+        help="bf16: fine-tune with matrix products in bfloat16; weights stay as they are",
+    )
 
 
 def add_running(group: Any) -> None:

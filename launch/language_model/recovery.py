@@ -28,6 +28,7 @@ class Recovery:
     learning_rate: float
     batch_size: int  # sequences that a rank runs at a time
     seed: int
+    autocast: torch.dtype | None = None  # of matrix products, as torch.autocast casts; None: none
 
 
 def recover(
@@ -79,7 +80,7 @@ def recover(
     for step, rows in enumerate(_rows_of_steps(recovery, len(windows), ranks)[first:], first + 1):
         for group in optimizer.param_groups:
             group["lr"] = recovery.learning_rate * relative_rate(step, steps)
-        loss = _backward(model, windows.tokens[rows].to(job.device), recovery.batch_size)
+        loss = _backward(model, windows.tokens[rows].to(job.device), recovery)
         if has_adapters:
             _average_gradients(model, ranks)
         optimizer.step()
@@ -120,11 +121,14 @@ def _average_gradients(model: nn.Module, ranks: DataRanks) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def _backward(model: nn.Module, tokens: Tensor, batch_size: int) -> Tensor:
+def _backward(model: nn.Module, tokens: Tensor, recovery: Recovery) -> Tensor:
     """Gradients of the mean loss of this rank's sequences, some at a time; that loss."""
     losses = []
-    for part in tokens.split(batch_size):
-        loss = model(input_ids=part, labels=part, use_cache=False).loss * (len(part) / len(tokens))
+    dtype = recovery.autocast
+    for part in tokens.split(recovery.batch_size):
+        with torch.autocast(tokens.device.type, dtype, enabled=dtype is not None):
+            loss = model(input_ids=part, labels=part, use_cache=False).loss
+        loss = loss * (len(part) / len(tokens))
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()

@@ -22,9 +22,12 @@ from .common_settings import (
 )
 from .rankings import CRITERIA
 
-# They add cells, or change how a cell is made, but not what comes of it.
-_NOT_OF_A_CELL = ("output", "criteria", "scopes", "sparsities")
-_OF_RECOVERY = ("recover", "recovery_steps", "recovery_batch", "learning_rate")
+# They add cells, or change how a cell is made, but not what comes of it: sums over the ranks of
+# any sharding are the same but for rounding.
+_NOT_OF_A_CELL = ("output", "criteria", "scopes", "sparsities", "wrap")
+_OF_RECOVERY = (
+    "recover", "recovery_steps", "recovery_batch", "learning_rate", "mixed_precision",
+)  # fmt: skip
 DEFAULT_SCOPES = ["global", "global-rms", "layer", "row", "lamp", "owl", "2:4"]
 
 
