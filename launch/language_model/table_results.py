@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from jobs.document import command_line, machine_facts, markdown_table
 from jobs.processes import Job
@@ -39,7 +40,10 @@ def write_results(folder: Path, job: Job) -> None:
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     (folder / "results.md").write_text(_document(results, cells, later))
-    draw(dense, cells, folder / "perplexity.png")
+    measured = [("just pruned", dense, cells)]
+    if later:
+        measured.append(("recovered", later_dense, later))
+    draw(measured, folder / "perplexity.png")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, Cells]:
@@ -61,30 +65,44 @@ def table_of(cells: Cells, value_of: Any) -> str:
     return markdown_table(rows)
 
 
-def draw(dense: dict[str, Any] | None, cells: Cells, file: Path) -> None:
-    """A panel per sparsity, a row per criterion, a colour per scope."""
-    criteria, scopes, sparsities = _axes(cells)
-    if dense is None or not cells:
+def draw(measured: Sequence[tuple[str, dict[str, Any], Cells]], file: Path) -> None:
+    """A panel per sparsity, a row per criterion, a colour per scope.
+
+    Args:
+        measured: a row of panels for each: when it was measured, the dense model, the cells.
+    """
+    every = {key: cell for _, _, cells in measured for key, cell in cells.items()}
+    if not every:
         return
-    figure = Figure(figsize=(4 * len(sparsities), 2 + 0.4 * len(criteria)), layout="constrained")
-    panels = figure.subplots(1, len(sparsities), sharey=True, squeeze=False)[0]
+    criteria, scopes, sparsities = _axes(every)
+    size = (4 * len(sparsities), len(measured) * (1.4 + 0.4 * len(criteria)) + 0.8)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(
+        len(measured), len(sparsities), sharey=True, sharex="col", squeeze=False
+    )
     colours = colormaps["viridis"](np.linspace(0, 0.9, len(scopes)))
     places = np.arange(len(criteria))
-    for axes, sparsity in zip(panels, sparsities, strict=True):
-        for scope, colour in zip(scopes, colours, strict=True):
-            found = [cells.get((criterion, scope, sparsity)) for criterion in criteria]
-            values = [np.nan if c is None else _perplexity(c) for c in found]
-            axes.plot(values, places, "o", color=colour, alpha=0.8, label=scope)
-        axes.axvline(_perplexity(dense), color="0.5", linestyle=":", label="dense")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-        axes.set_title(f"{100 * sparsity:g} % pruned")
+    for row, (when, dense, cells) in zip(panels, measured, strict=True):
+        row[0].set_ylabel(when)
+        for axes, sparsity in zip(row, sparsities, strict=True):
+            for scope, colour in zip(scopes, colours, strict=True):
+                found = [cells.get((criterion, scope, sparsity)) for criterion in criteria]
+                values = [np.nan if c is None else _perplexity(c) for c in found]
+                axes.plot(values, places, "o", color=colour, alpha=0.8, label=scope)
+            axes.axvline(_perplexity(dense), color="0.5", linestyle=":", label="dense")
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter("")
+            axes.set_title(f"{100 * sparsity:g} % pruned")
+            axes.grid(alpha=0.25)
+    for axes in panels[-1]:
         axes.set_xlabel("perplexity")
-        axes.grid(alpha=0.25)
-    panels[0].set_yticks(places, criteria)
-    panels[0].invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
+        low, high = axes.get_xlim()
+        if high < 100 * low:  # powers of ten alone would be too few
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:g}")
+    panels[0][0].set_yticks(places, criteria)
+    panels[0][0].invert_yaxis()
+    handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(file, dpi=150)
 
@@ -130,7 +148,8 @@ def _document(results: dict[str, Any], cells: Cells, later: Cells) -> str:
         steps, trained = results["recovery"], results["dense_recovered"]
         parts += [
             f"After {steps['recovery_steps']} steps of fine-tuning, {steps['recovery_batch']} "
-            f"sequences each; the dense model after as many: {perplexity_text(trained)}",
+            f"sequences each, learning rate {steps['learning_rate']:g}; the dense model after as "
+            f"many: {perplexity_text(trained)}",
             table_of(later, perplexity_text),
         ]
     machine = "\n".join(f"- {what}: {value}" for what, value in results["machine"].items())
