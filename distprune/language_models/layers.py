@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# The weights of transformers' fused experts; those of JetMoe are called "weight".
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
 def linear_layers(
     model: nn.Module,
     include: Sequence[str] | None = None,
@@ -31,12 +35,14 @@ def linear_layers(
 
     Args:
         model: of transformers, plain or wrapped.
-        include: patterns, as ``select`` takes them; by default all linear layers but the head,
-            which makes logits, and layers with a forward of their own, such as some routers.
+        include: patterns, as ``select`` takes them; by default all linear layers and fused experts
+            but the head, which makes logits, and layers with a forward of their own, such as some
+            routers.
         exclude: patterns of those that are left out.
 
     Returns:
-        Weights of nn.Linear and of transformers' Conv1D, as ``select`` lists them.
+        Weights of nn.Linear, of transformers' Conv1D and of its fused experts, as ``select`` lists
+        them.
 
     Raises:
         ValueError: a pattern that matches nothing; nothing is left.
@@ -46,26 +52,34 @@ def linear_layers(
     require_extra()
     from transformers.pytorch_utils import Conv1D
 
-    left_out, types = list(exclude), (nn.Linear, Conv1D)
+    experts = {type(module) for _, module in named_modules(model) if _are_fused_experts(module)}
+    left_out, types, names = list(exclude), (nn.Linear, Conv1D, *experts), ("weight", *_OF_EXPERTS)
     if include is not None:
-        return select(model, include=include, exclude=left_out, types=types)
+        return select(model, include=include, exclude=left_out, types=types, names=names)
     head = head_of(model)
     left_out += [
         glob.escape(path) for path, module in named_modules(model) if path and module is head
     ]
-    selected = select(model, exclude=left_out, types=types)
-    return [pair for pair in selected if not _has_own_forward(pair[0])]
+    selected = select(model, exclude=left_out, types=types, names=names)
+    return [pair for pair in selected if type(pair[0]) in experts or not _has_own_forward(pair[0])]
 
 
 def without_statistics(model: nn.Module) -> list[str]:
-    """Names of weights whose inputs are not seen: experts in one tensor, and some routers."""
+    """Names of weights whose inputs are not seen: some fused experts, and some routers."""
     return [
         full_name(path, name)
         for path, module in named_modules(model)
         for name, parameter in module.named_parameters(recurse=False)
-        if (parameter.ndim == 3 and "expert" in path)
+        if (parameter.ndim == 3 and "expert" in path and not _are_fused_experts(module))
         or (isinstance(module, nn.Linear) and parameter.ndim == 2 and _has_own_forward(module))
     ]
+
+
+def _are_fused_experts(module: nn.Module) -> bool:
+    """Whether a module has weights of three dimensions that are known to be fused experts."""
+    shape = torch.Size((1, 1, 1))  # nothing but the number of dimensions matters
+    layout = layout_of(module, "weight", shape)
+    return not isinstance(layout, str) and layout.are_experts
 
 
 def _has_own_forward(module: nn.Module) -> bool:

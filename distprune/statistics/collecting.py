@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune.statistics.experts import FusedWeight, RunningExperts
 from distprune.statistics.input_parts import Part, read_input, same_data_group
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.sums import Sums, sums_of_rows, sums_of_windows
@@ -75,6 +76,7 @@ class Collector:
     def __init__(self) -> None:
         self.groups: set[tuple[int, ...]] = set()
         self._masked: Masked | None = None
+        self._running: list[RunningExperts] = []
         self._is_on = False
 
     @contextlib.contextmanager
@@ -91,17 +93,30 @@ class Collector:
             )
         handles = []
         self._is_on = True
+        experts: dict[nn.Module, list[_Place]] = {}
         try:
             for parameter in parameters:
                 for number, (module, name) in enumerate(parameter.places):
+                    if parameter.layout.are_experts:
+                        experts.setdefault(module, []).append((parameter, number, name))
+                        continue
                     hook = partial(self._see, parameter, number, module, name)
                     # Runs after the hooks that are there, such as those of parallelize_module.
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            for module, places in experts.items():
+                enter = partial(self._enter_experts, module, places)
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                # Afterwards, first of all hooks: before FSDP shards the weights again.
+                leave = partial(self._leave_experts, module)
+                handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+                handles.append(module.register_forward_hook(self._check_experts, prepend=True))
             with torch.no_grad(), _uncompiled():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+            while self._running:  # of a forward that was interrupted
+                self._running.pop().stop()
             self._is_on = False
 
     @contextlib.contextmanager
@@ -138,27 +153,58 @@ class Collector:
         kwargs: Mapping[str, Any],
     ) -> None:
         """A forward pre-hook. What it returned would replace the input: it returns None."""
-        label = parameter.label
-        if module is not owner:
-            raise NotImplementedError(
-                f"{label}: a copy of its layer is running, as in nn.DataParallel; expected the "
-                "layer itself. Use DistributedDataParallel."
-            )
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{label}: its layer runs with gradients enabled, inside collecting(). Activation "
-                "checkpointing would run it twice, and count its input twice; expected a forward "
-                "without torch.enable_grad()."
-            )
-        value = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{label}: its layer is called with a {type(value).__name__}; expected a tensor."
-            )
+        value = _checked_input(parameter.label, module is owner, args, kwargs)
         with torch.inference_mode(False), torch.no_grad(), _no_autocast(value):
             self._add(parameter, name, module, value)
         parameter.calls[number] += 1
         parameter.is_changed = True
+
+    def _enter_experts(
+        self,
+        owner: nn.Module,
+        places: Sequence[_Place],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """A forward pre-hook: look at what fused experts do until they return."""
+        label = places[0][0].label
+        value = _checked_input(label, module is owner, args, kwargs)
+        if self._masked is not None and self._masked.num_kept < self._masked.keep.numel():
+            raise NotImplementedError(
+                f"{label}: fused experts see tokens in another order, so that an attention_mask "
+                "does not say which of them are padding; expected batches without padding, or this "
+                "parameter left out."
+            )
+        if getattr(module, "_is_expert_parallel", False):
+            raise NotImplementedError(
+                f"{label}: the experts are spread over ranks (expert parallelism); expected whole "
+                "experts, as DDP and FSDP have them. Leave the parameter out."
+            )
+        if is_dtensor(value):
+            raise NotImplementedError(
+                f"{label}: the fused experts are called with a DTensor ({value.placements}); "
+                "expected a plain tensor, as under DDP and FSDP. Leave the parameter out."
+            )
+        weights = [
+            FusedWeight(p.label, module, name, p.layout.input_dim, partial(_add_expert, p))
+            for p, _, name in places
+        ]
+        running = RunningExperts(weights, value.shape[:-1].numel())
+        running.start()
+        self._running.append(running)
+        for parameter, number, _ in places:
+            parameter.calls[number] += 1
+            parameter.is_changed = True
+
+    def _check_experts(self, *_: object) -> None:
+        """A forward hook, which does not run after an error."""
+        self._running[-1].check()
+
+    def _leave_experts(self, owner: nn.Module, *_: object) -> None:
+        """A forward hook, which runs after an error too, also of hooks before the first one."""
+        if self._running and self._running[-1].module is owner:
+            self._running.pop().stop()
 
     def _add(self, parameter: LocalStatistics, name: str, module: nn.Module, value: Tensor) -> None:
         label, layout = parameter.label, parameter.layout
@@ -205,6 +251,47 @@ class Collector:
         if is_dtensor(value):
             self.groups.add(same_data_group(value))
         parameter.add(part, sums)
+
+
+# A parameter, which of its places, and its name there.
+_Place = tuple[LocalStatistics, int, str]
+
+
+def _checked_input(
+    label: str, is_owner: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """What a layer is called with, in a call that counts."""
+    if not is_owner:
+        raise NotImplementedError(
+            f"{label}: a copy of its layer is running, as in nn.DataParallel; expected the layer "
+            "itself. Use DistributedDataParallel."
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{label}: its layer runs with gradients enabled, inside collecting(). Activation "
+            "checkpointing would run it twice, and count its input twice; expected a forward "
+            "without torch.enable_grad()."
+        )
+    value = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{label}: its layer is called with a {type(value).__name__}; expected a tensor."
+        )
+    return value
+
+
+def _add_expert(parameter: LocalStatistics, expert: int, rows: Tensor) -> None:
+    """Add the rows [tokens, inputs] that came to one of fused experts."""
+    num_inputs = parameter.layout.input_shape[1]
+    if rows.shape[1] != num_inputs:
+        raise ValueError(
+            f"{parameter.label}: expert {expert} is multiplied with a tensor of shape "
+            f"{tuple(rows.shape)}; expected {num_inputs} features."
+        )
+    if rows.shape[0]:
+        with torch.inference_mode(False), torch.no_grad(), _no_autocast(rows):
+            features = range(expert * num_inputs, (expert + 1) * num_inputs)
+            parameter.add(Part(features), sums_of_rows(rows.detach()))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,9 @@ A weight has an *input shape*: one statistic for each input feature that it mult
     nn.Linear                [out, in]               [in]               a row of the input
     transformers' Conv1D     [in, out]               [in]               a row of the input
     nn.Conv1d, nn.Conv2d     [out, in / groups, *k]  [in, *k]           a position of the output
+    fused experts            [experts, out, in]      [experts, in]      a row that came to an expert
+    fused experts that say   [experts, in, out]      [experts, in]      a row that came to an expert
+    ``is_transposed``
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class WeightLayout:
     """How the weight of a layer meets its input.
 
     Attributes:
-        kind: "linear" ([out, in]), "conv1d_of_transformers" ([in, out]) or "convolution".
+        kind: "linear" ([out, in]), "conv1d_of_transformers" ([in, out]), "convolution", or
+            "experts" ([experts, out, in]) or "transposed_experts" ([experts, in, out]).
         shape: of the whole weight.
         groups: of a convolution.
     """
@@ -42,6 +46,8 @@ class WeightLayout:
             return self.shape[1:]
         if self.kind == "conv1d_of_transformers":
             return self.shape[:1]
+        if self.are_experts:
+            return (self.shape[0], self.shape[self.input_dim])
         return (self.groups * self.shape[1], *self.shape[2:])
 
     @property
@@ -50,14 +56,39 @@ class WeightLayout:
         return torch.Size(self.input_shape).numel()
 
     @property
+    def are_experts(self) -> bool:
+        """Whether it is matrices of fused experts: each has tokens of its own."""
+        return self.kind in ("experts", "transposed_experts")
+
+    @property
+    def num_token_counts(self) -> int:
+        """How many numbers of tokens there are: one, or one for each expert."""
+        return self.shape[0] if self.are_experts else 1
+
+    @property
+    def num_matrices(self) -> int:
+        """How many matrices the weight is, one below the other: groups, or experts."""
+        return self.shape[0] if self.are_experts else self.groups
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the matrices are [in, out]."""
+        return self.kind in ("conv1d_of_transformers", "transposed_experts")
+
+    @property
+    def input_dim(self) -> int:
+        """The dimension of the inputs; of a convolution, that of the channels in a group."""
+        return int(self.are_experts) + int(not self.is_transposed)
+
+    @property
     def output_dim(self) -> int:
         """The dimension of the weight that has one row for each output."""
-        return 1 if self.kind == "conv1d_of_transformers" else 0
+        return int(self.are_experts) + int(self.is_transposed)
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs."""
-        return self.shape[self.output_dim]
+        """Number of outputs; of experts, those of each counted."""
+        return self.num_token_counts * self.shape[self.output_dim]
 
     def of_inputs(self, values: Tensor) -> Tensor:
         """A number per input feature, as a factor that broadcasts to the weight.
@@ -69,10 +100,8 @@ class WeightLayout:
             Of as many dimensions as the weight; a view. For a convolution with groups it has
             the shape of the weight: outputs of different groups see different inputs.
         """
-        if self.kind == "linear":
-            return values.unsqueeze(0)
-        if self.kind == "conv1d_of_transformers":
-            return values.unsqueeze(1)
+        if self.kind != "convolution":
+            return values.unsqueeze(self.output_dim)
         if self.groups == 1:
             return values.unsqueeze(0)
         per_group = values.reshape(self.groups, 1, *self.shape[1:])
@@ -80,9 +109,11 @@ class WeightLayout:
         return per_group.expand(-1, repeats, *self.shape[1:]).reshape(self.shape)
 
     def of_outputs(self, values: Tensor) -> Tensor:
-        """A number per output, [out], as a factor that broadcasts to the weight; a view."""
+        """A number per output, [outputs], as a factor that broadcasts to the weight; a view."""
         shape = [1] * len(self.shape)
         shape[self.output_dim] = -1
+        if self.are_experts:
+            shape[0] = self.shape[0]
         return values.reshape(shape)
 
 
@@ -98,13 +129,18 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
         known that it is.
     """
     kind = None
-    if name == "weight":
+    if len(shape) == 3 and isinstance(getattr(module, "is_transposed", None), bool):
+        # What transformers' use_experts_implementation says; see experts.[Note: fused experts].
+        kind = "transposed_experts" if module.is_transposed else "experts"
+    elif name == "weight":
         if _calls(module, nn.Linear) or _is_linear_of_transformers(module):
             kind = "linear"
         elif any(_calls(module, convolution) for convolution in _CONVOLUTIONS):
             kind = "convolution"
         elif _is_conv1d_of_transformers(module):
             kind = "conv1d_of_transformers"
+        elif len(shape) == 3 and _is_parallel_experts_of_transformers(module):
+            kind = "experts"
     if kind is None or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _obstacle(module, name, shape)
     if kind == "convolution":
@@ -122,9 +158,9 @@ def refusal(obstacles: Mapping[str, str]) -> NotImplementedError:
         more = f" and {len(others) - 8} more" if len(others) > 8 else ""
         also = f" There are no statistics of these either: {names}{more}."
     return NotImplementedError(
-        f"{label}: {text} Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d or transformers' "
-        "Conv1D. Leave such parameters out, for example by select(model, types=torch.nn.Linear, "
-        'exclude="lm_head").'
+        f"{label}: {text} Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d, transformers' "
+        "Conv1D or its fused experts. Leave such parameters out, for example by select(model, "
+        'types=torch.nn.Linear, exclude="lm_head").'
         f"{also}"
     )
 
@@ -150,8 +186,8 @@ def _obstacle(module: nn.Module, name: str, shape: torch.Size) -> str:
         )
     if len(shape) == 3:
         return (
-            f"it is a parameter of three dimensions in {kind}, such as fused experts are, which is "
-            "used without a layer of its own, so that its input is not seen."
+            f"it is a parameter of three dimensions in {kind}, such as fused experts are, but the "
+            "module does not say with `is_transposed` which of them the inputs are along."
         )
     if len(shape) < 2:
         return (
@@ -174,3 +210,8 @@ def _is_linear_of_transformers(module: nn.Module) -> bool:
 def _is_conv1d_of_transformers(module: nn.Module) -> bool:
     loaded = sys.modules.get("transformers.pytorch_utils")
     return loaded is not None and _calls(module, loaded.Conv1D)
+
+
+def _is_parallel_experts_of_transformers(module: nn.Module) -> bool:
+    loaded = sys.modules.get("transformers.models.jetmoe.modeling_jetmoe")
+    return loaded is not None and _calls(module, loaded.JetMoeParallelExperts)

@@ -22,7 +22,8 @@ def magnitudes_along(
 ) -> list[tuple[Tensor, Tensor]]:
     """Sum |w| of the live elements of weights, for each input feature and for each output.
 
-    A convolution with groups is as many matrices: each input feature belongs to one of them.
+    A convolution with groups is as many matrices, and so are fused experts: each input feature
+    belongs to one of them.
 
     Args:
         targets: the same on every rank.
@@ -66,52 +67,77 @@ def _counts(shard: LocalShard, rank: int) -> bool:
 def _local_sums(shard: LocalShard, layout: WeightLayout, *, is_counted: bool) -> Tensor:
     """This rank's share: fp64 [inputs + outputs], on the CPU."""
     device = shard.values.device
-    rows, columns = layout.shape[0], math.prod(layout.shape[1:])
+    num_matrices, num_row_dims = layout.num_matrices, 2 if layout.are_experts else 1
+    rows, columns = math.prod(layout.shape[:num_row_dims]), math.prod(layout.shape[num_row_dims:])
     # Of the weight as a matrix; the columns of each group have sums of their own.
     of_rows = torch.zeros(rows, dtype=torch.float64, device=device)
-    of_columns = torch.zeros(layout.groups * columns, dtype=torch.float64, device=device)
-    rows_of_group = max(1, rows // layout.groups)
+    of_columns = torch.zeros(num_matrices * columns, dtype=torch.float64, device=device)
+    rows_of_matrix = max(1, rows // max(1, num_matrices))
     if is_counted and shard.values.numel():
-        pieces = _pieces_of_run if isinstance(shard, FlatShard) else _pieces_of_box
-        for row, column, magnitudes in pieces(shard):
+        if isinstance(shard, FlatShard):
+            pieces = _pieces_of_run(shard, columns)
+        else:
+            pieces = _pieces_of_experts(shard) if layout.are_experts else _pieces_of_box(shard)
+        for row, column, magnitudes in pieces:
             of_rows.index_add_(0, row, magnitudes.sum(1))
-            if layout.groups == 1 and magnitudes.shape[1] > 1:
+            if num_matrices == 1 and magnitudes.shape[1] > 1:
                 of_columns[column] += magnitudes.sum(0)
             else:
-                place = (row // rows_of_group if layout.groups > 1 else 0 * row) * columns
+                place = (row // rows_of_matrix if num_matrices > 1 else 0 * row) * columns
                 places = place.unsqueeze(1) + column.view(-1, magnitudes.shape[1])
                 of_columns.index_add_(0, places.view(-1), magnitudes.reshape(-1))
-    if layout.output_dim == 1:
+    if layout.is_transposed:
         of_rows, of_columns = of_columns, of_rows
     return torch.cat([of_columns, of_rows]).cpu()
 
 
-# Rows and columns of the weight as a matrix [shape[0], the rest], and fp64 |w| [rows, columns].
-# The columns are those of all rows, or, if there is one column to a row, one for each.
+# Rows and columns of the weight as a matrix, and fp64 |w| [rows, columns]. The matrix is
+# [shape[0], the rest], or all experts one below the other, [shape[0] * shape[1], shape[2]]. The
+# columns are those of all rows, or, if there is one column to a row, one for each.
 Piece = tuple[Tensor, Tensor, Tensor]
+
+
+def _pieces_of_experts(shard: LocalShard) -> Iterator[Piece]:
+    """Chunks of rows of fused experts, of a part that is a box of the whole weight."""
+    first, *rest = shard.coordinates
+    for number, expert in enumerate(first):
+        mask = None if shard.mask is None else shard.mask[number]
+        matrix, of_rows = shard.values[number], expert * shard.shape[1]
+        yield from _pieces(matrix, mask, rest, shard.shape[1:], of_rows)
 
 
 def _pieces_of_box(shard: LocalShard) -> Iterator[Piece]:
     """Chunks of rows of a part that is a box of the whole weight."""
-    device = shard.values.device
-    first, *rest = shard.coordinates
-    columns = torch.arange(math.prod(shard.shape[1:]), device=device).view(shard.shape[1:])
+    return _pieces(shard.values, shard.mask, shard.coordinates, shard.shape, 0)
+
+
+def _pieces(
+    values: Tensor,
+    mask: Tensor | None,
+    coordinates: Sequence[range],
+    shape: Sequence[int],
+    offset: int,
+) -> Iterator[Piece]:
+    """Chunks of rows of a box of a weight of some shape; ``offset`` is added to the rows."""
+    device = values.device
+    first, *rest = coordinates
+    columns = torch.arange(math.prod(shape[1:]), device=device).view(tuple(shape[1:]))
     for dim, within in enumerate(rest):
         columns = columns.narrow(dim, within.start, len(within))
     columns = columns.reshape(-1)
     step = max(1, _CHUNK // max(1, columns.numel()))
     for start in range(0, len(first), step):
         size = min(step, len(first) - start)
-        magnitudes = shard.values.narrow(0, start, size).double().abs()
-        if shard.mask is not None:
-            magnitudes *= shard.mask.narrow(0, start, size) == 1
-        row = torch.arange(first.start + start, first.start + start + size, device=device)
+        magnitudes = values.narrow(0, start, size).double().abs()
+        if mask is not None:
+            magnitudes *= mask.narrow(0, start, size) == 1
+        begin = offset + first.start + start
+        row = torch.arange(begin, begin + size, device=device)
         yield row, columns, magnitudes.reshape(size, -1)
 
 
-def _pieces_of_run(shard: LocalShard) -> Iterator[Piece]:
+def _pieces_of_run(shard: LocalShard, num_columns: int) -> Iterator[Piece]:
     """Chunks of elements of a part that is a run in memory (FSDP1): a row to each element."""
-    num_columns = math.prod(shard.shape[1:])
     for start in range(0, shard.values.numel(), _CHUNK):
         stop = min(start + _CHUNK, shard.values.numel())
         index = shard.index(torch.arange(start, stop, device=shard.values.device))

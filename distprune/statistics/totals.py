@@ -140,9 +140,13 @@ def sum_over_ranks(
         ValueError: a layer that was not called; sums that are not finite; ranks of a
             tensor-parallel group that ran on different tokens. On every rank.
 
-    Cost: one all-reduce of 16 bytes per input feature, and 24 and more per parameter.
+    Cost: one all-reduce of 16 bytes per input feature, and 24 and more per parameter and expert.
     """
-    sizes = [3 + len(p.calls) + 2 * p.layout.num_inputs for p in parameters]
+    counts = [p.layout.num_token_counts for p in parameters]
+    sizes = [
+        2 + len(p.calls) + num_counts + 2 * p.layout.num_inputs
+        for p, num_counts in zip(parameters, counts, strict=True)
+    ]
 
     def pack() -> Tensor:
         peers = peers_of(groups, communicator.rank)
@@ -151,44 +155,61 @@ def sum_over_ranks(
 
     shared = communicator.reduce_floats(sum(sizes), pack)
     totals, silent = [], []
-    for parameter, row in zip(parameters, torch.split(shared, sizes), strict=True):
-        num_calls = len(parameter.calls)
-        calls, (num_tokens, token_check, square_check) = row[:num_calls], row[num_calls:][:3]
-        sums, squares = row[num_calls + 3 :].view(2, *parameter.layout.input_shape)
-        _check(parameter.label, sums, squares, float(token_check), float(square_check))
+    for parameter, num_counts, row in zip(
+        parameters, counts, torch.split(shared, sizes), strict=True
+    ):
+        layout = parameter.layout
+        calls, checks, tokens, both = torch.split(
+            row, [len(parameter.calls), 2, num_counts, 2 * layout.num_inputs]
+        )
+        sums, squares = both.view(2, *layout.input_shape)
+        _check(parameter.label, sums, squares, *checks.tolist())
         is_optional = parameter.label in known or any(
             matcher(pattern)(parameter.label) for pattern in allow_empty
         )
-        if not is_optional and (not bool(calls.all()) or not num_tokens):
+        if not is_optional and not bool(calls.all() and tokens.any()):
             silent.append(parameter.label)
-        totals.append(Totals(int(num_tokens), sums.clone(), squares.clone()))
+        numbers = tuple(map(int, tokens.tolist()))
+        num_tokens = numbers if layout.are_experts else numbers[0]
+        totals.append(Totals(num_tokens, sums.clone(), squares.clone()))
     if silent:
         more = f" and {len(silent) - 5} more" if len(silent) > 5 else ""
         raise ValueError(
             f"{', '.join(silent[:5])}{more}: the layer was not called on any rank while statistics "
             "were collected, so nothing is known of its input. Either its weight is used without "
-            "calling it (nn.MultiheadAttention, fused experts): leave it out. Or no token came to "
+            "calling it (nn.MultiheadAttention): leave it out. Or no token came to "
             'it (an expert): allow_empty="..." gives such parameters scores of zero.'
         )
     return totals
 
 
 def warn_of_empty(labels: Mapping[str, Totals], communicator: Communicator) -> None:
-    """Warn, on the first rank, of parameters that saw no token: all their scores are zero."""
-    empty = [label for label, totals in labels.items() if not totals.num_tokens]
+    """Warn, on the first rank, of parameters and experts that saw no token: scores of zero."""
+    empty = []
+    for label, totals in labels.items():
+        if isinstance(totals.num_tokens, int):
+            empty += [] if totals.num_tokens else [label]
+            continue
+        experts = [str(number) for number, tokens in enumerate(totals.num_tokens) if not tokens]
+        if experts:
+            others = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
+            which = "experts" if len(experts) > 1 else "expert"
+            empty.append(f"{which} {', '.join(experts[:8])}{others} of {label}")
     if empty and communicator.index == 0:
         more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
         warnings.warn(
-            f"no token came to {', '.join(empty[:5])}{more}: all scores are zero, so that these "
-            "parameters are pruned first, in the order of their elements. Collect statistics of "
+            f"no token came to {'; '.join(empty[:5])}{more}: all their scores are zero, so that "
+            "they are pruned first, in the order of their elements. Collect statistics of "
             "more text, or leave them out.",
             stacklevel=4,
         )
 
 
 def _packed(parameter: LocalStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
-    """What this rank adds: calls, tokens, two numbers that compare peers, sums and squares."""
-    num_tokens, token_check, square_check = 0, 0, 0.0
+    """What this rank adds: calls, two numbers that compare peers, tokens, sums and squares."""
+    token_check, square_check = 0, 0.0
+    tokens = [0] * parameter.layout.num_token_counts
+    inputs_per_count = max(1, parameter.layout.num_inputs // max(1, len(tokens)))
     totals = torch.zeros(2, parameter.layout.num_inputs, dtype=torch.float64)
     for part, seen in parameter.seen.items():
         part = with_peers(part, peers, rank)
@@ -198,10 +219,10 @@ def _packed(parameter: LocalStatistics, peers: tuple[int, ...], rank: int) -> Te
         square_check += (part.copies - 1 if part.is_first else -1) * squares
         token_check += (part.token_copies - 1 if part.is_first_of_tokens else -1) * seen.num_tokens
         if part.is_first_of_tokens:
-            num_tokens += seen.num_tokens
+            tokens[part.features.start // inputs_per_count] += seen.num_tokens
         if part.is_first:
             totals[:, part.features.start : part.features.stop] += local
-    head = [*parameter.calls, num_tokens, token_check, square_check]
+    head = [*parameter.calls, token_check, square_check, *tokens]
     return torch.cat([torch.tensor(head, dtype=torch.float64), totals.view(-1)])
 
 

@@ -64,12 +64,23 @@ def test_layers_whose_weights_are_taken_by_kernels_are_named(family):
     assert all(name in str(caught.value) for name in USED_DIRECTLY[family])
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_fused_experts_and_routers_are_refused_by_name(family):
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama4", r"experts\.gate_up_proj: .*does not say with `is_transposed`"),
+        ("dbrx", r"experts\.mlp\.w1: what DbrxExpertGLU multiplies it with is not known"),
+    ],
+)
+def test_fused_experts_of_unknown_layout_are_refused_by_name(family, text):
     model = tiny_model(family)
-    fused = prune.select(model, names=("gate_up_proj", "down_proj"), include="*experts*")
-    with pytest.raises(NotImplementedError, match=r"experts\.gate_up_proj: .*fused experts"):
+    fused = prune.select(model, names=("gate_up_proj", "down_proj", "w1"), include="*experts*")
+    with pytest.raises(NotImplementedError, match=text):
         ActivationStatistics(fused)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_embeddings_and_routers_are_refused_by_name(family):
+    model = tiny_model(family)
     with pytest.raises(NotImplementedError, match="embedding") as caught:
         ActivationStatistics(prune.select(model))
     assert "types=torch.nn.Linear" in str(caught.value)

@@ -188,10 +188,13 @@ def test_layers_of_families_and_those_without_statistics(family):
     assert len(attention) == (4 if family == "gpt2" else 8)
     assert not any("head" in pair.fqn or "router" in pair.fqn for pair in layers)
     assert {statistics.num_tokens()[name] for name in attention} == {24}
+    fused = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     unseen = without_statistics(model)
-    assert [name for name in unseen if "experts" in name] == [
-        name for name, parameter in model.named_parameters() if parameter.ndim == 3
-    ]
+    assert [name for name in unseen if "experts" in name] == (fused if family == "llama4" else [])
+    seen = [pair.fqn for pair in layers if "experts" in pair.fqn]
+    assert seen == (fused if family == "mixtral" else [])
+    assert {sum(statistics.num_tokens()[name]) for name in seen} <= {24 * 2}
+    assert linear_layers(model, include=["*experts*"]) if seen else True
     assert any("router" in name for name in unseen) == (family == "llama4")
 
 

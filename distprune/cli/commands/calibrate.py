@@ -40,8 +40,8 @@ Include = Annotated[
     typer.Option(
         "--include",
         metavar="PATTERN",
-        help="Linear layers whose whole name matches a glob, or an expression after re:. Repeat it "
-        "for more. Without it: all but the head.",
+        help="Linear layers and fused experts whose whole name matches a glob, or an expression "
+        "after re:. Repeat it for more. Without it: all but the head.",
         show_default=False,
     ),
 ]
@@ -90,10 +90,11 @@ def calibrate(
 ) -> None:
     """Run text through a language model, and write statistics of what its layers are called with.
 
-    For each input of each linear layer: the sums of x and of x squared over all tokens, from
-    which Wanda, RIA, STADE and OWL are made. The file has 16 bytes per input, and full names, so
-    that any run on any number of processes can use it. Processes share the windows. The head is
-    left out, unless --include asks for it. It needs the extra language-models.
+    For each input of each linear layer, and of each of fused experts: the sums of x and of x
+    squared over all its tokens, from which Wanda, RIA, STADE and OWL are made. The file has 16
+    bytes per input, and full names, so that any run on any number of processes can use it.
+    Processes share the windows. The head is left out, unless --include asks for it. It needs the
+    extra language-models.
 
     [bold]Examples[/bold]
 

@@ -1,0 +1,334 @@
+"""Fused experts: the sums of each expert are those of the tokens that came to it."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+
+import distprune as prune
+from distprune import budgets
+from distprune.statistics import ActivationStatistics
+from helpers.fused_experts import (
+    IMPLEMENTATIONS,
+    FusedExperts,
+    expected,
+    experts_net,
+    routed,
+    tokens_of,
+)
+
+FUSED = ("gate_up_proj", "down_proj")
+
+
+def collect(net, batches, parameters=None):
+    statistics = ActivationStatistics(parameters or prune.select(net, names=FUSED))
+    with statistics.collecting():
+        for batch in batches:
+            net(batch)
+    return statistics
+
+
+def assert_equal(totals, reference):
+    assert {pair.fqn for pair in totals} == set(reference)
+    for pair, found in totals.items():
+        num_tokens, sums, squares = reference[pair.fqn]
+        assert found.num_tokens == num_tokens, pair.fqn
+        assert torch.equal(found.sums, sums) and torch.equal(found.squares, squares), pair.fqn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sums_are_those_of_a_loop_over_tokens(implementation, dtype):
+    parts = [tokens_of(part, dtype=dtype) for part in range(3)]
+    statistics = collect(experts_net(implementation, dtype), parts)
+    reference = expected(experts_net(dtype=dtype), parts)
+    assert_equal(statistics.totals(), reference)
+    assert statistics.num_tokens() == {name: found[0] for name, found in reference.items()}
+    assert reference["second.down_proj"][0][-1] == 0 < min(reference["first.down_proj"][0])
+
+
+def test_hooks_and_modes_are_gone_and_nothing_changed():
+    net, tokens = experts_net(), tokens_of(2)
+    with torch.no_grad():
+        before = net(tokens)
+        statistics = ActivationStatistics(prune.select(net, names=FUSED))
+        with statistics.collecting():
+            assert torch.equal(net(tokens), before)
+    for module in net.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._forward_hooks_always_called
+    assert not _get_current_function_mode_stack()
+
+
+def root_mean_squares(reference, name):
+    num_tokens, _, squares = reference[name]
+    return (squares / torch.tensor(num_tokens).clamp(min=1).unsqueeze(1)).sqrt()
+
+
+def test_scores_are_those_of_each_expert_alone():
+    parts = [tokens_of(part) for part in range(3)]
+    net = experts_net()
+    linear = nn.ModuleList(
+        nn.ModuleList(nn.Linear(8, 16, bias=False) for _ in range(4)) for _ in range(2)
+    )
+    with torch.no_grad():
+        net.second.gate_up_proj += torch.arange(8).view(8, 1)
+        for expert in range(4):
+            linear[0][expert].weight.copy_(net.first.gate_up_proj[expert])
+            linear[1][expert].weight.copy_(net.second.gate_up_proj[expert].T)
+    statistics = collect(net, parts)
+    separate = ActivationStatistics(prune.select(linear), allow_empty="1.3")
+    seen = [[], []]
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, number=number: seen[number].append(args))
+        for number, module in enumerate((net.first, net.second))
+    ]
+    with torch.no_grad():
+        for part in parts:
+            net(part)
+    for handle in handles:
+        handle.remove()
+    with separate.collecting():
+        for number, calls in enumerate(seen):
+            for hidden, experts in calls:
+                for expert in range(4):
+                    linear[number][expert](hidden[torch.where(experts == expert)[0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for make in ("wanda", "stade", "ria"):
+            fused = {p.fqn: s for p, s in getattr(statistics, make)().items()}
+            alone = {p.fqn: s for p, s in getattr(separate, make)().items()}
+            for number, name in enumerate(("first.gate_up_proj", "second.gate_up_proj")):
+                weight = net.get_parameter(name)
+                found = multiplied(fused[name], weight)
+                for expert in range(4):
+                    right = multiplied(
+                        alone[f"{number}.{expert}.weight"], linear[number][expert].weight
+                    )
+                    of_one = found[expert].T if number else found[expert]
+                    assert torch.equal(of_one, right), (make, name, expert)
+        assert statistics.outlier_ratios(threshold_multiple=2, per="parameter")
+
+
+def multiplied(scores, weight):
+    total = sum(torch.stack(torch.broadcast_tensors(*term)).prod(0) for term in scores.terms)
+    return (weight.abs() * total).detach()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masks_by_wanda_are_those_of_whole_scores(implementation):
+    parts = [tokens_of(part) for part in range(3)]
+    net, other = experts_net(implementation), experts_net()
+    statistics = collect(net, parts)
+    pairs = prune.select(net, names=FUSED)
+    with pytest.warns(UserWarning, match=r"expert 3 of second\.gate_up_proj; expert 3 of second"):
+        prune.global_unstructured(
+            pairs, prune.L1Unstructured, statistics.wanda(), amount=0.4, scope="row"
+        )
+    reference = expected(other, parts)
+    targets = prune.select(other, names=FUSED)
+    scores = {}
+    for pair in targets:
+        weight = other.get_parameter(pair.fqn).detach().abs()
+        factor = root_mean_squares(reference, pair.fqn).float()
+        dim = 2 if pair[0].is_transposed else 1
+        scores[pair] = weight * factor.unsqueeze(dim)
+    prune.global_unstructured(targets, prune.L1Unstructured, scores, amount=0.4, scope="row")
+    for mine, right in zip(pairs, targets, strict=True):
+        masks = [getattr(module, name + "_mask") for module, name in (mine, right)]
+        assert torch.equal(*masks), mine.fqn
+    # What the masks leave is what the next statistics see.
+    again = collect(net, parts, pairs)
+    assert_equal(again.totals(), expected(other, parts))
+
+
+def test_outliers_are_counted_with_the_factors_of_each_expert():
+    parts = [tokens_of(part) for part in range(3)]
+    net = experts_net()
+    statistics = collect(net, parts)
+    reference = expected(net, parts)
+    found = statistics.outlier_ratios(threshold_multiple=1.5, per="parameter")
+    for pair, ratio in found.items():
+        factor = root_mean_squares(reference, pair.fqn).float()
+        dim = 2 if pair[0].is_transposed else 1
+        scores = net.get_parameter(pair.fqn).detach().abs() * factor.unsqueeze(dim)
+        count = int((scores.double() > 1.5 * scores.double().mean()).sum())
+        assert ratio == count / scores.numel() > 0, pair.fqn
+    budget = budgets.OWL(statistics, threshold_multiple=1.5, lam=0.2, per="parameter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prune.global_unstructured(
+            list(found), prune.L1Unstructured, statistics.wanda(), amount=0.5, budget=budget
+        )
+
+
+def test_files_and_dictionaries_keep_the_tokens_of_each_expert(tmp_path):
+    parts = [tokens_of(part) for part in range(3)]
+    statistics = collect(experts_net(), parts)
+    statistics.save(tmp_path / "a.safetensors")
+    pairs = prune.select(experts_net(), names=FUSED)
+    loaded = ActivationStatistics.load(tmp_path / "a.safetensors", pairs)
+    assert_equal(loaded.totals(), expected(experts_net(), parts))
+    net = experts_net()
+    goes_on = ActivationStatistics(prune.select(net, names=FUSED))
+    goes_on.load_state_dict(statistics.state_dict())
+    with goes_on.collecting():
+        net(tokens_of(3))
+    assert_equal(goes_on.totals(), expected(net, [*parts, tokens_of(3)]))
+    linear = nn.Module()
+    linear.first = FusedExperts(is_transposed=True)
+    with pytest.raises(ValueError, match=r"first\.gate_up_proj: .*experts.*transposed_experts"):
+        ActivationStatistics.load(
+            tmp_path / "a.safetensors", prune.select(linear, names="gate_up_proj")
+        )
+
+
+class Broken(FusedExperts):
+    """Experts that use their weight in another way."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+
+    def forward(self, hidden, experts):
+        return self.use(self, hidden, experts)
+
+
+def gathered(self, hidden, experts):
+    return torch.bmm(self.gate_up_proj[experts[:, 0]], hidden.unsqueeze(-1))
+
+
+def halves(self, hidden, experts):
+    return functional.linear(hidden, self.gate_up_proj[0, :8])
+
+
+def as_other_side(self, hidden, experts):
+    return functional.linear(torch.ones(3, 16), self.gate_up_proj[0].T)
+
+
+def all_at_once(self, hidden, experts):
+    return torch.einsum("eoi,ti->teo", self.gate_up_proj, hidden)
+
+
+def hidden_from_torch(self, hidden, experts):
+    return hidden.numpy() @ self.gate_up_proj[0].detach().numpy().T
+
+
+def never(self, hidden, experts):
+    return hidden
+
+
+def halved(self, hidden, experts):
+    return functional.linear(hidden, self.gate_up_proj[0].half().float())
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (gathered, r"__getitem__ uses the weight of fused experts"),
+        (halves, r"linear uses the weight"),
+        (as_other_side, r"along dimension 1, and `is_transposed`"),
+        (all_at_once, r"uses the weight"),
+        (hidden_from_torch, r"in no way that is seen"),
+        (never, r"with 7 tokens.*in no way that is seen.*set_experts_implementation"),
+        (halved, r"half uses the weight"),
+    ],
+)
+def test_other_uses_of_the_weight_are_refused_by_name(use, text):
+    net = nn.ModuleDict({"experts": Broken(use)})
+    statistics = ActivationStatistics(prune.select(net, names="gate_up_proj"))
+    hidden = tokens_of(1)
+    with statistics.collecting():
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(NotImplementedError, match=r"experts\.gate_up_proj.*" + text),
+        ):
+            warnings.simplefilter("error")
+            net["experts"](hidden, routed(hidden, 4))
+        assert not _get_current_function_mode_stack()
+    assert not net["experts"]._forward_hooks and not net["experts"]._forward_pre_hooks
+
+
+def test_a_forward_that_is_interrupted_leaves_no_mode_behind():
+    def interrupt(self, hidden, experts):
+        raise KeyboardInterrupt
+
+    net = Broken(interrupt)
+    statistics = ActivationStatistics([(net, "gate_up_proj")])
+    with pytest.raises(KeyboardInterrupt), statistics.collecting():
+        net(tokens_of(1), None)
+    assert not _get_current_function_mode_stack()
+
+
+def test_an_earlier_hook_that_fails_leaves_no_mode_behind():
+    net = experts_net()
+    net.first.register_forward_pre_hook(lambda *_: 1 / 0)
+    statistics = ActivationStatistics(prune.select(net, names=FUSED))
+    with statistics.collecting():
+        with pytest.raises(ZeroDivisionError):
+            net(tokens_of(1))
+        assert not _get_current_function_mode_stack()
+
+
+def test_padding_cannot_be_left_out():
+    net, tokens = experts_net(), tokens_of(1)
+    statistics = ActivationStatistics(prune.select(net, names=FUSED))
+    mask = torch.ones(1, len(tokens), dtype=torch.int64)
+    with statistics.collecting(), statistics.batch(mask):
+        net(tokens)
+    assert_equal(statistics.totals(), expected(net, [tokens]))
+    mask[0, 2] = 0
+    with (
+        statistics.collecting(),
+        statistics.batch(mask),
+        pytest.raises(NotImplementedError, match=r"first\.gate_up_proj: .*attention_mask"),
+    ):
+        net(tokens)
+
+
+def test_what_is_not_whole_is_refused():
+    net, tokens = experts_net(), tokens_of(1)
+    net.first._is_expert_parallel = True
+    statistics = ActivationStatistics(prune.select(net, names=FUSED))
+    with statistics.collecting(), pytest.raises(NotImplementedError, match="expert parallelism"):
+        net(tokens)
+    with contextlib.suppress(AttributeError):
+        del net.first.is_transposed
+    with pytest.raises(NotImplementedError, match=r"first\.gate_up_proj: .*does not say"):
+        ActivationStatistics(prune.select(net, names=FUSED))
+
+
+def test_experts_that_no_token_came_to_at_all_need_leave():
+    net = experts_net()
+    statistics = ActivationStatistics(prune.select(net, names=FUSED))
+    with statistics.collecting():
+        net(torch.zeros(0, 8))
+    with pytest.raises(ValueError, match=r"first\.gate_up_proj.*not called"):
+        statistics.totals()
+    allowed = ActivationStatistics(prune.select(net, names=FUSED), allow_empty="*")
+    with pytest.warns(UserWarning, match=r"experts 0, 1, 2, 3 of first\.gate_up_proj"):
+        assert all(not m.any() for s in allowed.wanda().values() for t in s.terms for m in t)
+
+
+def test_rows_after_the_last_bound_count_for_nobody():
+    net = FusedExperts(implementation="grouped_mm")
+    nn.init.ones_(net.gate_up_proj)
+
+    def forward(hidden, offsets):
+        net.grouped(hidden, "gate_up_proj", offsets)
+        return hidden
+
+    net.forward = forward
+    statistics = ActivationStatistics([(net, "gate_up_proj")])
+    rows = torch.full((7, 8), float("nan"))
+    rows[:4] = torch.arange(4.0).view(4, 1)
+    with statistics.collecting():
+        net(rows, torch.tensor([1, 1, 4, 4], dtype=torch.int32))
+    (found,) = statistics.totals().values()
+    assert found.num_tokens == (1, 0, 3, 0)
+    assert found.sums[:, 0].tolist() == [0, 0, 6, 0]
+    assert found.squares[:, 5].tolist() == [0, 0, 14, 0]
