@@ -119,7 +119,8 @@ class FactorScores:
         self.dtype = torch.promote_types(shard.values.dtype, torch.float32)
         self._are_signed = are_signed
         self._values = shard.flat(shard.values)
-        self._matrix = MatrixRun.of(shard.index)
+        factors = [factor for term in factored.terms for factor in term]
+        self._matrix = MatrixRun.of(shard.index, factors)
         device = shard.values.device
         self._terms = [
             _products(
@@ -152,15 +153,15 @@ class FactorScores:
     def _at(self, values: Tensor, positions: Tensor) -> Tensor:
         if not values.numel():  # then a factor may have no elements to index
             return values.to(self.dtype)
-        position = positions + self._matrix.offset
-        rows = position // self._matrix.num_columns
-        columns = position % self._matrix.num_columns
+        matrices, rows, columns = self._matrix.places(positions)
         multiplier: Tensor | None = None
         for term in self._terms:
             product: Tensor | None = None
             for factor in term:
                 part = factor[
-                    rows if factor.shape[0] > 1 else 0, columns if factor.shape[1] > 1 else 0
+                    matrices if factor.shape[0] > 1 else 0,
+                    rows if factor.shape[1] > 1 else 0,
+                    columns if factor.shape[2] > 1 else 0,
                 ]
                 product = part if product is None else product * part
             assert product is not None
@@ -250,9 +251,10 @@ def scores_in_memory(shard: LocalShard, factored: FactoredScores) -> Tensor:
 
 def _slice(factor: Tensor, block: Block) -> Array:
     """The part of a factor that meets a block: [rows or 1, columns or 1]."""
-    rows = block.rows if factor.shape[0] > 1 else slice(None)
-    columns = block.columns if factor.shape[1] > 1 else slice(None)
-    part: Array = factor[rows, columns].numpy()
+    matrix = block.matrix if factor.shape[0] > 1 else 0
+    rows = block.rows if factor.shape[1] > 1 else slice(None)
+    columns = block.columns if factor.shape[2] > 1 else slice(None)
+    part: Array = factor[matrix, rows, columns].numpy()
     return part
 
 

@@ -19,8 +19,8 @@ class FusedExperts(nn.Module):
         up, down = (experts, 2 * width, features), (experts, features, width)
         if is_transposed:
             up, down = ((first, last, middle) for first, middle, last in (up, down))
-        self.gate_up_proj = nn.Parameter(torch.empty(up))
-        self.down_proj = nn.Parameter(torch.empty(down))
+        self.gate_up_proj = nn.Parameter(torch.zeros(up))
+        self.down_proj = nn.Parameter(torch.zeros(down))
 
     def forward(self, hidden: Tensor, experts: Tensor) -> Tensor:
         """Args: hidden [tokens, features]; experts [tokens, k], to which each token goes."""

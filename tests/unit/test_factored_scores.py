@@ -15,7 +15,7 @@ from distprune.selection.scores import FactorScores, ScaledScores, TensorScores
 from distprune.shards.geometry import Split, dim_coordinates, index_map, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
 
-SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4)]
+SHAPES = [(7,), (5, 6), (6, 1), (1, 6), (4, 3, 2, 2), (3, 1, 4), (4, 3, 5), (1, 3, 5)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -174,3 +174,20 @@ def test_the_operations_of_other_devices_give_the_same_masks(monkeypatch, normal
     monkeypatch.setattr("distprune._common.memory.takes_numpy", lambda device: False)
     assert all(map(torch.equal, masks(), expected))
     assert not all(mask.all() for mask in expected)
+
+
+@pytest.mark.parametrize("experts", [range(8), range(3, 7), range(2, 3)])
+@pytest.mark.parametrize("sizes", [(8, 1, 5), (8, 7, 1)])
+def test_factors_of_fused_experts_stay_small(experts, sizes):
+    """A number for each input of each expert is not spread over its outputs."""
+    shape = torch.Size((8, 7, 5))
+    coordinates = (experts, range(7), range(5))
+    part = torch.ones(len(experts), 7, 5)
+    index = index_map(shape, coordinates, (0, 1, 2))
+    shard = LocalShard("w", part, part, None, shape, coordinates, (0, 1, 2), index)
+    factor = torch.rand(sizes)
+    source = FactorScores(shard, prune.FactoredScores([[factor]]), are_signed=False)
+    held = [each.numel() for term in source._terms for each in term]
+    assert held == [factor[experts.start : experts.stop].numel()]
+    expected = factor[experts.start : experts.stop].expand(part.shape).flatten()
+    assert torch.equal(source.load(0, part.numel()), expected)
