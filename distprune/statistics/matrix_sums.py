@@ -76,14 +76,16 @@ def _local_sums(shard: LocalShard, layout: WeightLayout, *, is_counted: bool) ->
     if is_counted and shard.values.numel():
         if isinstance(shard, FlatShard):
             pieces = _pieces_of_run(shard, columns)
+        elif layout.are_experts:
+            pieces = _pieces_of_experts(shard)
         else:
-            pieces = _pieces_of_experts(shard) if layout.are_experts else _pieces_of_box(shard)
-        for row, column, magnitudes in pieces:
+            pieces = _pieces_of_box(shard, layout.groups)
+        for row, column, magnitudes, matrix in pieces:
             of_rows.index_add_(0, row, magnitudes.sum(1))
-            if num_matrices == 1 and magnitudes.shape[1] > 1:
-                of_columns[column] += magnitudes.sum(0)
+            if matrix is not None:
+                of_columns[matrix * columns + column] += magnitudes.sum(0)
             else:
-                place = (row // rows_of_matrix if num_matrices > 1 else 0 * row) * columns
+                place = row // rows_of_matrix * columns
                 places = place.unsqueeze(1) + column.view(-1, magnitudes.shape[1])
                 of_columns.index_add_(0, places.view(-1), magnitudes.reshape(-1))
     if layout.is_transposed:
@@ -91,10 +93,11 @@ def _local_sums(shard: LocalShard, layout: WeightLayout, *, is_counted: bool) ->
     return torch.cat([of_columns, of_rows]).cpu()
 
 
-# Rows and columns of the weight as a matrix, and fp64 |w| [rows, columns]. The matrix is
-# [shape[0], the rest], or all experts one below the other, [shape[0] * shape[1], shape[2]]. The
-# columns are those of all rows, or, if there is one column to a row, one for each.
-Piece = tuple[Tensor, Tensor, Tensor]
+# Rows and columns of the weight as a matrix, fp64 |w| [rows, columns], and the number of the group
+# or expert that all of them belong to. The matrix is [shape[0], the rest], or all experts one below
+# the other, [shape[0] * shape[1], shape[2]]. Without the number, rows may belong to several, and
+# the columns are those of all rows or, if there is one column to a row, one for each.
+Piece = tuple[Tensor, Tensor, Tensor, int | None]
 
 
 def _pieces_of_experts(shard: LocalShard) -> Iterator[Piece]:
@@ -103,12 +106,13 @@ def _pieces_of_experts(shard: LocalShard) -> Iterator[Piece]:
     for number, expert in enumerate(first):
         mask = None if shard.mask is None else shard.mask[number]
         matrix, of_rows = shard.values[number], expert * shard.shape[1]
-        yield from _pieces(matrix, mask, rest, shard.shape[1:], of_rows)
+        yield from _pieces(matrix, mask, rest, shard.shape[1:], of_rows, expert)
 
 
-def _pieces_of_box(shard: LocalShard) -> Iterator[Piece]:
+def _pieces_of_box(shard: LocalShard, groups: int) -> Iterator[Piece]:
     """Chunks of rows of a part that is a box of the whole weight."""
-    return _pieces(shard.values, shard.mask, shard.coordinates, shard.shape, 0)
+    group = 0 if groups == 1 else None
+    return _pieces(shard.values, shard.mask, shard.coordinates, shard.shape, 0, group)
 
 
 def _pieces(
@@ -117,6 +121,7 @@ def _pieces(
     coordinates: Sequence[range],
     shape: Sequence[int],
     offset: int,
+    number: int | None,
 ) -> Iterator[Piece]:
     """Chunks of rows of a box of a weight of some shape; ``offset`` is added to the rows."""
     device = values.device
@@ -133,7 +138,7 @@ def _pieces(
             magnitudes *= mask.narrow(0, start, size) == 1
         begin = offset + first.start + start
         row = torch.arange(begin, begin + size, device=device)
-        yield row, columns, magnitudes.reshape(size, -1)
+        yield row, columns, magnitudes.reshape(size, -1), number
 
 
 def _pieces_of_run(shard: LocalShard, num_columns: int) -> Iterator[Piece]:
@@ -144,4 +149,4 @@ def _pieces_of_run(shard: LocalShard, num_columns: int) -> Iterator[Piece]:
         magnitudes = shard.values[start:stop].double().abs()
         if shard.mask is not None:
             magnitudes *= shard.mask[start:stop] == 1
-        yield index // num_columns, index % num_columns, magnitudes.unsqueeze(1)
+        yield index // num_columns, index % num_columns, magnitudes.unsqueeze(1), None
