@@ -109,7 +109,8 @@ class Collector:
                 # Afterwards, first of all hooks: before FSDP shards the weights again.
                 leave = partial(self._leave_experts, module)
                 handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
-                handles.append(module.register_forward_hook(self._check_experts, prepend=True))
+                check = partial(self._check_experts, module)
+                handles.append(module.register_forward_hook(check, prepend=True))
             with torch.no_grad(), _uncompiled():
                 yield
         finally:
@@ -170,11 +171,12 @@ class Collector:
         """A forward pre-hook: look at what fused experts do until they return."""
         label = places[0][0].label
         value = _checked_input(label, module is owner, args, kwargs)
-        if self._masked is not None and self._masked.num_kept < self._masked.keep.numel():
+        num_kept = None if self._masked is None else self._masked.num_kept
+        if self._masked is not None and num_kept not in (0, self._masked.keep.numel()):
             raise NotImplementedError(
                 f"{label}: fused experts see tokens in another order, so that an attention_mask "
-                "does not say which of them are padding; expected batches without padding, or this "
-                "parameter left out."
+                "does not say which of them are padding; expected batches that are all padding or "
+                "have none, or this parameter left out."
             )
         if getattr(module, "_is_expert_parallel", False):
             raise NotImplementedError(
@@ -190,16 +192,18 @@ class Collector:
             FusedWeight(p.label, module, name, p.layout.input_dim, partial(_add_expert, p))
             for p, _, name in places
         ]
-        running = RunningExperts(weights, value.shape[:-1].numel())
-        running.start()
-        self._running.append(running)
+        if num_kept != 0:
+            running = RunningExperts(weights, value.shape[:-1].numel())
+            running.start()
+            self._running.append(running)
         for parameter, number, _ in places:
             parameter.calls[number] += 1
             parameter.is_changed = True
 
-    def _check_experts(self, *_: object) -> None:
+    def _check_experts(self, owner: nn.Module, *_: object) -> None:
         """A forward hook, which does not run after an error."""
-        self._running[-1].check()
+        if self._running and self._running[-1].module is owner:
+            self._running[-1].check()
 
     def _leave_experts(self, owner: nn.Module, *_: object) -> None:
         """A forward hook, which runs after an error too, also of hooks before the first one."""

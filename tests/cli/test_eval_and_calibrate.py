@@ -19,7 +19,7 @@ from distprune.language_models import (
 )
 from distprune.statistics import ActivationStatistics
 from helpers.sampling import THOROUGH
-from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
+from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
 
 pytest.importorskip("transformers")
 
@@ -81,6 +81,25 @@ def test_calibrate_writes_the_statistics_of_the_library(run, made, tmp_path):
     assert list(stored) == other.json["layers"] and other.json["num_tokens"] == 32
     kept = [f"model.layers.{n}.mlp.{name}_proj.weight" for n in (0, 1) for name in ("gate", "up")]
     assert set(stored) == {*kept, "lm_head.weight"}
+
+
+def test_calibrate_takes_fused_experts(run, tmp_path):
+    save_tiny_mixtral(tmp_path / "model")
+    text = write_text(tmp_path / "a.txt", 200)
+    out = tmp_path / "stats.safetensors"
+    options = ["--text", text, "--length", "16", "--device", "cpu", "--limit", "3", "--out", out]
+    done = run("calibrate", tmp_path / "model", *options)
+    assert done.code == 0 and "Warning" not in done.err, done.err
+    stored = read_statistics(out)[1]
+    assert f"statistics of {len(stored)} layers over 48 tokens" in done.out
+    experts = {name: of_one for name, of_one in stored.items() if "experts" in name}
+    assert list(experts) == [
+        f"model.layers.{n}.mlp.experts.{name}_proj" for n in (0, 1) for name in ("gate_up", "down")
+    ]
+    assert {of_one.layout for of_one in experts.values()} == {"experts"}
+    assert {sum(of_one.num_tokens) for of_one in experts.values()} == {2 * 48}
+    some = run("calibrate", tmp_path / "model", *options, "--json", "--include", "*experts*")
+    assert some.json["layers"] == list(experts) and some.json["without_statistics"] == []
 
 
 @pytest.mark.slow

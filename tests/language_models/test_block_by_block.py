@@ -7,13 +7,13 @@ import distprune as prune
 from distprune import language_models
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
-from helpers.tiny_language_model import save_tiny_llama, tiny_llama, write_text
+from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
 
 
-def prune_blocks(folder, wrap):
+def prune_blocks(folder, wrap, name="llama"):
     """Statistics of each parameter, and its mask, after all blocks are pruned."""
-    model = language_models.load_sharded(folder / "llama", wrap=wrap)
-    tokenizer = language_models.load_tokenizer(folder / "llama")
+    model = language_models.load_sharded(folder / name, wrap=wrap)
+    tokenizer = language_models.load_tokenizer(folder / name)
     windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=5)
     parameters = language_models.linear_layers(model)
     statistics = ActivationStatistics(parameters)
@@ -34,6 +34,7 @@ def prune_blocks(folder, wrap):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("block_by_block")
     save_tiny_llama(folder / "llama")
+    save_tiny_mixtral(folder / "mixtral")
     write_text(folder / "text.txt", 400)
     return folder
 
@@ -46,6 +47,21 @@ def test_ranks_with_unequal_numbers_of_windows_have_the_statistics_of_one_proces
     assert num_blocks == 2 and set(tokens.values()) == {5 * 16}
     for found in run_ranks(prune_blocks, 2, folder, wrap):
         assert found[0] == num_blocks and found[1] == tokens and found[3] == zeros
+        for name, expected in squares.items():
+            torch.testing.assert_close(found[2][name], expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no token came to")
+@pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
+def test_fused_experts_are_pruned_by_the_tokens_that_came_to_them(folder, wrap):
+    _, tokens, squares, zeros = prune_blocks(folder, "none", "mixtral")
+    fused = [name for name in tokens if "experts" in name]
+    assert len(fused) == 4 and all(sum(tokens[name]) == 2 * 5 * 16 for name in fused)
+    halves = {"gate_up_proj": 4 * 48 * 16 // 2, "down_proj": 4 * 16 * 24 // 2}
+    assert all(zeros[name] == halves[name.rpartition(".")[2]] for name in fused)
+    for found in run_ranks(prune_blocks, 2, folder, wrap, "mixtral"):
+        assert found[1] == tokens and found[3] == zeros
         for name, expected in squares.items():
             torch.testing.assert_close(found[2][name], expected, rtol=1e-6, atol=1e-9)
 

@@ -274,12 +274,14 @@ def test_an_earlier_hook_that_fails_leaves_no_mode_behind():
         assert not _get_current_function_mode_stack()
 
 
-def test_padding_cannot_be_left_out():
+def test_part_of_a_batch_cannot_be_left_out():
     net, tokens = experts_net(), tokens_of(1)
     statistics = ActivationStatistics(prune.select(net, names=FUSED))
     mask = torch.ones(1, len(tokens), dtype=torch.int64)
     with statistics.collecting(), statistics.batch(mask):
         net(tokens)
+    with statistics.collecting(), statistics.batch(torch.zeros_like(mask)):
+        net(tokens_of(2))
     assert_equal(statistics.totals(), expected(net, [tokens]))
     mask[0, 2] = 0
     with (
