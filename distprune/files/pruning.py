@@ -7,7 +7,7 @@ plan --units--> find_cuts --thresholds and quotas--> Rewriter --> partial folder
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -175,10 +175,10 @@ class _Pruning:
         )
         recipe = self._plan.recipe.as_stored().to_yaml().encode()
         card = card_of(self._plan, report)
-        others = {} if card is None else {CARD_FILE: card}
+        others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
         inputs = self._plan.inputs
         if inputs.statistics is not None:
-            others[STATISTICS_FILE] = inputs.statistics.read_bytes()
+            others[STATISTICS_FILE] = inputs.statistics.blocks()
         if inputs.given is not None:
             check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
         partial.complete(recipe, report.run_json(), report.result_json(), others)

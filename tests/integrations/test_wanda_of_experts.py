@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from distprune.files.formats.statistics_file import StoredStatistics, write_stat
 from distprune.files.recipe import FileRecipe
 from distprune.files.scoring.experts import Origin, origins_of
 from distprune.files.verifying import verify
-from helpers.models import target
+from distprune.language_models import linear_layers
+from distprune.statistics import ActivationStatistics
 from helpers.tiny_transformers import save_tiny, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -24,37 +26,25 @@ transformers = pytest.importorskip("transformers")
 FILE = "model.safetensors"
 
 # Those whose experts are one tensor on disk, too; the others have a tensor of each matrix.
-FUSED = ["gpt_oss", "granitemoe", "llama4"]
+FUSED = ["gpt_oss", "granitemoe"]
 SEPARATE = ["mixtral", "qwen3_moe", "deepseek_v3"]
-TRANSPOSED = ["gpt_oss", "llama4"]
-
-
-def layers(family):
-    """The parameters with statistics, by name: matrices that the default selection prunes."""
-    model = tiny_model(family)
-    linear = (name for name, module in model.named_modules() if type(module) is nn.Linear)
-    found = {f"{name}.weight": "linear" for name in linear if not re.search("head|router", name)}
-    layout = "transposed_experts" if family in TRANSPOSED else "experts"
-    for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.ndim == 3:
-            found[name] = layout
-    return {
-        name: (layout, tuple(model.get_parameter(name).shape)) for name, layout in found.items()
-    }
 
 
 def random_statistics(family):
     """One expert of each layer saw no token."""
     draws = np.random.default_rng(0)
     made = {}
-    for name, (layout, shape) in layers(family).items():
+    for pair in linear_layers(tiny_model(family)):
+        shape, layout = tuple(getattr(*pair).shape), "linear"
+        if len(shape) == 3:
+            layout = "transposed_experts" if family == "gpt_oss" else "experts"
         num_tokens = 50 if layout == "linear" else (*range(7, 6 + shape[0]), 0)
         stored = StoredStatistics(layout, shape, 1, num_tokens, None, None)
         sums, squares = draws.random((2, *stored.input_shape)) * 50
         squares += sums**2 / 7  # the variance is positive: no scores are equal without a reason
         if layout != "linear":
             sums[-1] = squares[-1] = 0
-        made[name] = StoredStatistics(layout, shape, 1, num_tokens, sums, squares)
+        made[pair.fqn] = StoredStatistics(layout, shape, 1, num_tokens, sums, squares)
     return made
 
 
@@ -70,22 +60,21 @@ def factor_of(stored, score):
     return factor.unsqueeze(outputs).expand(stored.shape)
 
 
-def pruned_live(source, family, statistics, call):
+def pruned_live(source, family, path, call):
     """The state of the model after pruning it in memory, and the number of pruned elements."""
     model = type(tiny_model(family)).from_pretrained(source)
-    input_dims = {"transposed_experts": 1, "experts": 2, "linear": 1}
-    scores = {}
-    for name, stored in statistics.items():
-        pair = prune.NamedParameter(*target(model, name), name)
-        scores[pair] = getattr(*pair).detach() * factor_of(stored, call["score"])
-    report = prune.global_unstructured(
-        list(scores),
-        prune.L1Unstructured,
-        importance_scores=scores,
-        input_dims={name: input_dims[stored.layout] for name, stored in statistics.items()},
-        **{key: value for key, value in call.items() if key != "score"},
-    )
-    for module, name in scores:
+    parameters = linear_layers(model)
+    statistics = ActivationStatistics.load(path, parameters)
+    keywords = {key: value for key, value in call.items() if key != "score"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no token|the ranking over all parameters")
+        report = prune.global_unstructured(
+            parameters,
+            prune.L1Unstructured,
+            importance_scores=getattr(statistics, call["score"])(),
+            **keywords,
+        )
+    for module, name in parameters:
         prune.remove(module, name)
     return model.state_dict(), report.num_pruned
 
@@ -121,10 +110,10 @@ CALLS_BY_TENSOR = [
 
 @pytest.mark.parametrize("family", [*FUSED, *SEPARATE])
 def test_masks_of_the_checkpoint_are_those_of_the_model(family, tmp_path):
-    source, path, statistics = make(family, tmp_path)
+    source, path, _ = make(family, tmp_path)
     for number, call in enumerate(CALLS + (CALLS_BY_TENSOR if family in FUSED else [])):
         plan, report = pruned_on_disk(source, tmp_path / str(number), path, call)
-        expected, num_pruned = pruned_live(source, family, statistics, call)
+        expected, num_pruned = pruned_live(source, family, path, call)
         assert report.num_pruned == num_pruned > 0, call
         pruned = type(tiny_model(family)).from_pretrained(tmp_path / str(number)).state_dict()
         assert pruned.keys() == expected.keys()
@@ -134,8 +123,56 @@ def test_masks_of_the_checkpoint_are_those_of_the_model(family, tmp_path):
     assert verify(tmp_path / "0", source).is_good
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_equal_scores(family, tmp_path):
+    """In a row, the order is the same. Between tensors, the number is; which ones may differ."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4).round_().div_(4)
+    model.save_pretrained(tmp_path / "source")
+    statistics = random_statistics(family)
+    for stored in statistics.values():  # one factor for all inputs: many scores are equal
+        stored.squares[...] = np.max(stored.num_tokens)
+    path = tmp_path / "statistics.safetensors"
+    write_statistics(path, "one_pass", statistics)
+    for call in (CALLS[2], CALLS[0]):
+        folder = tmp_path / call.get("scope", "global")
+        _, report = pruned_on_disk(tmp_path / "source", folder, path, call)
+        expected, num_pruned = pruned_live(tmp_path / "source", family, path, call)
+        pruned = type(model).from_pretrained(folder).state_dict()
+        assert report.num_pruned == num_pruned
+        if "scope" in call:
+            assert all(value.equal(expected[name]) for name, value in pruned.items())
+        else:
+            kept = [
+                torch.cat([
+                    (state[name] * factor_of(stored, "wanda")).abs().flatten()
+                    for name, stored in statistics.items()
+                ]).sort()[0]
+                for state in (pruned, expected)
+            ]  # fmt: skip
+            assert kept[0].equal(kept[1]) and report.num_ties > report.num_ties_pruned > 0
+
+
 def _natural(item):
     return natural_key(item[0])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_statistics_of_a_model_that_has_run(family, tmp_path):
+    source = save_tiny(family, tmp_path / "source")
+    model = type(tiny_model(family)).from_pretrained(source)
+    statistics = ActivationStatistics(linear_layers(model))
+    with statistics.collecting():
+        model(input_ids=torch.arange(40).reshape(4, 10))
+    path = tmp_path / "statistics.safetensors"
+    statistics.save(path)
+    for number, call in enumerate(CALLS):
+        pruned_on_disk(source, tmp_path / str(number), path, call)
+        expected, _ = pruned_live(source, family, path, call)
+        pruned = type(model).from_pretrained(tmp_path / str(number)).state_dict()
+        assert [name for name, value in pruned.items() if not value.equal(expected[name])] == []
 
 
 def stored_matrices(source, statistics, score):

@@ -187,3 +187,17 @@ def test_fused_experts_have_a_row_of_sums_and_a_number_of_tokens_each(layout, sh
     assert found["up"].input_shape == (2, 3)
     assert np.array_equal(found["up"].sums, sums) and np.array_equal(found["up"].squares, squares)
     assert found["fc.weight"].num_tokens == found["fc.weight"].most_tokens == 4
+
+
+@pytest.mark.parametrize("num_spaces", range(1, 8))
+def test_a_header_of_any_length(num_spaces, tmp_path):
+    """Numbers that lie across the words of memory are numbers of torch all the same."""
+    path = tmp_path / "a"
+    write_statistics(path, "one_pass", {"fc.weight": stored()})
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = raw[8:start] + b" " * num_spaces
+    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[start:])
+    found = read_statistics(path)[1]["fc.weight"]
+    assert found.sums.tolist() == stored().sums.tolist() and found.squares.flags.aligned
+    assert torch.from_numpy(found.squares).tolist() == stored().squares.tolist()

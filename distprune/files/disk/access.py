@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distprune.files.errors import OutputError
@@ -18,8 +18,12 @@ NEW = ".new"  # the suffix of a small file while it is written
 DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def write_atomically(path: str | Path, data: bytes) -> None:
+def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
     """Write a small file; after a crash it has either all of the new content or the old one.
+
+    Args:
+        path: of the file.
+        data: its content, or parts of it in order.
 
     Raises:
         OutputError: it cannot be written.
@@ -32,7 +36,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(new, flags, 0o666)
         try:
-            write_all(descriptor, data)
+            for part in [data] if isinstance(data, bytes) else data:
+                write_all(descriptor, part)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

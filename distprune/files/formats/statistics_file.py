@@ -31,11 +31,9 @@ Sums divide by ``num_tokens``, which may be 0 (an expert).
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,15 +183,16 @@ def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, Stored
 
 
 def _read_arrays(file: WeightFile, name: str) -> dict[str, np.ndarray]:
-    raw = Path(file.path).read_bytes()
+    raw = np.fromfile(file.path, dtype=np.uint8)
     arrays = {}
     for entry in file.tensors:
         if entry.dtype != "F64":
             raise CheckpointError(f"{name}: {entry.name} is {entry.dtype}; expected F64.")
         if entry.stop > len(raw):
             raise CheckpointError(f"{name} has changed while it was read.")
-        values = np.frombuffer(raw, "<f8", math.prod(entry.shape), entry.start)
-        arrays[entry.name] = values.astype(np.float64).reshape(entry.shape)
+        # Views of what was read, unless numbers lie across the words of memory.
+        values = raw[entry.start : entry.stop].view("<f8")
+        arrays[entry.name] = np.require(values, np.float64, "A").reshape(entry.shape)
     return arrays
 
 

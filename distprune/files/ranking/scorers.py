@@ -53,12 +53,13 @@ def scorers_of(plan: Plan, files: OpenFiles) -> list[Scorer | None]:
         plan: with its inputs.
         files: opens files of scores.
 
-    Memory: 4 bytes for each input of a layer (8 for fp64 weights), of layers that have statistics.
+    Memory: 4 bytes for each input of one tensor (8 for fp64 weights) while it is read.
     """
     inputs = plan.inputs
     paths = {}
     if inputs.given is not None:
         paths = {file.name: file.path for file in inputs.given.checkpoint.files}
+    latest = _LatestFactor()
     scorers: list[Scorer | None] = []
     for position, tensor in enumerate(plan.tensors):
         score, entry = plan.recipe_of(position).score, tensor.entry
@@ -69,7 +70,7 @@ def scorers_of(plan: Plan, files: OpenFiles) -> list[Scorer | None]:
             scorer = _Given(scores, paths[scores.file], files)
         elif score in ("wanda", "stade"):
             assert inputs.statistics is not None
-            scorer = _OfInputs(entry, inputs.statistics.of_tensor[entry.name], score)
+            scorer = _OfInputs(entry, inputs.statistics.of_tensor[entry.name], score, latest)
         scorers.append(scorer)
     return scorers
 
@@ -93,6 +94,20 @@ class _Given:
         return bits
 
 
+class _LatestFactor:
+    """The factor of the tensor that was read last: tensors are read one after the other."""
+
+    def __init__(self) -> None:
+        self._owner: _OfInputs | None = None
+        self._factor: Array = np.empty(0)
+
+    def of(self, owner: _OfInputs) -> Array:
+        if self._owner is not owner:
+            self._factor = owner.factor()
+            self._owner = owner
+        return self._factor
+
+
 class _OfInputs:
     """w times a number of its input, in float32 (float64 for fp64 weights).
 
@@ -110,12 +125,12 @@ class _OfInputs:
 
     needs_weights = True
 
-    def __init__(self, entry: TensorEntry, stored: StoredStatistics, score: str) -> None:
-        sums, squares = torch.from_numpy(stored.sums), torch.from_numpy(stored.squares)
-        if score == "wanda":
-            factor = rms_of_inputs(squares, stored.num_tokens)
-        else:
-            factor = deviation_of_inputs(sums, squares, stored.num_tokens)
+    def __init__(
+        self, entry: TensorEntry, stored: StoredStatistics, score: str, latest: _LatestFactor
+    ) -> None:
+        self._stored = stored
+        self._score = score
+        self._latest = latest
         self._weight_dtype = entry.dtype
         self.dtype = "F64" if entry.dtype == "F64" else "F32"
         self._float = np.dtype(f"f{PLAIN_FLOATS[self.dtype].num_bytes}")
@@ -124,8 +139,18 @@ class _OfInputs:
             blocks, columns = stored.input_shape
         elif stored.layout in ("conv1d_of_transformers", "transposed_experts"):
             blocks, columns = math.prod(stored.input_shape), 1
+        self._shape = blocks, columns
         self._rows = entry.numel // max(blocks * columns, 1)
-        self._factor: Array = factor.float().numpy().astype(self._float).reshape(blocks, columns)
+
+    def factor(self) -> Array:
+        """[blocks, columns]: what elements are multiplied by."""
+        squares, num_tokens = torch.from_numpy(self._stored.squares), self._stored.num_tokens
+        if self._score == "wanda":
+            factor = rms_of_inputs(squares, num_tokens)
+        else:
+            factor = deviation_of_inputs(torch.from_numpy(self._stored.sums), squares, num_tokens)
+        rounded: Array = factor.float().numpy().astype(self._float)
+        return rounded.reshape(self._shape)
 
     def score_bits(self, first: int, last: int, weights: Array | None) -> Array:
         assert weights is not None
@@ -139,7 +164,8 @@ class _OfInputs:
 
     def _multiply(self, values: Array, out: Array, first: int) -> None:
         """Multiply elements from ``first`` on: parts of blocks, and whole blocks at once."""
-        columns = self._factor.shape[1]
+        factors = self._latest.of(self)
+        columns = factors.shape[1]
         block = self._rows * columns
         start = 0
         while start < len(values):
@@ -148,14 +174,14 @@ class _OfInputs:
             if num_whole > 1:
                 stop = start + num_whole * block
                 shape = (num_whole, self._rows, columns)
-                factor = self._factor[number : number + num_whole, None]
+                factor = factors[number : number + num_whole, None]
                 np.multiply(
                     values[start:stop].reshape(shape), factor, out=out[start:stop].reshape(shape)
                 )
             else:
                 stop = min(start + block - inside, len(values))
                 _multiply_rows(
-                    values[start:stop], self._factor[number], out[start:stop], inside % columns
+                    values[start:stop], factors[number], out[start:stop], inside % columns
                 )
             start = stop
 

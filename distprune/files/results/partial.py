@@ -20,7 +20,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +117,17 @@ class Partial:
         }
 
     def complete(
-        self, recipe: bytes, run: bytes, report: bytes, others: Mapping[str, bytes] | None = None
+        self,
+        recipe: bytes,
+        run: bytes,
+        report: bytes,
+        others: Mapping[str, bytes | Iterable[bytes]] | None = None,
     ) -> None:
         """Write the small files; after this, only :meth:`publish` remains.
 
         Args:
             recipe, run, report: contents of the files beside the masks.
-            others: contents of the files in ``Task.written_last``, by name.
+            others: contents of the files in ``Task.written_last``, by name, or parts of them.
 
         Raises:
             CheckpointError: the source has changed since it was opened.

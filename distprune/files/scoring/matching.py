@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from distprune._common.element_groups import Layout, layout_along
@@ -21,6 +20,7 @@ from distprune.files.scoring.experts import ExpertCounts, origins_of, statistics
 
 _MAX_PROBLEMS = 12
 _NUM_SHOWN = 5
+_BLOCK = 1 << 20
 # By layout, the dimension of the inputs; of others, all but the first.
 _INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
 
@@ -52,22 +52,21 @@ class TensorStatistics:
         """What decides the scores, as JSON."""
         return {"sha256": self.sha256, "mode": self.mode, "num_tokens": self.num_tokens}
 
-    def read_bytes(self) -> bytes:
-        """The file again.
+    def blocks(self) -> Iterator[bytes]:
+        """The file again, a megabyte at a time.
 
         Raises:
-            CheckpointError: it has changed, or is gone.
+            CheckpointError: it has changed, or is gone; at the end at the latest.
         """
-        try:
-            raw = Path(self.path).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
-        if hashlib.sha256(raw).hexdigest() != self.sha256:
+        digest = hashlib.sha256()
+        for block in _blocks(self.path):
+            digest.update(block)
+            yield block
+        if digest.hexdigest() != self.sha256:
             raise CheckpointError(
                 f"{self.path} has changed since it was opened; expected statistics that stay as "
                 "they are."
             )
-        return raw
 
 
 def match_statistics(
@@ -213,7 +212,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    for block in _blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks(path: str) -> Iterator[bytes]:
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                yield block
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
