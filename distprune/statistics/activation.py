@@ -55,7 +55,8 @@ class ActivationStatistics(CollectedInputs):
     unequal batches, or none: sums are divided by counts, never averaged.
 
     Layers: nn.Linear, transformers' Conv1D, and nn.Conv1d and nn.Conv2d, whose input features are
-    the columns of the unfolded input. Of a tied parameter, all uses count.
+    the columns of the unfolded input; fused experts, each with sums and a number of tokens of its
+    own (see statistics.experts). Of a tied parameter, all uses count.
 
     Making the object, and everything that asks for statistics, is collective: all ranks do it, in
     the same order. Entering ``collecting`` or ``batch`` communicates nothing.
@@ -67,17 +68,17 @@ class ActivationStatistics(CollectedInputs):
             with their data-parallel group, and another one for all other parameters.
         pipeline_parallel: the ranks have different parameters, which are joined by name.
         allow_empty: patterns, as ``select`` takes them, of parameters that may see no token, such
-            as experts: their scores are zero, with a warning.
+            as an expert: their scores are zero, with a warning. Of fused experts, some may always.
 
     Raises:
-        NotImplementedError: a parameter whose layer's input is not seen or not known: fused
-            experts, nn.MultiheadAttention, embeddings, layers with a forward of their own. On
-            every rank.
+        NotImplementedError: a parameter whose layer's input is not seen or not known:
+            nn.MultiheadAttention, embeddings, layers with a forward of their own, fused experts
+            that do not say ``is_transposed``. On every rank.
         ValueError: ranks with different parameters; a pattern that matches none.
 
     Cost: 16 bytes per input feature on every rank, and as many on the wire when statistics are
     asked for; about 100 bytes per parameter on the wire when the object is made. A forward reads
-    each input once more, in fp64, chunk by chunk.
+    each input once more, in fp64, chunk by chunk. Fused experts have their own input features.
     """
 
     def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
@@ -121,7 +122,8 @@ class ActivationStatistics(CollectedInputs):
 
         (|w_ij| / sum_i |w_ij| + |w_ij| / sum_j |w_ij|) * (root mean square of x_j) ** power, with
         sums over the unpruned elements of the column and of the row. A convolution with groups is
-        as many matrices. As for :meth:`wanda`, the norm is divided by the number of tokens.
+        as many matrices, and so are fused experts. As for :meth:`wanda`, the norm is divided by
+        the number of tokens.
 
         Args:
             parameters: some of the parameters; by default all.

@@ -94,7 +94,8 @@ class CollectedInputs:
         Raises:
             RuntimeError: it is open already; a layer runs with gradients enabled; the statistics
                 are sequential.
-            NotImplementedError: an input whose layout is not known.
+            NotImplementedError: an input whose layout is not known; fused experts that use their
+                weight in an unknown way, as batched_mm does.
         """
         if self._mode == "sequential":
             raise RuntimeError(
@@ -153,7 +154,8 @@ class CollectedInputs:
         Raises:
             TypeError: no plain tensor.
             ValueError: another dtype or shape; in the forward, a layer whose input does not fit.
-            NotImplementedError: in the forward, a convolution.
+            NotImplementedError: in the forward, a convolution, or fused experts if only a part of
+                the batch is padding.
         """
         return self._collector.batch(attention_mask)
 
