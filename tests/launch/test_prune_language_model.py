@@ -99,13 +99,14 @@ def test_every_sharding_prunes_the_same_weights(folder):
 
 
 @pytest.mark.slow
-def test_experts_are_pruned_as_in_files(folder):
-    how = ["--criterion", "magnitude", "--scope", "global", "--normalize", "none"]
-    prune(folder, "experts", 2, *how, model="mixtral")
-    weights, by_files = (
-        weights_of(folder / "experts"),
-        prune_by_recipe(folder, "mixtral", "experts"),
-    )
+@pytest.mark.parametrize("criterion", ["magnitude", "wanda"])
+def test_experts_are_pruned_as_in_files(folder, criterion):
+    how = ["--criterion", criterion, "--scope", "global", "--normalize", "none"]
+    texts = ["--calibrate", folder / "train.txt"] if criterion == "wanda" else []
+    output = f"experts_{criterion}"
+    prune(folder, output, 2, *how, *texts, model="mixtral")
+    weights = weights_of(folder / output)
+    by_files = prune_by_recipe(folder, "mixtral", output)
     assert weights.keys() == by_files.keys()
     assert all(weights[name].equal(by_files[name]) for name in weights)
     experts = [weight for name, weight in weights.items() if ".experts." in name]
