@@ -85,11 +85,16 @@ def recipe_of(settings: Settings, rows: Rows) -> str | None:
     """The recipe by which `distprune prune MODEL OUT -r recipe.yaml` prunes the same weights.
 
     Without patterns the same matrices are selected in files as in the model. None for what the
-    command line does not know: gradients, budgets, pruning in several steps.
+    command line does not know: gradients, budgets, pruning in several steps; and for experts that
+    are one parameter, and many tensors in files, where it matters what is one tensor.
     """
     is_one_call = settings.schedule == "one_shot" and not settings.sequential
     if not is_one_call or settings.budget or settings.criterion not in _OF_CHECKPOINTS:
         return None
+    if not all(row["name"].endswith(".weight") for row in rows):
+        by_tensor = settings.scope == "layer" or settings.normalize is not None
+        if (settings.sparsity is not None and by_tensor) or settings.include or settings.exclude:
+            return None
     lines = ["version: 2", f"score: {settings.criterion}"]
     if settings.criterion != "magnitude":
         lines.append("statistics: statistics.safetensors")
@@ -100,8 +105,6 @@ def recipe_of(settings: Settings, rows: Rows) -> str | None:
         if settings.scope == "global":
             lines.append(f"normalize: {settings.normalize or 'none'}")
     if settings.include or settings.exclude:
-        if not all(row["name"].endswith(".weight") for row in rows):
-            return None  # experts that are one parameter have other names in files
         names = [f"    - {json.dumps(row['name'])}" for row in rows]
         lines += ["select:", "  include:", *names]
     return "\n".join(lines) + "\n"

@@ -12,6 +12,7 @@ from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, writ
 
 sys.path.insert(0, str(ROOT / "launch"))
 
+from language_model.document import recipe_of
 from language_model.settings import parse_settings
 from language_model.table_settings import parse_settings as parse_table_settings
 
@@ -112,6 +113,28 @@ def test_experts_are_pruned_as_in_files(folder, criterion):
     experts = [weight for name, weight in weights.items() if ".experts." in name]
     assert len(experts) == 24 and all((weight == 0).any() for weight in experts)
     assert all((weight != 0).all() for name, weight in weights.items() if ".gate." in name)
+
+
+@pytest.mark.parametrize(
+    ("how", "is_the_same"),
+    [
+        (["--scope", "row"], True),
+        (["--pattern", "2:4"], True),
+        (["--scope", "global", "--normalize", "none"], True),
+        (["--scope", "global"], False),
+        (["--scope", "global", "--normalize", "l2"], False),
+        (["--scope", "layer"], False),
+        (["--scope", "layer", "--pattern", "2x4"], False),
+        (["--scope", "row", "--include", "*.mlp.*"], False),
+    ],
+)
+def test_a_recipe_says_what_files_do_the_same(how, is_the_same):
+    """Experts may be one parameter of a model, and many tensors in files."""
+    settings = parse_settings(["source", "output", "--criterion", "magnitude", *how])
+    layer = {"name": "model.layers.0.self_attn.q_proj.weight"}
+    experts = {"name": "model.layers.0.mlp.experts.down_proj"}
+    assert recipe_of(settings, [layer])
+    assert (recipe_of(settings, [layer, experts]) is not None) == is_the_same
 
 
 RECOVERY = ["--recovery-steps", 8, "--recovery-batch", 4, "--learning-rate", 1e-3,
