@@ -5,6 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import distprune as prune
 from distprune import budgets
@@ -142,3 +146,61 @@ def sequential(wrapping):
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2"])
 def test_layer_after_layer(wrapping):
     assert_nothing_wrong(run_ranks(sequential, wrappings.world_size(wrapping), wrapping))
+
+
+def mixed(implementation):
+    """Weights are gathered in another dtype, layer by layer and with the experts on their own."""
+    parts = [tokens_of(part) for part in range(2)]
+    model = experts_net(implementation)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in (model.first, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    statistics = collect(model, [parts[dist.get_rank()]])
+    return wrong_totals(statistics, expected(experts_net(), parts), "bfloat16")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_mixed_precision(implementation):
+    assert_nothing_wrong(run_ranks(mixed, 2, implementation))
+
+
+def beside_tensor_parallelism():
+    """Ranks of a tensor-parallel group have the same tokens: one counts."""
+    tokens = tokens_of(1)
+    mesh = init_device_mesh("cpu", (2,))
+    model = experts_net()
+    parallelize_module(model, mesh, {"l1": ColwiseParallel(output_layouts=Replicate())})
+    statistics = ActivationStatistics(prune.select(model, names=("weight", *NAMES)))
+    with statistics.collecting():
+        model(tokens)
+    reference = expected(experts_net(), [tokens])
+    wrong = []
+    for pair, found in statistics.totals().items():
+        if pair.fqn in reference and found.num_tokens != reference[pair.fqn][0]:
+            wrong.append(f"{pair.fqn}: {found.num_tokens}, not {reference[pair.fqn][0]}")
+        if pair.fqn in reference and not torch.equal(found.squares, reference[pair.fqn][2]):
+            wrong.append(f"{pair.fqn}: {found.squares.tolist()}")
+    return wrong
+
+
+def test_whole_experts_beside_tensor_parallelism():
+    assert_nothing_wrong(run_ranks(beside_tensor_parallelism, 2))
+
+
+def spread():
+    """What is said of experts whose weights are DTensors while they run."""
+    model = experts_net()
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(distribute_tensor(model.first.down_proj.data, mesh, [Shard(0)]))
+    model.first.down_proj = weight
+    statistics = ActivationStatistics(prune.select(model, names=NAMES))
+    try:
+        with statistics.collecting():
+            model(tokens_of(1))
+    except NotImplementedError as error:
+        return str(error), sum(len(m._forward_hooks) for m in model.modules())
+
+
+def test_experts_that_are_spread_over_ranks_are_refused_by_name():
+    for text, num_hooks in run_ranks(spread, 2):
+        assert text.startswith("first.down_proj: ") and "DTensor" in text and num_hooks == 0
