@@ -206,6 +206,10 @@ def halves(self, hidden, experts):
     return functional.linear(hidden, self.gate_up_proj[0, :8])
 
 
+def between(self, hidden, experts):
+    return functional.linear(hidden, self.gate_up_proj.view(-1, 8)[1:17])
+
+
 def as_other_side(self, hidden, experts):
     return functional.linear(torch.ones(3, 16), self.gate_up_proj[0].T)
 
@@ -231,6 +235,7 @@ def halved(self, hidden, experts):
     [
         (gathered, r"__getitem__ uses the weight of fused experts"),
         (halves, r"linear uses the weight"),
+        (between, r"linear uses the weight"),
         (as_other_side, r"along dimension 1, and `is_transposed`"),
         (all_at_once, r"uses the weight"),
         (hidden_from_torch, r"in no way that is seen"),
