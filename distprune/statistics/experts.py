@@ -83,6 +83,9 @@ class RunningExperts(TorchFunctionMode):
 
     Raises:
         NotImplementedError: a weight that is no plain tensor.
+
+    Cost: tens of microseconds for each function that the module calls; one wait for the device for
+    each grouped_mm.
     """
 
     def __init__(self, weights: Sequence[FusedWeight], num_rows: int) -> None:
