@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune._common.pruned_form import mask_key
+from distprune._common.pruned_form import name_of_pruned_orig
 from distprune.api.select import select
 from distprune.files.selecting.default_selection import reason_to_keep
 from distprune.language_models.layers import head_of
@@ -75,9 +75,7 @@ def _matrices_of(model: nn.Module) -> dict[tuple[int, str], tuple[str, torch.Siz
     for path, module in named_modules(model):
         shapes = {name: p.shape for name, p in module._parameters.items() if p is not None}
         for registered, shape in (shapes | managed.get(id(module), {})).items():
-            name = registered.removesuffix("_orig")
-            if mask_key(name) not in module._buffers:
-                name = registered  # it is not pruned
+            name = name_of_pruned_orig(registered, module._buffers) or registered
             if sum(size > 1 for size in shape) >= 2:
                 found[id(module), name] = full_name(path, name), shape
     return found

@@ -117,7 +117,7 @@ def test_forwards_that_run_twice_would_count_twice():
     is_enabled = torch.is_grad_enabled
 
     def looked_at() -> bool:
-        return is_enabled() and sys._getframe(1).f_code.co_name != "_see"
+        return is_enabled() and sys._getframe(1).f_code.co_name != "_checked_input"
 
     with statistics.collecting(), mock.patch.object(torch, "is_grad_enabled", looked_at):
         x = torch.ones(2, 3, requires_grad=True)
