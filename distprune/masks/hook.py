@@ -21,7 +21,7 @@ from distprune.torch_private import dense_gradients, live_property
 from distprune.torch_private.managed import ShardMask
 from distprune.torch_private.wrapper import is_managed
 
-# Modules that got a hook, or were copied with one, since the last call of take_bound.
+# Modules that got a hook, or were copied with one, and that newly_bound has not yielded yet.
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -89,7 +89,7 @@ class PruningHook:
         return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
 
     def bind(self, module: nn.Module) -> None:
-        """Remember the module, for :meth:`__deepcopy__` and :func:`take_bound`."""
+        """Remember the module, for :meth:`__deepcopy__` and :func:`newly_bound`."""
         self._module_ref = weakref.ref(module)
         _bound.add(module)
         guard_merges()
@@ -191,11 +191,16 @@ def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
     return None
 
 
-def take_bound() -> list[nn.Module]:
-    """The modules that were bound to a hook since the last call."""
-    modules = list(_bound)
-    _bound.clear()
-    return modules
+def newly_bound() -> Iterator[nn.Module]:
+    """The modules that were bound to a hook since they were last yielded.
+
+    One is forgotten once the caller asks for the next. Copies get their attributes when all of them
+    have been copied; those without are still being made, or their copying has failed.
+    """
+    for module in list(_bound):
+        if "_forward_pre_hooks" in vars(module):
+            yield module
+            _bound.discard(module)
 
 
 def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
