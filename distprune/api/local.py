@@ -149,7 +149,8 @@ def remove(module: ModuleT, name: str) -> ModuleT:
     """Make the pruning of ``module.<name>`` final: an ordinary parameter with zeros in it.
 
     Local on every rank. The parameter keeps its identity, so optimizers go on. If it is tied,
-    its zeros are those of all its names from then on, as in torch.
+    its zeros are those of all its names from then on, as in torch. Also as in torch, it gets other
+    memory, so that tensors taken before keep their values; FSDP's shards are written to instead.
 
     Args:
         module: owns the parameter; changed in place.

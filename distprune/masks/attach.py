@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
+from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks import loading, survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
 from distprune.torch_private.managed import Managed, ShardMask
+from distprune.torch_private.rebinding import rebind
 from distprune.torch_private.wrapper import masked_by
 
 
@@ -82,7 +83,8 @@ class Transaction:
 
         Args:
             final: the local masked values, with pruned elements at +0; None keeps the unmasked
-                values.
+                values. Outside FSDP the parameter gets this memory, as in torch: a state dict that
+                was taken before, and a graph whose backward is still to come, keep the old one.
             managed: the wrapper's record of the parameter, if a wrapper manages it.
         """
         if managed is not None:
@@ -97,7 +99,7 @@ class Transaction:
             assert parameter is not None
             others = _tied_places(module, name)
             if final is not None:
-                local_tensor(parameter.detach()).copy_(final)
+                rebind(parameter, final)
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None)
                 _restore_parameter(owner, owned_name)

@@ -256,13 +256,15 @@ class BasePruningMethod(PruningHook, ABC):
         if managed is not None:
             checks.check_idle(module, label)
             checks.check_owners(managed.owners, name)
-        with torch.no_grad():
+        # In inference mode the parameter would get memory that no optimizer may change.
+        with torch.inference_mode(False), torch.no_grad():
             shard = reader.read(module, name, label)
             assert shard.mask is not None
-            final = shard.live_values() if shard.is_sharded else self.apply_mask(module)
             if shard.is_sharded or self.multiplies:
                 # +0 wherever the mask is 0, also where -0.0, inf or NaN stood.
-                final = final.masked_fill(shard.mask == 0, 0)
+                final = shard.live_values().masked_fill_(shard.mask == 0, 0)
+            else:
+                final = self.apply_mask(module)
             present = find_hook(module, name)
             Transaction().detach(module, name, final, managed)
         if present is not None and present[1].member is not None:

@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from equal_modules import bits, distinct
+import torch.nn.utils.prune as torch_prune
+from equal_modules import bits, distinct, fill_distinct
 from pruned_models import linear
 from torch import Tensor, nn
 
@@ -99,6 +100,69 @@ class TestRemove:
         assert not module._forward_pre_hooks and not module._buffers
         with pytest.raises(ValueError, match="weight"):
             prune.remove(module, "weight")
+
+
+def conv_in_channels_last() -> nn.Conv2d:
+    return fill_distinct(nn.Conv2d(3, 4, 2), torch.float32, 0).to(memory_format=torch.channels_last)
+
+
+class TestRemoveAsTorchDoes:
+    """The parameter gets other memory; whatever refers to the old one is left alone."""
+
+    @pytest.mark.parametrize("make", [linear, conv_in_channels_last])
+    def test_tensors_taken_before_keep_their_values(self, make):
+        left = []
+        for library in (prune, torch_prune):
+            module = library.ln_structured(make(), "weight", 0.5, 2, 0)
+            library.custom_from_mask(module, "weight", (module.weight.detach() > 0).contiguous())
+            parameter, state, view = module.weight_orig, module.state_dict(), module.weight_orig[0]
+            before = {key: bits(value) for key, value in state.items()}
+            library.remove(module, "weight")
+            assert module.weight is parameter
+            assert {key: bits(value) for key, value in state.items()} == before
+            assert torch.equal(view, state["weight_orig"][0])
+            assert not state["weight_mask"].all() and not torch.equal(
+                state["weight_orig"], module.weight
+            )
+            left.append((module.weight + 0, module.weight.stride()))
+        (ours, strides), (theirs, _) = left
+        # Pruned twice, torch's weight is no longer channels_last.
+        assert torch.equal(ours, theirs) and strides == make().weight.stride()
+
+    @pytest.mark.parametrize("with_penalty", [False, True])
+    def test_between_forward_and_backward(self, with_penalty):
+        left = []
+        for library in (prune, torch_prune):
+            module = library.l1_unstructured(linear(), "weight", 0.5)
+            loss = module(distinct([3, 6], torch.float32, seed=1)).square().sum()
+            if with_penalty:
+                loss = loss + module.weight_orig.square().sum() + module.weight.abs().sum()
+            library.remove(module, "weight")
+            loss.backward()
+            left.append((module.weight.grad, module.bias.grad))
+        for ours, theirs in zip(*left, strict=True):
+            assert torch.equal(ours, theirs) and ours.any()
+
+    def test_an_optimizer_goes_on_after_remove_in_inference_mode(self):
+        module = prune.l1_unstructured(linear(), "weight", 0.5)
+        with torch.inference_mode():
+            prune.remove(module, "weight")
+        assert int((module.weight == 0).sum()) == 15
+        module(torch.ones(1, 6)).sum().backward()
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        assert int((module.weight == 0).sum()) == 0
+
+    def test_a_method_with_an_apply_mask_of_its_own(self):
+        class Halving(prune.L1Unstructured):
+            def apply_mask(self, module: nn.Module) -> Tensor:
+                return super().apply_mask(module) / 2
+
+        module = linear()
+        Halving.apply(module, "weight", 3)
+        original, expected = module.weight_orig.detach(), module.weight.detach().clone()
+        before = bits(original)
+        prune.remove(module, "weight")
+        assert torch.equal(module.weight, expected) and bits(original) == before
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])

@@ -15,7 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import distprune as prune
 from distprune.testing import run_ranks
@@ -344,15 +346,21 @@ def test_mixed_precision():
     assert_nothing_wrong(run_ranks(wrong_in_mixed_precision, 2))
 
 
+def penalty(model):
+    """The backward of the square needs the parameters."""
+    squares = [parameter.square().sum() for parameter in model.parameters()]
+    return 1e-3 * sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
+
+
 def wrong_elsewhere(wrapping, before, change):
-    """Gradients of a backward across the change, against torch's own pruning on one process."""
+    """Gradients of a backward across the change, against those of one process."""
     model = made(wrapping)
     plain = seeded(Net(wrappings.runnable_sizes(wrapping)))
     full = [name for name, _ in plain.named_parameters() if name.endswith("weight")]
     indices = wrappings.local_indices(copy.deepcopy(plain), wrapping)
     for each in (model, plain):
         before(each)
-        loss = each(inputs()).square().sum()
+        loss = each(inputs()).square().sum() + penalty(each)
         change(each)
         loss.backward()
     found = []
@@ -362,7 +370,7 @@ def wrong_elsewhere(wrapping, before, change):
         whole = getattr(layer, "weight_orig" if hasattr(layer, "weight_orig") else leaf).grad
         held = wrappings.gradient(model, name, indices)
         expected = wrappings.my_part(whole, indices[name])
-        if not torch.allclose(held, expected, rtol=1e-5, atol=1e-6):
+        if not torch.allclose(held, expected, rtol=1e-5, atol=1e-6 * float(whole.abs().max())):
             found.append(f"{name}: gradients differ by {(held - expected).abs().max():.2g}")
     return found
 
@@ -372,6 +380,32 @@ def wrong_elsewhere(wrapping, before, change):
 def test_elsewhere_the_backward_is_that_of_the_forward(wrapping, change):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(wrong_elsewhere, size, wrapping, *CHANGES[change]))
+
+
+def changed_by_remove(wrapping):
+    """What of a state dict, taken before, has other values after ``remove``."""
+    model = made(wrapping)
+    prune_all(model)
+    state = get_model_state_dict(model)  # sharded, without copies where the wrapper makes none
+    held = {
+        name: value.local_shards()[0].tensor
+        if hasattr(value, "local_shards")
+        else wrappings.local(value)
+        for name, value in state.items()
+    }
+    before = {name: value.clone() for name, value in held.items()}
+    for layer in layers(model):
+        prune.remove(layer, "weight")
+    return [name for name in held if not torch.equal(held[name], before[name])]
+
+
+@pytest.mark.parametrize("wrapping", [*OTHERS, "fsdp2-2", "fsdp1-2"])
+def test_a_state_dict_taken_before_remove(wrapping):
+    """It keeps its values, as in torch, but for FSDP2, whose shards are written to."""
+    of_shards = [f"l{number}.weight_orig" for number in (1, 2, 3)]
+    expected = of_shards if wrapping == "fsdp2-2" else []
+    for changed in run_ranks(changed_by_remove, wrappings.world_size(wrapping), wrapping):
+        assert changed == expected
 
 
 def wrong_about_another_model():
