@@ -77,7 +77,7 @@ def _traces(module: nn.Module) -> list[str]:
         name = name_of_mask(key)
         if name is not None and _has_original(module, name) and not _is_of_torch(module, name):
             names[name] = None
-    for name in sorted(getattr(module.__dict__.get(survival.KEY), "names", ())):
+    for name in survival.masked_names(module):
         has_trace = _has_original(module, name) or live_property.is_live(module, name)
         if has_trace or live_property.shard_mask_key(name) in module.__dict__:
             names[name] = None

@@ -8,7 +8,8 @@ import pickle
 
 import pytest
 import torch
-from equal_modules import first_output, snapshot
+import torch.nn.utils.prune as torch_prune
+from equal_modules import fill_distinct, first_output, snapshot
 from pruned_models import (
     MODELS,
     linear,
@@ -105,6 +106,66 @@ class TestCopies:
                 tensor.fill_(1)
         other.load_state_dict(model.state_dict())
         assert torch.equal(other(x), model(x))
+
+
+CONVERSIONS = {
+    "double": lambda module: module.double(),
+    "half": lambda module: module.half(),
+    "to": lambda module: module.to(torch.float64),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "share_memory": lambda module: module.share_memory(),
+    "_apply": lambda module: module._apply(torch.clone),
+}
+
+
+def lstm() -> nn.LSTM:
+    return fill_distinct(nn.LSTM(6, 4), torch.float32, 0)
+
+
+def out_proj() -> nn.Linear:
+    return fill_distinct(nn.MultiheadAttention(6, 2), torch.float32, 0).out_proj
+
+
+def described(module: nn.Module) -> list:
+    tensors = {**module._parameters, **module._buffers}
+    return [
+        {name: (tensor.dtype, tensor.is_shared()) for name, tensor in tensors.items()},
+        [weight.dtype for weight in getattr(module, "_flat_weights", ())],
+        type(module).__name__,
+    ]
+
+
+class TestShallowCopies:
+    @pytest.mark.parametrize("owns_registries", [False, True])
+    @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+    @pytest.mark.parametrize(
+        ("make", "name"), [(linear, "weight"), (lstm, "weight_hh_l0"), (out_proj, "weight")]
+    )
+    def test_converted_as_in_torch(self, make, name, convert, owns_registries, monkeypatch):
+        if owns_registries:  # conversions then leave the original's tensors alone
+            overwrite = "get_overwrite_module_params_on_conversion"
+            monkeypatch.setattr(torch.__future__, overwrite, lambda: True)
+        left = []
+        for library in (prune, torch_prune):
+            module = library.l1_unstructured(make(), name, 0.5)
+            mask = getattr(module, name + "_mask").clone()
+            clone = copy.copy(module)
+            if owns_registries:
+                for registry in ("_parameters", "_buffers"):
+                    clone.__dict__[registry] = dict(module.__dict__[registry])
+            assert convert(clone) is clone
+            left.append([described(module), described(clone)])
+            if library is prune:
+                for each in (module, clone):
+                    kept = getattr(each, name + "_mask")
+                    assert torch.equal(kept, mask.to(kept.dtype)) and not kept.all()
+        assert left[0] == left[1]
+
+    def test_a_copy_of_a_loaded_module(self):
+        loaded = pickle.loads(pickle.dumps(pruned_once()[0]))
+        mask, clone = loaded.weight_mask.clone(), copy.copy(loaded)
+        assert clone.to_empty(device="cpu") is clone
+        assert torch.equal(clone.weight_mask, mask) and not mask.all()
 
 
 def fail_to_copy(module: nn.Module) -> Exception:

@@ -114,7 +114,7 @@ def problems(wrapping: str, forward_first: bool) -> list[str]:
         wrong += pair.wrong(f"{how}, forward_first={forward_first}")
         for module, name in [pair.target(name) for name in NAMES]:
             prune.remove(module, name)
-            if "_apply" in vars(module):
+            if any(key.startswith("_distprune") for key in vars(module)):
                 wrong.append(f"{how}: something is left on the module")
     return wrong
 
