@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from distprune._public import _compute_nparams_toprune as _compute_nparams_toprune
     from distprune._public import _validate_pruning_amount as _validate_pruning_amount
     from distprune._public import _validate_pruning_amount_init as _validate_pruning_amount_init
+    from distprune._public import _validate_pruning_dim as _validate_pruning_dim
+    from distprune._public import _validate_structured_pruning as _validate_structured_pruning
 
 __all__ = [
     "BasePruningMethod",
@@ -88,6 +90,8 @@ _OF_TORCH = (  # private in torch.nn.utils.prune, but programs call them
     "_compute_nparams_toprune",
     "_validate_pruning_amount",
     "_validate_pruning_amount_init",
+    "_validate_pruning_dim",
+    "_validate_structured_pruning",
 )
 
 

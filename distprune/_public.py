@@ -42,7 +42,7 @@ from distprune.call.semi_structured import SemiStructuredParameter as SemiStruct
 from distprune.call.semi_structured import SemiStructuredReport as SemiStructuredReport
 from distprune.call.structured_report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.structured_report import StructuredReport as StructuredReport
-from distprune.methods import structured
+from distprune.methods import channels, structured
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
@@ -65,3 +65,5 @@ _compute_norm = structured.compute_norm
 _compute_nparams_toprune = amount.resolve_count
 _validate_pruning_amount = amount.validate_count
 _validate_pruning_amount_init = amount.validate_amount
+_validate_pruning_dim = channels.validate_dim
+_validate_structured_pruning = channels.validate_channels

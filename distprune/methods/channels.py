@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from distprune.methods.channel_norms import ChannelRows, joint_norms
 from distprune.methods.ranking import zero_lowest
 from distprune.selection.keys import Order
 from distprune.selection.passes import count_live
+from distprune.shards.shard import LocalShard
 
 # Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
 USES_VECTOR_NORM = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
@@ -56,7 +56,7 @@ def channel_norms(
 def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Decision:
     """Prune the channels of the smallest norm of one sharded parameter."""
     shard = call.shards[0]
-    channel_dim = checked_dim(shard.shape, dim)
+    channel_dim = checked_dim(shard, dim)
     refuse_no_order(n)
     if not is_norm_order(n):
         raise NotImplementedError(
@@ -97,7 +97,7 @@ def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
     leader's numbers are taken.
     """
     shard = call.shards[0]
-    channel_dim = checked_dim(shard.shape, dim)
+    channel_dim = checked_dim(shard, dim)
     live = _live_channels(call, channel_dim)
     num_live_channels = int(live.sum())
     scores = torch.zeros(shard.shape[channel_dim], dtype=torch.float32)
@@ -109,27 +109,41 @@ def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
     return _cut_channels(call, amount, channel_dim, scores, live)
 
 
-def checked_dim(shape: Sequence[int], dim: int) -> int:
+def checked_dim(t: Tensor | LocalShard, dim: int) -> int:
     """A dimension counted from the front.
 
     Raises:
-        ValueError: the tensor has fewer than two dimensions: its channels are elements.
+        ValueError, TypeError, IndexError: see :func:`validate_channels` and :func:`validate_dim`.
+    """
+    validate_channels(t)
+    validate_dim(t, dim)
+    return int(dim) % len(t.shape)
+
+
+def validate_channels(t: Tensor | LocalShard) -> None:
+    """Raise ValueError if a tensor has fewer than two dimensions: its channels are elements."""
+    if len(t.shape) <= 1:
+        raise ValueError(
+            f"structured pruning needs a tensor of at least two dimensions; got shape "
+            f"{tuple(t.shape)}. Use an unstructured method for it."
+        )
+
+
+def validate_dim(t: Tensor | LocalShard, dim: int) -> None:
+    """Check a dimension of a tensor.
+
+    Raises:
         TypeError: not an int.
         IndexError: out of range at either end.
     """
-    if len(shape) <= 1:
-        raise ValueError(
-            f"structured pruning needs a tensor of at least two dimensions; got shape "
-            f"{tuple(shape)}. Use an unstructured method for it."
-        )
+    num_dims = len(t.shape)
     if not isinstance(dim, numbers.Integral):
         raise TypeError(f"dim={dim!r} is a {type(dim).__name__}; expected an int.")
-    if not -len(shape) <= dim < len(shape):
+    if not -num_dims <= dim < num_dims:
         raise IndexError(
-            f"dim={dim} is out of range for a tensor of shape {tuple(shape)}; expected "
-            f"{-len(shape)} <= dim < {len(shape)}."
+            f"dim={dim} is out of range for a tensor of shape {tuple(t.shape)}; expected "
+            f"{-num_dims} <= dim < {num_dims}."
         )
-    return int(dim) % len(shape)
 
 
 def refuse_no_order(n: object) -> None:

@@ -33,7 +33,7 @@ class RandomStructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the channels of ``k`` smallest random numbers."""
-        channel_dim = channels.checked_dim(t.shape, self.dim)
+        channel_dim = channels.checked_dim(t, self.dim)
         k = checked_count(self.amount, t.shape[channel_dim])
         if not k:
             return default_mask
@@ -76,7 +76,7 @@ class LnStructured(BasePruningMethod):
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
         """Zero the ``k`` channels of smallest norm."""
-        channel_dim = channels.checked_dim(t.shape, self.dim)
+        channel_dim = channels.checked_dim(t, self.dim)
         k = checked_count(self.amount, t.shape[channel_dim])
         norms = compute_norm(t, self.n, channel_dim)
         if not k:

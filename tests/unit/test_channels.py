@@ -121,4 +121,4 @@ def test_equal_norms_are_dropped_in_ascending_order():
 )
 def test_dimensions_are_checked(shape, dim, error):
     with pytest.raises(error, match="dim"):
-        checked_dim(shape, dim)
+        checked_dim(torch.empty(shape), dim)
