@@ -252,7 +252,7 @@ def prepare_for_load(
         pairs.extend(to_be_masked(model, keys))
         return torch.tensor([len(pairs)])
 
-    if int(communicator.reduce(1, count_pairs, "max")[0]):
+    if int(communicator.max(communicator.run(count_pairs))[0]):
         global_unstructured(pairs, Identity, group=group)
 
 

@@ -13,13 +13,24 @@ that says whether it failed along with its result. The size of the message is kn
 runs, so that a rank whose step failed still takes part. Then every rank raises, or none does.
 Between a collective and the next local step there is only code that does the same on every rank:
 it works on values that all ranks share, and if it raises, it raises everywhere.
+
+[Note: code of the caller] A context or a function that runs code of the caller between two
+collectives (a loader, a backward) can make no local step of it, because that code may communicate.
+It runs inside :meth:`Communicator.raising_everywhere`: a rank on which the code raises takes part
+in the next collective of the others, with its error. All entry points of the library begin with the
+same collective, :meth:`Communicator.agree` (:meth:`Communicator.run` is one), so that it does not
+matter which one comes next; one that begins with a :meth:`Communicator.reduce` could not be joined.
+An error that all ranks know is marked (shared_errors.py), and passes through contexts around it
+without being told again.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
@@ -29,12 +40,15 @@ from torch import Tensor
 
 from distprune._common.attempts import Failed, attempt_all
 from distprune._common.exclusive import exclusively, raise_waiting_interrupt
+from distprune._common.shared_errors import is_shared, mark_shared
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 Op = Literal["sum", "max", "min"]
 _INT64_MAX = 2**63 - 1
@@ -183,11 +197,40 @@ class Communicator:
 
         outcome = attempt_all(run_step)
         if isinstance(outcome, Failed):
+            if is_shared(outcome.error, self.ranks):
+                raise outcome.error
             self.agree(error=outcome.error)
             raise AssertionError("agree raises what it is given") from outcome.error
         result, facts = outcome
         self.agree(facts)
         return result
+
+    @contextlib.contextmanager
+    def raising_everywhere(self) -> Iterator[None]:
+        """Run code of the caller that may raise on one rank; see [Note: code of the caller].
+
+        Local if nothing is raised. What follows on the other ranks has to begin with :meth:`agree`
+        or :meth:`run`; until they come to it, this rank waits. Interrupts and exits wait for
+        nobody.
+
+        Raises:
+            Exception: what the code raised on this rank, as it is. The other ranks raise it in
+                their next collective.
+
+        Cost: nothing if all is well.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.size > 1 and not is_shared(error, self.ranks):
+                _logger.warning(_WAITS, self.rank, type(error).__name__, exc_info=error)
+                # That of another rank, that of this one, or the group is lost: this rank's counts.
+                with contextlib.suppress(Exception), self.exclusively():
+                    try:
+                        self.agree(error=error)
+                    finally:
+                        mark_shared(error, self.ranks)
+            raise
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum an int64 tensor over all ranks (modulo 2**64).
@@ -300,7 +343,11 @@ class Communicator:
             return values
         reduced = values.to(self._device, copy=True)
         for group in self._groups:
-            dist.all_reduce(reduced, op=getattr(dist.ReduceOp, op.upper()), group=group)
+            try:
+                dist.all_reduce(reduced, op=getattr(dist.ReduceOp, op.upper()), group=group)
+            except Exception as error:  # a rank is lost: there is nobody to tell
+                mark_shared(error, self.ranks)
+                raise
             self.num_collectives += 1
             self.bytes_sent += reduced.numel() * reduced.element_size()
         return reduced.to(values.device)
@@ -320,11 +367,11 @@ class Communicator:
         kind, _, message = self._text_from_rank(text, int(first[0])).partition("\n")
         is_interrupt = error is not None and not isinstance(error, Exception)
         if error is not None and (int(failed[0]) == self.size or is_interrupt):
-            raise error
+            raise mark_shared(error, self.ranks)
         where = f"on rank {int(first[0])}: "
         if kind in _SHARED_ERRORS:
-            raise getattr(builtins, kind)(where + message) from error
-        raise RuntimeError(f"{where}{kind}: {message}") from error
+            raise mark_shared(getattr(builtins, kind)(where + message), self.ranks) from error
+        raise mark_shared(RuntimeError(f"{where}{kind}: {message}"), self.ranks) from error
 
     def _raise_difference(self, facts: Sequence[tuple[str, str]], num_common: int) -> None:
         digests = [_digest(f"{label}={text}") for label, text in facts[:num_common]]
@@ -343,12 +390,19 @@ class Communicator:
             examples.append((rank, self._text_from_rank(text, rank)))
         examples.sort()
         shown = "; ".join(f"rank {rank} has {example}" for rank, example in examples)
-        raise ValueError(
+        text = (
             f"the ranks were called with different arguments: {shown}. Expected the same "
             "parameters, in the same order, and the same arguments on every rank. If this "
             "call is meant for one rank alone, pass a group that holds only that rank."
         )
+        raise mark_shared(ValueError(text), self.ranks)
 
+
+_WAITS = (
+    "rank %d has raised %s, and waits for the other ranks to come to their next distprune call, "
+    "which raises it there, too. Where they wait for this rank in a collective of their own code, "
+    "or of a wrapper such as FSDP, all end with the timeout of the process group."
+)
 
 # torch 2.13 gave it another name, and warns of the old one.
 _reduce_scatter: Callable[..., object] = (

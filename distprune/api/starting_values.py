@@ -61,7 +61,7 @@ class StartingValues:
                 ]
             return torch.stack(sums).sum(0, keepdim=True)
 
-        self.checksum = int(self._communicator.reduce(1, copy)[0])
+        self.checksum = int(self._communicator.sum(self._communicator.run(copy))[0])
 
     def restore(self) -> None:
         """Write the values back. Masks, gradients and the optimizer's state stay as they are.

@@ -133,7 +133,8 @@ def masks_aside(model: nn.Module, *, group: ProcessGroup | None = None) -> Itera
         raise
     raised: BaseException | None = None
     try:
-        yield
+        with communicator.raising_everywhere():
+            yield
     except BaseException as error_of_body:
         raised = error_of_body
     _put_back_everywhere(detached, communicator, raised)
@@ -150,19 +151,19 @@ def _put_back_everywhere(
     transaction = Transaction()
     with torch.inference_mode(False), torch.no_grad():
         failure = error_of(attempt_all(_put_back, detached, transaction))
-    ending = None if isinstance(raised, Exception) else raised
+    error = raised
+    is_ending = raised is not None and not isinstance(raised, Exception)
+    if error is None:
+        try:
+            communicator.agree(error=failure)
+            return
+        except BaseException as of_any_rank:  # also that of a body
+            error = of_any_rank
     failed = torch.tensor([int(failure is not None)])
-    if bool(failed if ending is not None else communicator.max(failed)):
+    if bool(failed if is_ending else communicator.max(failed)):
         transaction.rollback()
-        failed.fill_(1)
-    try:
-        if ending is not None:
-            raise ending
-        communicator.agree(error=raised or failure)
-    except BaseException as error:
-        if bool(failed):
-            error.masks = {entry.label: entry.mask for entry in detached}  # type: ignore[attr-defined]
-        raise
+        error.masks = {entry.label: entry.mask for entry in detached}  # type: ignore[attr-defined]
+    raise error
 
 
 def _describe(masks: Mapping[str, int]) -> list[tuple[str, str]]:

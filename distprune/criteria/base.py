@@ -118,13 +118,17 @@ class Criterion(ABC):
         Raises:
             RuntimeError: a parameter has a gradient already, or this is inside of itself; on every
                 rank.
+            Exception: of the code inside. The other ranks raise it in their next call of this
+                library, for which the rank that failed waits.
 
         Cost: one all-reduce of 40 bytes.
         """
-        world(self._group).run(self._check_before_calibrating)
+        communicator = world(self._group)
+        communicator.run(self._check_before_calibrating)
         self._is_calibrating = True
         try:
-            yield
+            with communicator.raising_everywhere():
+                yield
         finally:
             self._is_calibrating = False
 

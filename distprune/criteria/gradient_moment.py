@@ -107,7 +107,8 @@ class GradientMoment(Criterion):
         when it ends: every rank enters it, also one that has no batch. (FSDP needs all ranks in
         every backward; a rank without data joins with any batch and ``weight=0``.)
 
-        After an error inside, ``scores()`` raises until :meth:`reset`.
+        After an error inside, ``scores()`` raises until :meth:`reset`. An error of one rank is
+        raised on the others when they leave the context.
 
         Raises:
             RuntimeError: calibrating already; at the end, on every rank, a batch of any rank that
@@ -136,7 +137,8 @@ class GradientMoment(Criterion):
         try:
             sums.begin()
             self._sums = sums
-            yield
+            with communicator.raising_everywhere():
+                yield
             with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
                 weights = sums.finish(communicator, self._facts())
                 self._weights = [a + b for a, b in zip(self._weights, weights, strict=True)]

@@ -93,7 +93,8 @@ class GraSP(MeasuredCriterion):
                 parameter got no gradient.
             ValueError: a gradient that is not finite; all gradients, or all weights, are zero.
 
-        Errors of ``backward`` are raised as they are, on the ranks where they occur.
+            Exception: of ``backward``, as it is on the rank where it occurs, and as a RuntimeError
+                on the others, which wait for each other after each call.
         """
         self.reset()
         with self._measuring() as kept:

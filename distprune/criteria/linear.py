@@ -63,7 +63,8 @@ class GlobalBatchCriterion(Criterion):
     def update(self, weight: float = 1.0) -> None:
         if self._non_finite == "skip":
             with torch.inference_mode(False), torch.no_grad():
-                count = world(self._group).reduce(1, self._count_non_finite, "max")
+                communicator = world(self._group)
+                count = communicator.max(communicator.run(self._count_non_finite))
             if int(count[0]):
                 self.num_skipped += 1
                 return

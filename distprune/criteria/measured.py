@@ -106,9 +106,14 @@ class MeasuredCriterion(Criterion):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
         kind = "cuda" if accelerator is None else accelerator.type
-        with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
+        communicator = world(self._group)
+        with (
+            communicator.raising_everywhere(),
+            torch.random.fork_rng(devices, device_type=kind),
+            torch.enable_grad(),
+        ):
             run()
-        return world(self._group).run(self._checked_gradients)
+        return communicator.run(self._checked_gradients)
 
     def _checked_gradients(self) -> tuple[list[LocalShard], list[Tensor]]:
         with torch.no_grad():

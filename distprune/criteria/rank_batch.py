@@ -155,8 +155,9 @@ class RankBatchSums:
             RuntimeError: what went wrong in a batch, on any rank.
             ValueError: a sum that is not finite, with the parameter's name.
         """
+        communicator.run(self._check, lambda _: facts)
         is_same_order = self._is_same_order()
-        communicator.run(lambda: self._check(is_same_order), lambda _: facts)
+        communicator.run(lambda: self._check_order(is_same_order))
         weights: dict[tuple[ProcessGroup, ...], float] = {}
         by_position: dict[int, float] = {}
         for leaf in self._leaves:
@@ -195,14 +196,9 @@ class RankBatchSums:
 
         return receive
 
-    def _check(self, is_same_order: bool) -> None:
+    def _check(self) -> None:
         if self._problem is not None:
             raise self._problem
-        if not is_same_order:
-            raise RuntimeError(
-                "the gradients of sharded parameters came in different orders on the ranks; "
-                "expected the same model, and the same path through it, on every rank."
-            )
         for leaf in self._leaves:
             for position, total in leaf.totals.items():
                 if not bool(total.isfinite().all()):
@@ -211,6 +207,13 @@ class RankBatchSums:
                         "finite; expected finite gradients. Under fp16 a smaller loss scale avoids "
                         "an overflow; nothing is updated, so a fixed scale will do."
                     )
+
+    def _check_order(self, is_same_order: bool) -> None:
+        if not is_same_order:
+            raise RuntimeError(
+                "the gradients of sharded parameters came in different orders on the ranks; "
+                "expected the same model, and the same path through it, on every rank."
+            )
 
     def _is_same_order(self) -> bool:
         """Whether all ranks of each shard group got gradients of the same leaves in turn."""

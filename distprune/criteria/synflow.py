@@ -50,7 +50,7 @@ class SynFlow(MeasuredCriterion):
 
     Cost: a forward and a backward of one input per round, and a pruning; 4 bytes of memory per
     element, and a bit per element of the model for the signs. On the wire what a
-    backward and a pruning send, and about 120 bytes a round.
+    backward and a pruning send, and about 160 bytes a round.
     """
 
     ACCUMULATORS = ("flow",)
@@ -72,17 +72,22 @@ class SynFlow(MeasuredCriterion):
             RuntimeError: the model has gradients already, or a backward is still to come; a
                 parameter got no gradient.
             ValueError: an overflow; all gradients are zero.
+            Exception: of ``forward``, on every rank.
         """
         self.reset()
+        communicator = world(self._group)
         with self._measuring() as kept:
 
             def backward() -> None:
                 self._model.eval()
                 kept.change_buffers_to_absolute_values()
-                _total(forward()).backward()  # type: ignore[no-untyped-call]
+                with communicator.raising_everywhere():
+                    total = _total(forward())
+                communicator.agree()  # a backward of FSDP or DDP waits for all ranks
+                total.backward()  # type: ignore[no-untyped-call]
 
             everything = all_parameters(self._model)
-            with changed_values(everything, _to_absolute, world(self._group), keep=keep_signs):
+            with changed_values(everything, _to_absolute, communicator, keep=keep_signs):
                 shards, gradients = self._measured_gradients(kept, backward)
                 with torch.no_grad():
                     flows = [

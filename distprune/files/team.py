@@ -216,25 +216,29 @@ class Team:
 
         Raises:
             Interrupted: ``stop`` returned True on a rank; on every rank.
-            Exception: the error of the first rank that failed; on every rank.
+            Exception: the error of the first rank that failed, in a step, in ``progress`` or in
+                ``stop``; on every rank.
         """
         self._pace.begin()
         self.expect(phase, total_bytes, num_done)
         previous_bytes = 0
-        mine, is_finished = 0, False
+        mine, is_finished, is_stopped = 0, False, False
+
+        def advance() -> None:
+            nonlocal mine, is_finished, is_stopped
+            until = time.monotonic() + _ROUND_SECONDS
+            while True:
+                is_stopped = self._stop()
+                if is_stopped or is_finished or time.monotonic() >= until:
+                    return
+                step = next(steps, None)
+                is_finished = step is None
+                mine += step or 0
+
         error: BaseException | None = None
         while True:
-            is_stopped = False
-            until = time.monotonic() + _ROUND_SECONDS
-            while not is_finished and time.monotonic() < until:
-                is_stopped = self._stop()
-                if is_stopped:
-                    break
-                step = attempt(next, steps, None)
-                error = error_of(step)
-                is_finished = not isinstance(step, int)
-                mine += step if isinstance(step, int) else 0
-            facts = [error is not None, is_stopped or self._stop(), not is_finished, mine]
+            error = error or error_of(attempt(advance))
+            facts = [error is not None, is_stopped, not is_finished, mine]
             failed, stopped, unfinished, num_bytes = self.sum(
                 torch.tensor(facts, dtype=torch.int64)
             ).tolist()
@@ -246,8 +250,9 @@ class Team:
             previous_bytes = num_bytes
             self._done[phase] = num_done + num_bytes
             if self._progress is not None:
-                self._progress(self._state(phase))
+                error = error_of(attempt(self._progress, self._state(phase)))
             if not unfinished:
+                self.check(error)
                 return
 
     def _state(self, phase: str) -> Progress:

@@ -238,11 +238,18 @@ class ModelPruning(LightningPruning):
             self.make_pruning_permanent(self._model)
 
     def _run_pruning(self, epoch: int) -> None:
-        amount = called(self.amount, epoch)
-        if not called(self._applies, epoch) or not amount:
+        def decide() -> tuple[int | float, bool]:
+            amount = called(self.amount, epoch)
+            applies = bool(called(self._applies, epoch))
+            if not applies or not amount:
+                return 0, False
+            return amount, bool(called(self._uses_lottery_ticket, epoch))
+
+        amount, uses_lottery_ticket = world().run(decide)
+        if not amount:
             return
         self.apply_pruning(amount)
-        if called(self._uses_lottery_ticket, epoch):
+        if uses_lottery_ticket:
             self.apply_lottery_ticket_hypothesis()
 
     def _keep_starting_values(self, trainer: pl.Trainer) -> None:
@@ -250,7 +257,11 @@ class ModelPruning(LightningPruning):
             self._starting_values = StartingValues(self._parameters_of(trainer))
 
     def _parameters_of(self, trainer: pl.Trainer) -> Pairs:
-        """The parameters to prune, with their full names."""
+        """The parameters to prune, with their full names; a collective follows."""
+        with world().raising_everywhere():
+            return self._found(trainer)
+
+    def _found(self, trainer: pl.Trainer) -> Pairs:
         assert trainer.model is not None
         module = trainer.lightning_module
         given = self._given(module) if callable(self._given) else self._given

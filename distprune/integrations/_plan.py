@@ -112,9 +112,11 @@ class Plan:
         Raises:
             Exception: parameters that cannot be pruned, before hours of training.
         """
-        started = self._started(model, optimizers)
+        communicator = world()
+        with communicator.raising_everywhere():
+            started = self._started(model, optimizers)
         parameters = started.pruner.parameters
-        count_pruned(lambda: ParameterArguments(parameters=parameters), world())
+        count_pruned(lambda: ParameterArguments(parameters=parameters), communicator)
         return started
 
     def end_warning(self, num_steps: int) -> str | None:

@@ -94,19 +94,21 @@ def calibrate(
     the wire 40 bytes per step, and what the forwards and backwards send.
     """
     ranks = check_same(model, windows, batch_size)
-    world().run(lambda: _check_collected(model, collected, ranks))
+    communicator = world()
+    communicator.run(lambda: _check_collected(model, collected, ranks))
     run = _Run(model, windows, steps_of(len(windows), batch_size, ranks), ranks, progress)
-    with in_eval_mode(model), torch.inference_mode(False):
+    with communicator.raising_everywhere(), in_eval_mode(model), torch.inference_mode(False):
         if isinstance(collected, ActivationStatistics):
             run.collect_inputs(collected)
-            return
-        with torch.enable_grad(), _without_gradients(model):
-            if isinstance(collected, GraSP):
-                run.measure(collected)
-            elif isinstance(collected, GradientMoment) and collected.unit == "rank_batch":
-                run.collect_rank_batches(collected)
-            else:
-                run.collect_global_batches(collected)
+        else:
+            with torch.enable_grad(), _without_gradients(model):
+                if isinstance(collected, GraSP):
+                    run.measure(collected)
+                elif isinstance(collected, GradientMoment) and collected.unit == "rank_batch":
+                    run.collect_rank_batches(collected)
+                else:
+                    run.collect_global_batches(collected)
+    communicator.agree()
 
 
 class _Run:

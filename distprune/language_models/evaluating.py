@@ -144,7 +144,12 @@ def perplexity(
     # By window: its loss, and how many ranks have counted it.
     table = torch.zeros(len(windows), 2, dtype=torch.float64)
     reporter = Reporter("evaluate", len(windows), progress)
-    with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
+    with (
+        communicator.raising_everywhere(),
+        in_eval_mode(model),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         for step in steps_of(len(windows), batch_size, ranks):
 
             def run(rows: slice = step.rows) -> Tensor:
@@ -155,6 +160,7 @@ def perplexity(
             if ranks.is_counted and not step.is_padding:
                 table[step.rows, 0], table[step.rows, 1] = losses, 1.0
             reporter.add(step.num_in_step)
+    communicator.agree()
     shared = communicator.reduce_floats(table.numel(), lambda: table.view(-1)).view(-1, 2)
     assert bool((shared[:, 1] == 1).all()), "every window is counted once"
     losses = shared[:, 0].clone()

@@ -96,13 +96,15 @@ class CollectedInputs:
                 are sequential.
             NotImplementedError: an input whose layout is not known; fused experts that use their
                 weight in an unknown way, as batched_mm does.
+            Exception: of the code inside. The other ranks raise it in their next call of this
+                library, for which the rank that failed waits: catch such errors inside.
         """
         if self._mode == "sequential":
             raise RuntimeError(
                 "these statistics are sequential: the inputs of one pass would mix with those of "
                 "pruned blocks. Expected new ActivationStatistics for each."
             )
-        with self._collector.collecting(self._local):
+        with self._communicator.raising_everywhere(), self._collector.collecting(self._local):
             yield
 
     def _begin_sequential(self, blocks: Sequence[nn.Module]) -> list[list[LocalStatistics]]:
@@ -178,8 +180,8 @@ class CollectedInputs:
             ValueError: a layer that was not called, and is not among ``allow_empty``; sums that
                 are not finite; ranks of a tensor-parallel group with different inputs.
 
-        Cost: an all-reduce of 16 bytes per parameter; and, for parameters of which something is
-        new, one of 16 bytes per input feature and about 32 per parameter.
+        Cost: all-reduces of 40 bytes and of 16 bytes per parameter; and, for parameters of which
+        something is new, one of 16 bytes per input feature and about 32 per parameter.
         """
         return self._by_pair(self._labelled(parameters))
 
@@ -228,7 +230,7 @@ class CollectedInputs:
             ]
             return torch.cat([asked, torch.tensor(stale, dtype=torch.int64)])
 
-        asked, stale = self._communicator.reduce(2 * size, flags, "max").view(2, -1)
+        asked, stale = self._communicator.max(self._communicator.run(flags)).view(2, -1)
         positions: list[int] = asked.nonzero().view(-1).tolist()
         new = (asked * stale).nonzero().view(-1).tolist()
         loaded = [self._loaded[position] is not None for position in new]

@@ -57,7 +57,8 @@ def prune_sequentially(
         TypeError: ``batches`` is an iterator.
         ValueError: a parameter in no block, or in two; and as ``ActivationStatistics.totals``.
         NotImplementedError: statistics with pipeline_parallel.
-        Exception: of the model and of ``prune_block``. Blocks before stay pruned; hooks are gone.
+        Exception: of the model, of ``batches`` and of ``prune_block``, on every rank. Blocks before
+            stay pruned; hooks are gone.
 
     Cost: one forward of the model per block and batch: as many times that of one pass as there are
     blocks. No activations are kept.
@@ -82,15 +83,17 @@ def prune_sequentially(
         )
     statistics._mode = "sequential"
     results = []
-    for parameters in filter(None, of_block):
-        with statistics._collector.collecting(parameters):
-            for batch in batches:
-                if forward is not None:
-                    forward(batch)
-                else:
-                    _run(statistics, model, batch)
-        pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
-        results.append(prune_block(pairs))
+    with communicator.raising_everywhere():
+        for parameters in filter(None, of_block):
+            with statistics._collector.collecting(parameters):
+                for batch in batches:
+                    if forward is not None:
+                        forward(batch)
+                    else:
+                        _run(statistics, model, batch)
+            pairs = [NamedParameter(*p.places[0], p.label) for p in parameters]
+            results.append(prune_block(pairs))
+    communicator.agree()
     return results
 
 

@@ -1,0 +1,387 @@
+"""The caller's code raises on one rank, between two collectives: every rank raises, at once.
+
+The process group waits five minutes for a rank, and a test one: a rank that is left alone fails it.
+"""
+
+import functools
+import gc
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distprune as prune
+from distprune._common.process_groups import world
+from distprune.criteria import SNIP, Fisher, GraSP, SynFlow
+from distprune.files.team import Team
+from distprune.language_models import TokenWindows, calibrate, perplexity
+from distprune.schedule import OneShot, ScheduledPruner
+from distprune.statistics import ActivationStatistics, prune_sequentially
+from distprune.testing import run_ranks
+from helpers import wrappings
+from helpers.micro_batches import loss_of, make_model, micro_batch
+from helpers.models import fqns, target
+
+TIMEOUT = 60.0
+
+
+class Broken(Exception):
+    """The error of the caller's code; no type that other ranks have."""
+
+
+class Case:
+    """A model on this rank, and code of the caller that raises on rank 1."""
+
+    def __init__(self, wrapping: str) -> None:
+        dense = make_model(wrapping, "float32")
+        self.batch = micro_batch(dense, "float32", dist.get_rank(), 0)
+        self.model = wrappings.wrap(make_model(wrapping, "float32"), wrapping)
+        self.pairs = [target(wrappings.unwrapped(self.model), name) for name in fqns(dense)]
+        self.weights = [pair for pair in self.pairs if pair[1] == "weight"]
+
+    def fail(self) -> None:
+        if dist.get_rank() == 1:
+            raise Broken("the disk is gone")
+
+    def loader(self):
+        """Two batches, and an error after the last one."""
+        yield self.batch
+        yield self.batch
+        self.fail()
+
+    def broken(self, items):
+        """An iterable with an error at its end."""
+        yield from items
+        self.fail()
+
+    def backward(self, batch) -> None:
+        loss_of(self.model, batch).backward()
+
+    def forward(self, batch) -> None:
+        self.model(batch[0])
+
+    def prune(self, parameters=None, **arguments):
+        parameters = self.weights if parameters is None else parameters
+        return prune.global_unstructured(parameters, prune.L1Unstructured, amount=0.25, **arguments)
+
+
+def rank_batches(case: Case) -> None:
+    criterion = Fisher(case.pairs, unit="rank_batch")
+    with criterion.calibrating():
+        for batch in case.loader():
+            with criterion.batch():
+                case.backward(batch)
+
+
+def error_in_a_batch(case: Case) -> None:
+    criterion = Fisher(case.pairs, unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        case.backward(case.batch)
+        case.fail()
+
+
+def global_batches(case: Case) -> None:
+    criterion = Fisher(case.pairs, unit="global_batch")
+    with criterion.calibrating():
+        for batch in case.loader():
+            with criterion.batch():
+                case.backward(batch)
+    criterion.scores()
+
+
+def skipping_criterion(case: Case) -> None:
+    """The others wait in update, which compares gradients over the ranks."""
+    criterion = SNIP(case.pairs, non_finite="skip")
+    with criterion.calibrating(), criterion.batch():
+        case.backward(case.batch)
+        case.fail()
+
+
+def collected_inputs(case: Case) -> None:
+    statistics = ActivationStatistics(case.weights)
+    with statistics.collecting():
+        for batch in case.loader():
+            case.forward(batch)
+    statistics.wanda()
+
+
+def several_contexts(case: Case) -> None:
+    """The first exit of the failing rank meets another collective than its own."""
+    criterion = Fisher(case.pairs, unit="rank_batch")
+    first, second = ActivationStatistics(case.weights[:1]), ActivationStatistics(case.weights)
+    with first.collecting(), second.collecting():
+        for batch in case.loader():
+            case.forward(batch)
+        with criterion.calibrating(), torch.enable_grad():
+            case.fail()
+    first.totals()
+    second.totals()
+
+
+def calls_of_grasp(case: Case, failing: int) -> None:
+    calls = []
+
+    def backward() -> None:
+        calls.append(None)
+        case.backward(case.batch)
+        if len(calls) == failing:
+            case.fail()
+
+    GraSP(case.pairs, model=case.model).measure(backward)
+
+
+def rounds_of_synflow(case: Case) -> None:
+    calls = []
+
+    def forward() -> torch.Tensor:
+        calls.append(None)
+        output = case.model(torch.ones_like(case.batch[0]))
+        if len(calls) == 2:
+            case.fail()
+        return output
+
+    SynFlow(case.weights, model=case.model).prune(forward, 0.5, rounds=3)
+
+
+def in_sequence(case: Case, prune_block, batches=None) -> None:
+    statistics = ActivationStatistics(case.weights)
+    prune_sequentially(
+        statistics,
+        case.model,
+        [module for module, _ in case.weights],
+        [case.batch] if batches is None else batches,
+        functools.partial(prune_block, statistics),
+        forward=case.forward,
+    )
+
+
+class Batches:
+    """A data set whose iteration fails at its end, in the second block."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.num_runs = case, 0
+
+    def __iter__(self):
+        self.num_runs += 1
+        return self.case.loader() if self.num_runs == 2 else iter([self.case.batch])
+
+
+def loader_of_blocks(case: Case) -> None:
+    def prune_block(statistics, parameters) -> None:
+        case.prune(parameters, importance_scores=statistics.wanda(parameters))
+
+    in_sequence(case, prune_block, Batches(case))
+
+
+def before_a_block(case: Case) -> None:
+    def prune_block(statistics, parameters) -> None:
+        case.fail()
+        case.prune(parameters, importance_scores=statistics.wanda(parameters))
+
+    in_sequence(case, prune_block)
+
+
+def after_a_block(case: Case) -> None:
+    """After the last collective of the last block."""
+
+    def prune_block(statistics, parameters) -> None:
+        case.prune(parameters)
+        if parameters[0][0] is case.weights[-1][0]:
+            case.fail()
+
+    in_sequence(case, prune_block)
+
+
+def body_of_masks_aside(case: Case) -> None:
+    case.prune()
+    with prune.masks_aside(case.model):
+        case.fail()
+
+
+def scores_of_a_schedule(case: Case) -> None:
+    pruner = ScheduledPruner(
+        case.weights, OneShot(0, 0.5), importance_scores=lambda: case.fail() or {}
+    )
+    pruner.step()
+
+
+def iterable_of_parameters(case: Case) -> None:
+    case.prune(case.broken(case.weights))
+
+
+def iterable_of_keys(case: Case) -> None:
+    prune.checkpoint.prepare_for_load(case.model, case.broken(["l1.weight_mask"]))
+
+
+class Language(nn.Module):
+    """The smallest language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, input_ids):
+        return self.head(self.table(input_ids))
+
+
+def windows() -> TokenWindows:
+    tokens = torch.arange(12).view(3, 4) % 8
+    return TokenWindows(("text",), tokens, torch.zeros(3, dtype=torch.int64), None, False)
+
+
+def progress_of_calibrate(case: Case, failing: int) -> None:
+    """After a step in the middle, or the last one, in which rank 1 has no batch."""
+    model = Language()
+    statistics = ActivationStatistics([(model.head, "weight")])
+
+    def progress(run) -> None:
+        if run.num_windows == failing:
+            case.fail()
+
+    calibrate(model, windows(), statistics, progress=progress)
+
+
+def progress_of_perplexity(case: Case, failing: int) -> None:
+    def progress(run) -> None:
+        if run.num_windows == failing:
+            case.fail()
+
+    torch.manual_seed(0)
+    perplexity(Language(), windows(), progress=progress)
+
+
+def progress_of_files(case: Case) -> None:
+    """After the last round, too."""
+    Team(world(), lambda _: case.fail()).work(iter([1]), "count", 0, 2)
+
+
+def stop_of_files(case: Case) -> None:
+    Team(world(), stop=lambda: case.fail() or False).work(iter([1]), "count", 0, 2)
+
+
+CASES = {
+    "Fisher.calibrating, rank_batch": (rank_batches, ["plain-2", "ddp-2", "fsdp2-2"]),
+    "Fisher.calibrating, in a batch": (error_in_a_batch, ["plain-2", "ddp-2", "fsdp1-2"]),
+    "Fisher.calibrating, global_batch": (global_batches, ["ddp-2", "fsdp2-2"]),
+    "SNIP, non_finite": (skipping_criterion, ["ddp-2"]),
+    "collecting": (collected_inputs, ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2"]),
+    "several contexts": (several_contexts, ["plain-2"]),
+    "GraSP, first call": (functools.partial(calls_of_grasp, failing=1), ["ddp-2", "fsdp2-2"]),
+    "GraSP, last call": (functools.partial(calls_of_grasp, failing=3), ["ddp-2", "fsdp2-2"]),
+    "SynFlow": (rounds_of_synflow, ["plain-2", "fsdp2-2"]),
+    "prune_sequentially, loader": (loader_of_blocks, ["plain-2", "fsdp2-2"]),
+    "prune_sequentially, before": (before_a_block, ["plain-2", "fsdp2-2"]),
+    "prune_sequentially, after": (after_a_block, ["plain-2", "fsdp2-2"]),
+    "masks_aside": (body_of_masks_aside, ["plain-2"]),
+    "ScheduledPruner": (scores_of_a_schedule, ["plain-2"]),
+    "global_unstructured": (iterable_of_parameters, ["plain-2"]),
+    "prepare_for_load": (iterable_of_keys, ["plain-2"]),
+    "calibrate, middle": (functools.partial(progress_of_calibrate, failing=2), ["plain-2"]),
+    "calibrate, last": (functools.partial(progress_of_calibrate, failing=3), ["plain-2"]),
+    "perplexity, middle": (functools.partial(progress_of_perplexity, failing=2), ["plain-2"]),
+    "perplexity, last": (functools.partial(progress_of_perplexity, failing=3), ["plain-2"]),
+    "prune_checkpoint, progress": (progress_of_files, ["plain-2"]),
+    "prune_checkpoint, stop": (stop_of_files, ["plain-2"]),
+}
+
+
+def outcome(name: str, wrapping: str) -> tuple[str, str, int]:
+    """(type and text of the error, elements that a pruning afterwards prunes)."""
+    case = Case(wrapping)
+    kind = text = ""
+    try:
+        CASES[name][0](case)
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    gc.collect()  # a graph, in frames of the traceback
+    case.model.zero_grad()
+    done = case.prune()  # the ranks are in step, and no call is under way
+    return kind, text, sum(each.num_pruned for each in done.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapping"),
+    [(name, wrapping) for name, (_, wrapped) in CASES.items() for wrapping in wrapped],
+)
+def test_every_rank_raises(name, wrapping):
+    healthy, broken = run_ranks(outcome, 2, name, wrapping, timeout=TIMEOUT)
+    kind = "FilesError" if name.startswith("prune_checkpoint") else "RuntimeError"
+    assert healthy[:2] == (kind, "on rank 1: Broken: the disk is gone")
+    # In a context or a callback it is the error itself; in a local step all ranks have the same.
+    assert broken[:2] in (("Broken", "the disk is gone"), healthy[:2])
+    assert healthy[2] == broken[2] > 0
+
+
+def each_its_own(case: Case) -> None:
+    """Every rank raises, in contexts that are inside of each other."""
+    statistics = ActivationStatistics(case.weights)
+    with Fisher(case.pairs, unit="rank_batch").calibrating(), statistics.collecting():
+        raise Broken(f"of rank {dist.get_rank()}")
+
+
+def refused_call(case: Case) -> None:
+    """A call inside is refused on all ranks: the contexts around it have nothing to tell."""
+    statistics = ActivationStatistics(case.weights)
+    with Fisher(case.pairs, unit="rank_batch").calibrating(), statistics.collecting():
+        prune.global_unstructured(case.weights, prune.L1Unstructured, amount=dist.get_rank())
+
+
+def interrupted(case: Case) -> None:
+    """Rank 1 is about to end; rank 0 calls nothing."""
+    statistics = ActivationStatistics(case.weights)
+    if dist.get_rank() == 1:
+        with statistics.collecting():
+            raise KeyboardInterrupt
+
+
+def errors_and_warnings(name: str) -> tuple[str, str, list[str], int]:
+    case = Case("plain-2")
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger = logging.getLogger("distprune")
+    logger.addHandler(handler)
+    logger.propagate = False
+    kind = text = ""
+    try:
+        globals()[name](case)
+    except BaseException as error:
+        kind, text = type(error).__name__, str(error)
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+    done = case.prune()
+    return kind, text, warnings, sum(each.num_pruned for each in done.parameters)
+
+
+def test_every_rank_keeps_its_own_error():
+    for rank, (kind, text, warnings, num_pruned) in enumerate(
+        run_ranks(errors_and_warnings, 2, "each_its_own", timeout=TIMEOUT)
+    ):
+        assert (kind, text) == ("Broken", f"of rank {rank}") and num_pruned
+        (warning,) = warnings  # once, though there are two contexts
+        assert f"rank {rank} has raised Broken" in warning
+
+
+def test_an_error_that_all_ranks_know_is_told_once():
+    for kind, text, warnings, num_pruned in run_ranks(
+        errors_and_warnings, 2, "refused_call", timeout=TIMEOUT
+    ):
+        assert kind == "ValueError" and "different arguments" in text
+        assert not warnings and num_pruned
+
+
+def test_an_interrupt_waits_for_nobody():
+    healthy, interrupt = run_ranks(errors_and_warnings, 2, "interrupted", timeout=TIMEOUT)
+    assert (healthy[0], interrupt[0]) == ("", "KeyboardInterrupt")
+    assert not interrupt[2] and interrupt[3]
+
+
+def test_the_error_of_the_failing_rank_is_logged_at_once():
+    healthy, broken = run_ranks(errors_and_warnings, 2, "collected_inputs", timeout=TIMEOUT)
+    assert not healthy[2]
+    (warning,) = broken[2]
+    assert "rank 1 has raised Broken, and waits for the other ranks" in warning
