@@ -98,10 +98,11 @@ def global_structured(
 
     Source: the coupled structures are those of LLM-Pruner, Ma et al., arXiv 2305.11627.
     """
-    listed = list(groups) if isinstance(groups, Iterable) else []
+    listed: list[ChannelGroup] = []
     method = GlobalStructured(listed, amount, n, unit, normalize, min_sparsity, max_sparsity)
 
     def make_arguments() -> PruningArguments:
+        listed.extend(groups if isinstance(groups, Iterable) else ())
         _check_groups(groups, listed)
         _check_rest(amount, n, importance_scores, unit, normalize)
         return PruningArguments(

@@ -39,11 +39,12 @@ class StartingValues:
     """
 
     def __init__(self, parameters: Iterable[tuple[nn.Module, str]]) -> None:
-        self._pairs = list(parameters)
+        self._pairs: list[tuple[nn.Module, str]] = []
         self._communicator = world()
         self._copies: list[Tensor] = []
 
         def copy() -> Tensor:
+            self._pairs.extend(parameters)
             with torch.inference_mode(False), torch.no_grad():
                 reader = ShardReader(self._communicator.index, self._communicator.size)
                 shards = [

@@ -40,11 +40,17 @@ class CollectedInputs:
         allow_empty: str | Sequence[str] = (),
     ) -> None:
         self._communicator = world(group)
-        self._pairs = list(parameters)
+        self._pairs: list[tuple[nn.Module, str]] = []
         self._pipeline_parallel = pipeline_parallel
-        self._allow_empty = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
+        self._allow_empty: list[str] = []
+
+        def arguments() -> ParameterArguments:
+            self._pairs.extend(parameters)
+            self._allow_empty.extend([allow_empty] if isinstance(allow_empty, str) else allow_empty)
+            return self._arguments()
+
         with self._communicator.exclusively():
-            _, targets = read_parameters(self._arguments, self._communicator)
+            _, targets = read_parameters(arguments, self._communicator)
             self._local = local_statistics(targets, self._communicator)
             self._communicator.run(self._check_patterns)
         self._is_named = all(target.is_named or not target.places for target in targets)

@@ -16,6 +16,7 @@ import distprune as prune
 from distprune._common.process_groups import world
 from distprune.criteria import SNIP, Fisher, GraSP, SynFlow
 from distprune.files.team import Team
+from distprune.integrations.channels import ChannelGroup, ChannelPart
 from distprune.language_models import TokenWindows, calibrate, perplexity
 from distprune.schedule import OneShot, ScheduledPruner
 from distprune.statistics import ActivationStatistics, prune_sequentially
@@ -207,8 +208,21 @@ def scores_of_a_schedule(case: Case) -> None:
     pruner.step()
 
 
+def iterable_of_groups(case: Case) -> None:
+    groups = [ChannelGroup([ChannelPart(pair, dim=0)]) for pair in case.weights]
+    prune.global_structured(case.broken(groups), amount=0.5)
+
+
 def iterable_of_parameters(case: Case) -> None:
     case.prune(case.broken(case.weights))
+
+
+def iterable_of_layers(case: Case) -> None:
+    ActivationStatistics(case.broken(case.weights))
+
+
+def iterable_of_patterns(case: Case) -> None:
+    ActivationStatistics(case.weights, allow_empty=case.broken(["*"]))
 
 
 def iterable_of_keys(case: Case) -> None:
@@ -277,7 +291,10 @@ CASES = {
     "prune_sequentially, after": (after_a_block, ["plain-2", "fsdp2-2"]),
     "masks_aside": (body_of_masks_aside, ["plain-2"]),
     "ScheduledPruner": (scores_of_a_schedule, ["plain-2"]),
+    "global_structured": (iterable_of_groups, ["plain-2", "fsdp2-2"]),
     "global_unstructured": (iterable_of_parameters, ["plain-2"]),
+    "ActivationStatistics": (iterable_of_layers, ["plain-2"]),
+    "allow_empty": (iterable_of_patterns, ["plain-2"]),
     "prepare_for_load": (iterable_of_keys, ["plain-2"]),
     "calibrate, middle": (functools.partial(progress_of_calibrate, failing=2), ["plain-2"]),
     "calibrate, last": (functools.partial(progress_of_calibrate, failing=3), ["plain-2"]),
