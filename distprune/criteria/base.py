@@ -91,16 +91,21 @@ class Criterion(ABC):
             ValueError: a weight that is no finite number >= 0; a parameter that was frozen.
             RuntimeError: a parameter without a gradient, or with one that is not reduced yet.
                 Nothing has changed then.
+
+        If it is interrupted while it adds, ``scores()`` raises until :meth:`reset`.
         """
         weight = checked_weight(weight)
+        self._check_complete()
         with torch.inference_mode(False), torch.no_grad():
             reader = ShardReader()
             shards = self._read(reader)
-            gradients = self._gradients(reader, shards)
-            for position, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
-                self._accumulate(position, shard, gradient, weight)
+            units = self._prepared(shards, self._gradients(reader, shards), weight)
+            self._is_incomplete = True
+            for position, (shard, unit) in enumerate(zip(shards, units, strict=True)):
+                self._accumulate(position, shard, unit, weight)
         self.num_updates += 1
         self.total_weight += weight
+        self._is_incomplete = False
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -159,6 +164,7 @@ class Criterion(ABC):
         Raises:
             ValueError: no unit yet; ranks with different numbers of units; a score that is not
                 finite. On every rank.
+            RuntimeError: an error ended what added units up, on any rank; on every rank.
 
         Cost: 4 bytes of memory per element of this rank's shards; one all-reduce of 40 bytes.
         """
@@ -177,6 +183,7 @@ class Criterion(ABC):
         self._accumulators = {}
         self.num_updates = 0
         self.total_weight = 0.0
+        self._is_incomplete = False  # a part of a unit, or of a calibration, was added
 
     def state_dict(self) -> dict[str, Any]:
         """What was accumulated, for torch.distributed.checkpoint (DCP) or ``torch.save``.
@@ -188,6 +195,7 @@ class Criterion(ABC):
         Raises:
             NotImplementedError: a shard that DCP of this torch would misplace (``check_writable``),
                 or under FSDP1 a parameter that is not row-major in memory; by name, on every rank.
+            RuntimeError: as :meth:`scores`.
 
         Cost: memory for accumulators if there was no unit yet; one all-reduce of 40 bytes.
         """
@@ -223,6 +231,7 @@ class Criterion(ABC):
                         self._accumulator(name, position, shard),
                     )
         self._load_plain_state(state)
+        self._is_incomplete = False
 
     def _plain_state(self) -> dict[str, Any]:
         """What is saved besides the accumulators: plain values; subclasses add theirs."""
@@ -234,6 +243,7 @@ class Criterion(ABC):
         self.total_weight = float(state["total_weight"])
 
     def _tensors_to_save(self) -> dict[str, dict[str, Any]]:
+        self._check_complete()
         reader = ShardReader()
         shards = self._read(reader)
         return {
@@ -255,6 +265,18 @@ class Criterion(ABC):
             for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
                 saving.check(parameter, reader, shard, state["accumulators"][name][parameter.key])
 
+    def _prepared(
+        self, shards: list[LocalShard], gradients: list[Tensor], weight: float
+    ) -> list[Tensor]:
+        """What :meth:`_accumulate` adds of each parameter, before anything has changed.
+
+        What may fail belongs here. By default the gradients, once all accumulators are there.
+        """
+        for name in self.ACCUMULATORS:
+            for position, shard in enumerate(shards):
+                self._accumulator(name, position, shard)
+        return gradients
+
     @abstractmethod
     def _accumulate(
         self, position: int, shard: LocalShard, gradient: Tensor, weight: float
@@ -264,7 +286,8 @@ class Criterion(ABC):
         Args:
             position: of the parameter, for :meth:`_accumulator`.
             shard: this rank's part of it.
-            gradient: of the shape of ``shard.values``, of any dtype; not to be changed.
+            gradient: of the shape of ``shard.values``, of any dtype; not to be changed. Or what
+                :meth:`_prepared` made of it.
             weight: of the unit.
         """
 
@@ -317,7 +340,16 @@ class Criterion(ABC):
                     "batch; expected none. Call model.zero_grad() before calibrating()."
                 )
 
+    def _check_complete(self) -> None:
+        """Refuse accumulators that have a part of a unit, or not all units of a calibration."""
+        if self._is_incomplete:
+            raise RuntimeError(
+                f"a calibration or an update of this {type(self).__name__} ended with an error "
+                "after a part of it had been added up; expected reset(), and all units again."
+            )
+
     def _checked_scores(self) -> dict[tuple[nn.Module, str], Tensor]:
+        self._check_complete()
         if not self.num_updates:
             raise ValueError(
                 f"{type(self).__name__} has seen no unit; expected at least one update() before "

@@ -83,7 +83,6 @@ class GradientMoment(Criterion):
         self._loss_scale = 1.0
         # By position: the ranks of parameters may differ, and so the batches that they saw.
         self._weights = [0.0] * len(self._tracked)
-        self._is_incomplete = False
 
     def update(self, weight: float = 1.0) -> None:
         """Add the averaged gradient, with ``unit="global_batch"``; see :meth:`Criterion.update`.
@@ -192,26 +191,6 @@ class GradientMoment(Criterion):
         if self._sums.problem is not None and world(self._group).size == 1:
             raise self._sums.problem
 
-    def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """The scores as ``importance_scores`` takes them: see :meth:`Criterion.scores`.
-
-        Raises:
-            RuntimeError: inside of ``calibrating``, before the ranks have added up what they saw;
-                after an error there.
-            ValueError: all weights are 0.
-        """
-        self._check_complete()
-        return super().scores()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was accumulated: see :meth:`Criterion.state_dict`.
-
-        Raises:
-            RuntimeError: as :meth:`scores`.
-        """
-        self._check_complete()
-        return super().state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: see :meth:`Criterion.load_state_dict`.
 
@@ -220,7 +199,6 @@ class GradientMoment(Criterion):
         """
         self._check_between()
         super().load_state_dict(state)
-        self._is_incomplete = False
 
     def _plain_state(self) -> dict[str, Any]:
         weights = {p.key: w for p, w in zip(self._tracked, self._weights, strict=True)}
@@ -300,11 +278,7 @@ class GradientMoment(Criterion):
 
     def _check_complete(self) -> None:
         self._check_between()
-        if self._is_incomplete:
-            raise RuntimeError(
-                f"calibrating() of this {type(self).__name__} ended with an error, so that a part "
-                "of what it saw is missing; expected reset(), and calibrating() again."
-            )
+        super()._check_complete()
 
     def _accumulate(
         self, position: int, shard: LocalShard, gradient: Tensor, weight: float

@@ -207,3 +207,61 @@ def test_scores_are_a_copy():
         criterion.reset()
         criterion.update()
         assert torch.equal(criterion.scores()[layer, "weight"], saved)
+
+
+def test_a_function_that_raises_at_the_second_parameter_changes_nothing():
+    net, fails = model(), False
+
+    def update(weight, gradient, state):
+        if fails and len(weight) == net[2].weight.numel():
+            raise ArithmeticError("no")
+        return state + (weight * gradient).abs()
+
+    criterion = Custom(prune.select(net), update, unit="global_batch")
+    step(net)
+    criterion.update()
+    expected = criterion.scores()
+    fails = True
+    with pytest.raises(ArithmeticError, match="no"):
+        criterion.update()
+    assert criterion.num_updates == 1
+    assert all(torch.equal(score, expected[pair]) for pair, score in criterion.scores().items())
+    fails = False
+    criterion.update()
+    assert all(torch.equal(score, 2 * expected[pair]) for pair, score in criterion.scores().items())
+
+
+def test_a_layout_that_changed_is_refused_before_anything_is_added():
+    net = model()
+    criterion = SNIP(prune.select(net))
+    step(net)
+    criterion.update()
+    expected = criterion.scores()
+    old, net[2].weight = net[2].weight, nn.Parameter(torch.ones(3, 4))
+    net[2].weight.grad = torch.ones(3, 4)
+    with pytest.raises(
+        RuntimeError, match=r"this rank's part has shape \(3, 4\), and had \(2, 4\)"
+    ):
+        criterion.update()
+    net[2].weight = old
+    assert all(torch.equal(score, expected[pair]) for pair, score in criterion.scores().items())
+
+
+def test_an_update_that_is_interrupted_while_it_adds_is_refused_until_reset():
+    class Interrupted(SNIP):
+        def _accumulate(self, position, shard, gradient, weight):
+            if position:
+                raise MemoryError
+            super()._accumulate(position, shard, gradient, weight)
+
+    net = model()
+    criterion = Interrupted(prune.select(net))
+    step(net)
+    with pytest.raises(MemoryError):
+        criterion.update()
+    for call in (criterion.update, criterion.scores, criterion.state_dict):
+        with pytest.raises(RuntimeError, match=r"update of this Interrupted ended with.*reset\(\)"):
+            call()
+    criterion.reset()
+    with pytest.raises(ValueError, match="has seen no unit"):
+        criterion.scores()
