@@ -56,7 +56,8 @@ class ActivationStatistics(CollectedInputs):
 
     Layers: nn.Linear, transformers' Conv1D, and nn.Conv1d and nn.Conv2d, whose input features are
     the columns of the unfolded input; fused experts, each with sums and a number of tokens of its
-    own (see statistics.experts). Of a tied parameter, all uses count.
+    own (see statistics.experts). Of a tied parameter, the calls of all its layers count. A use of
+    the weight outside of its layer, as ``F.linear(x, layer.weight)``, is not seen.
 
     Making the object, and everything that asks for statistics, is collective: all ranks do it, in
     the same order. Entering ``collecting`` or ``batch`` communicates nothing.
@@ -76,9 +77,10 @@ class ActivationStatistics(CollectedInputs):
             that do not say ``is_transposed``. On every rank.
         ValueError: ranks with different parameters; a pattern that matches none.
 
-    Cost: 16 bytes per input feature on every rank, and as many on the wire when statistics are
-    asked for; about 100 bytes per parameter on the wire when the object is made. A forward reads
-    each input once more, in fp64, chunk by chunk. Fused experts have their own input features.
+    Cost: 16 bytes per input feature on every rank, in a forward 16 more for each call of a layer,
+    and 16 on the wire when statistics are asked for; about 100 bytes per parameter on the wire when
+    the object is made. A forward reads each input once more, in fp64, chunk by chunk. Fused experts
+    have their own input features.
     """
 
     def wanda(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:

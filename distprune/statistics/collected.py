@@ -94,8 +94,12 @@ class CollectedInputs:
         """Collect from every forward of the layers while the context is open.
 
         Forwards run without gradients, and compiled modules run uncompiled. Enter it after the
-        model has been wrapped and parallelised. The hooks that it puts on layers are gone
-        afterwards, also after an error. It may be entered several times: sums go on.
+        model has been wrapped and parallelised. Its hooks are gone afterwards, also after an
+        error. It may be entered several times: sums go on.
+
+        A call of a module that raises does not count, and nothing in it does: after a caught
+        out-of-memory error go on with smaller batches. What is called by hand, module after module,
+        is one batch inside of :meth:`batch`.
 
         Raises:
             RuntimeError: it is open already; a layer runs with gradients enabled; the statistics
@@ -152,12 +156,15 @@ class CollectedInputs:
             of_block[numbers.pop()].append(parameter)
         return of_block
 
-    def batch(self, attention_mask: Tensor) -> AbstractContextManager[None]:
-        """Leave out the padding of one batch: a context around its forward.
+    def batch(self, attention_mask: Tensor | None = None) -> AbstractContextManager[None]:
+        """One batch, without its padding: a context around its forward, or its forwards.
+
+        If the context ends with an error, nothing of the batch counts.
 
         Args:
             attention_mask: bool or integers [batch, tokens] of this rank's batch, 0 = padding.
-                Layers may see [batch, tokens, features] or [batch * tokens, features].
+                Layers may see [batch, tokens, features] or [batch * tokens, features]. None: all
+                tokens count.
 
         Raises:
             TypeError: no plain tensor.
@@ -228,6 +235,8 @@ class CollectedInputs:
         size = len(self._local)
 
         def flags() -> Tensor:
+            if self._collector.forwards.problem is not None:
+                raise self._collector.forwards.problem
             asked = torch.zeros(size, dtype=torch.int64)
             asked[self._positions_of(parameters)] = 1
             stale = [
@@ -289,4 +298,5 @@ class CollectedInputs:
             parameter.forget()
             self._loaded[position] = totals[parameter.label]
             self._summed[position] = totals[parameter.label]
+        self._collector.forwards.problem = None
         self._mode = mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.statistics.experts import FusedWeight, RunningExperts
+from distprune.statistics.forwards import Forwards
 from distprune.statistics.input_parts import Part, read_input, same_data_group
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.sums import Sums, sums_of_rows, sums_of_windows
+from distprune.torch_private.module_calls import observed_calls
 
 
 @dataclass
@@ -43,6 +46,11 @@ class LocalStatistics:
         """Start anew."""
         self.calls, self.seen, self.is_changed = [0] * len(self.calls), {}, False
 
+    def count_call(self, place: int) -> None:
+        """Count a call of the module of a place."""
+        self.calls[place] += 1
+        self.is_changed = True
+
     def add(self, part: Part, sums: Sums) -> None:
         """Add what one forward saw."""
         earlier = self.seen.get(part)
@@ -67,15 +75,19 @@ class Masked:
 
 
 class Collector:
-    """Hooks on layers that add up what the layers are called with.
+    """Adds up what layers are called with, in forwards that return: see [Note: whole forwards].
 
     Attributes:
         groups: ranks that run the model on the same tokens as this one, as the inputs tell.
+        forwards: which of them count.
     """
 
     def __init__(self) -> None:
         self.groups: set[tuple[int, ...]] = set()
+        self.forwards = Forwards()
         self._masked: Masked | None = None
+        self._layers: dict[nn.Module, list[_Place]] = {}
+        self._experts: dict[nn.Module, list[_Place]] = {}
         self._running: list[RunningExperts] = []
         self._is_on = False
 
@@ -93,36 +105,32 @@ class Collector:
             )
         handles = []
         self._is_on = True
-        experts: dict[nn.Module, list[_Place]] = {}
         try:
             for parameter in parameters:
+                modules = self._experts if parameter.layout.are_experts else self._layers
                 for number, (module, name) in enumerate(parameter.places):
-                    if parameter.layout.are_experts:
-                        experts.setdefault(module, []).append((parameter, number, name))
-                        continue
-                    hook = partial(self._see, parameter, number, module, name)
-                    # Runs after the hooks that are there, such as those of parallelize_module.
-                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            for module, places in experts.items():
-                enter = partial(self._enter_experts, module, places)
+                    modules.setdefault(module, []).append((parameter, number, name))
+            for module, places in self._experts.items():
+                # Runs after the hooks that are there, such as those of FSDP, which gather weights.
+                enter = _OwnHook(partial(self._enter_experts, module, places))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                # Afterwards, first of all hooks: before FSDP shards the weights again.
-                leave = partial(self._leave_experts, module)
-                handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
-                check = partial(self._check_experts, module)
-                handles.append(module.register_forward_hook(check, prepend=True))
-            with torch.no_grad(), _uncompiled():
+            with observed_calls(self), self.forwards.watched(), torch.no_grad(), _uncompiled():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
             while self._running:  # of a forward that was interrupted
                 self._running.pop().stop()
+            self._layers, self._experts = {}, {}
             self._is_on = False
 
     @contextlib.contextmanager
-    def batch(self, attention_mask: Tensor) -> Iterator[None]:
-        """Leave out padding while the context is open; see ActivationStatistics.batch."""
+    def batch(self, attention_mask: Tensor | None) -> Iterator[None]:
+        """One batch, without its padding; see ActivationStatistics.batch."""
+        if attention_mask is None:
+            with self.forwards.block():
+                yield
+            return
         if is_dtensor(attention_mask) or not isinstance(attention_mask, Tensor):
             kind = type(attention_mask).__name__
             raise TypeError(f"attention_mask is a {kind}; expected a tensor of this rank's batch.")
@@ -139,26 +147,38 @@ class Collector:
         keep = attention_mask != 0
         self._masked = Masked(keep, int(keep.sum()))
         try:
-            yield
+            with self.forwards.block():
+                yield
         finally:
             self._masked = None
 
-    def _see(
-        self,
-        parameter: LocalStatistics,
-        number: int,
-        owner: nn.Module,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """A forward pre-hook. What it returned would replace the input: it returns None."""
-        value = _checked_input(parameter.label, module is owner, args, kwargs)
-        with torch.inference_mode(False), torch.no_grad(), _no_autocast(value):
-            self._add(parameter, name, module, value)
-        parameter.calls[number] += 1
-        parameter.is_changed = True
+    def begin(self, module: nn.Module) -> None:
+        """A call of a module begins; refuse nn.DataParallel, whose copies are not seen."""
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            for inner in module.modules():
+                for parameter, _, _ in self._layers.get(inner, self._experts.get(inner, ())):
+                    raise NotImplementedError(
+                        f"{parameter.label}: copies of its layer run in nn.DataParallel; expected "
+                        "the layer itself. Use DistributedDataParallel."
+                    )
+        self.forwards.begin(module)
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what a layer was called with, or check what fused experts did."""
+        for parameter, number, name in self._layers.get(module, ()):
+            value = _checked_input(parameter.label, args, kwargs)
+            with torch.inference_mode(False), torch.no_grad(), _no_autocast(value):
+                self._add(parameter, name, module, value)
+            self.forwards.note(partial(parameter.count_call, number))
+        if self._running and self._running[-1].module is module:
+            self._running[-1].check()
+        self.forwards.returned(module)
+
+    def end(self, module: nn.Module) -> None:
+        """Look no longer at fused experts, before FSDP shards the weights again."""
+        if self._running and self._running[-1].module is module:
+            self._running.pop().stop()
+        self.forwards.end(module)
 
     def _enter_experts(
         self,
@@ -169,8 +189,10 @@ class Collector:
         kwargs: Mapping[str, Any],
     ) -> None:
         """A forward pre-hook: look at what fused experts do until they return."""
+        if module is not owner:  # copy.copy() shares hooks
+            return
         label = places[0][0].label
-        value = _checked_input(label, module is owner, args, kwargs)
+        value = _checked_input(label, args, kwargs)
         num_kept = None if self._masked is None else self._masked.num_kept
         if self._masked is not None and num_kept not in (0, self._masked.keep.numel()):
             raise NotImplementedError(
@@ -189,7 +211,7 @@ class Collector:
                 "expected a plain tensor, as under DDP and FSDP. Leave the parameter out."
             )
         weights = [
-            FusedWeight(p.label, module, name, p.layout.input_dim, partial(_add_expert, p))
+            FusedWeight(p.label, module, name, p.layout.input_dim, partial(self._add_expert, p))
             for p, _, name in places
         ]
         if num_kept != 0:
@@ -197,18 +219,7 @@ class Collector:
             running.start()
             self._running.append(running)
         for parameter, number, _ in places:
-            parameter.calls[number] += 1
-            parameter.is_changed = True
-
-    def _check_experts(self, owner: nn.Module, *_: object) -> None:
-        """A forward hook, which does not run after an error."""
-        if self._running and self._running[-1].module is owner:
-            self._running[-1].check()
-
-    def _leave_experts(self, owner: nn.Module, *_: object) -> None:
-        """A forward hook, which runs after an error too, also of hooks before the first one."""
-        if self._running and self._running[-1].module is owner:
-            self._running.pop().stop()
+            self.forwards.note(partial(parameter.count_call, number))
 
     def _add(self, parameter: LocalStatistics, name: str, module: nn.Module, value: Tensor) -> None:
         label, layout = parameter.label, parameter.layout
@@ -253,23 +264,30 @@ class Collector:
             sums = sums_of_rows(flat, rows.keep, num_kept)
             part = rows.part
         if is_dtensor(value):
-            self.groups.add(same_data_group(value))
-        parameter.add(part, sums)
+            self.forwards.note(partial(self.groups.add, same_data_group(value)))
+        self.forwards.note(partial(parameter.add, part, sums))
+
+    def _add_expert(self, parameter: LocalStatistics, expert: int, rows: Tensor) -> None:
+        """Note the rows [tokens, inputs] that came to one of fused experts."""
+        num_inputs = parameter.layout.input_shape[1]
+        if rows.shape[1] != num_inputs:
+            raise ValueError(
+                f"{parameter.label}: expert {expert} is multiplied with a tensor of shape "
+                f"{tuple(rows.shape)}; expected {num_inputs} features."
+            )
+        if rows.shape[0]:
+            with torch.inference_mode(False), torch.no_grad(), _no_autocast(rows):
+                part = Part(range(expert * num_inputs, (expert + 1) * num_inputs))
+                sums = sums_of_rows(rows.detach())
+                self.forwards.note(partial(parameter.add, part, sums))
 
 
 # A parameter, which of its places, and its name there.
 _Place = tuple[LocalStatistics, int, str]
 
 
-def _checked_input(
-    label: str, is_owner: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor:
+def _checked_input(label: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What a layer is called with, in a call that counts."""
-    if not is_owner:
-        raise NotImplementedError(
-            f"{label}: a copy of its layer is running, as in nn.DataParallel; expected the layer "
-            "itself. Use DistributedDataParallel."
-        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{label}: its layer runs with gradients enabled, inside collecting(). Activation "
@@ -284,18 +302,25 @@ def _checked_input(
     return value
 
 
-def _add_expert(parameter: LocalStatistics, expert: int, rows: Tensor) -> None:
-    """Add the rows [tokens, inputs] that came to one of fused experts."""
-    num_inputs = parameter.layout.input_shape[1]
-    if rows.shape[1] != num_inputs:
-        raise ValueError(
-            f"{parameter.label}: expert {expert} is multiplied with a tensor of shape "
-            f"{tuple(rows.shape)}; expected {num_inputs} features."
-        )
-    if rows.shape[0]:
-        with torch.inference_mode(False), torch.no_grad(), _no_autocast(rows):
-            features = range(expert * num_inputs, (expert + 1) * num_inputs)
-            parameter.add(Part(features), sums_of_rows(rows.detach()))
+class _OwnHook:
+    """A forward pre-hook of one module, which copies and pickles of the module do not run.
+
+    Args:
+        hook: with keyword arguments.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[type[_OwnHook], tuple[Callable[..., None]]]:
+        return _OwnHook, (_nothing,)
+
+
+def _nothing(*_: object) -> None:
+    """What the hook of a copy does."""
 
 
 @contextlib.contextmanager
@@ -305,7 +330,9 @@ def _uncompiled() -> Iterator[None]:
         yield
         return
     set_stance: Callable[[str], contextlib.AbstractContextManager[None]] = torch.compiler.set_stance
-    with set_stance("force_eager"):
+    with set_stance("force_eager"), warnings.catch_warnings():
+        # They are seen once more at the compiled module around a module, which does no harm.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         yield
 
 

@@ -87,8 +87,7 @@ def read_input(
             f"{label}: the weight is a DTensor ({weight.placements} on a mesh of shape "
             f"{tuple(weight.device_mesh.shape)}), but the input that is seen is a plain tensor of "
             f"shape {tuple(value.shape)}: it may be a part of the input, and which one is not "
-            "known. Expected a DTensor, as the layer gets from parallelize_module: enter "
-            "collecting() after parallelize_module, and not in a hook that runs before its own."
+            "known. Expected a DTensor, as the layer gets from parallelize_module."
         )
     keep = None if mask is None else _keep_of(label, value.shape, mask).reshape(-1)
     return LocalInput(Part(range(value.shape[feature_dim])), value.detach(), value.shape, keep)

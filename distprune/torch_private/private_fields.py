@@ -93,6 +93,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "torch._C": ("_current_graph_task_id", "DisableTorchFunctionSubclass"),
         "torch._C._autograd": ("_get_sequence_nr",),
         "torch": ("Tensor._use_count",),
+        "torch.nn.modules.module": ("_global_forward_hooks_with_kwargs",),
     },
     "DTensor": {
         "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),

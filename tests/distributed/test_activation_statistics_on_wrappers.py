@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -211,16 +211,13 @@ def error_of(wrapping: str, fault: str) -> str:
     statistics = ActivationStatistics(prune.select(model))
     seed = dist.get_rank() if fault == "different batches" else 0
     x = torch.randn(2, sizes[0], generator=torch.Generator().manual_seed(seed))
-    register = nn.Module.register_forward_pre_hook
-    prepended = contextlib.nullcontext()
-    if fault == "prepended hook":
-        prepended = mock.patch.object(
-            nn.Module,
-            "register_forward_pre_hook",
-            lambda self, hook, **options: register(self, hook, prepend=True, **options),
-        )
+    plain = contextlib.nullcontext()
+    if fault == "plain input":
+        plain = implicit_replication()
+        for module in model.modules():
+            module._forward_pre_hooks.clear()  # which make a DTensor of it
     try:
-        with prepended, statistics.collecting():
+        with plain, statistics.collecting():
             model(x)
         statistics.totals()
     except Exception as error:
@@ -236,6 +233,6 @@ def test_tensor_parallel_ranks_with_different_inputs_are_told_so():
         )
 
 
-def test_a_hook_that_runs_before_that_of_tensor_parallelism_is_refused():
-    for text in run_ranks(error_of, 2, "tp-2", "prepended hook"):
+def test_a_plain_input_of_a_sharded_layer_is_refused():
+    for text in run_ranks(error_of, 2, "tp-2", "plain input"):
         assert re.search(r"NotImplementedError: l1\.weight: the weight is a DTensor", text), text

@@ -153,7 +153,7 @@ def results_of_dtensor_images(dim: int) -> str:
 
 @pytest.mark.parametrize(
     ("dim", "expected"),
-    [(0, "32 [32.0, 32.0]"), (1, "by channels"), (2, "by channels or by places")],
+    [(0, "32 [32.0, 32.0]"), (1, "to have 2 channels"), (2, "by channels or by places")],
 )
 def test_images_that_are_sharded(dim, expected):
     """Samples of different ranks all count; a part of an image is refused."""

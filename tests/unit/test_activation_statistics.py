@@ -1,6 +1,9 @@
 """What ActivationStatistics adds up on one process, against sums over an unfolded input."""
 
+import copy
 import inspect
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -147,6 +150,18 @@ def test_a_tied_weight_has_the_sums_of_both_uses():
     second = torch.relu(x @ model[0].weight.T)
     assert totals.num_tokens == 10
     assert torch.equal(totals.squares, (x.double().square() + second.double().square()).sum(0))
+
+
+def test_a_use_of_the_weight_outside_of_its_layer_does_not_count_as_documented():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(self.layer(x), self.layer.weight)
+
+    assert only(collect(Net(), integers(2, 3))).num_tokens == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
@@ -371,3 +386,149 @@ def test_pruned_layers_are_collected_too():
 def test_the_docstrings_say_what_it_costs():
     for method in (ActivationStatistics, ActivationStatistics.totals):
         assert "Cost" in (inspect.getdoc(method) or "")
+
+
+class Failing(nn.Module):
+    """Two layers; fails between them, or in a block, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.error is not None:
+            raise self.error
+        return self.second(x)
+
+
+class WithFallback(nn.Module):
+    """Runs its block again, on half of the rows, when it failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.block = nn.Linear(3, 3), Failing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        try:
+            return self.block(x)
+        except MemoryError:
+            self.block.error = None
+            return self.block(x[: len(x) // 2])
+
+
+def test_a_forward_that_raises_and_is_caught_does_not_count():
+    model = Failing()
+    statistics = ActivationStatistics(prune.select(model))
+    x = integers(9, 3)
+    with statistics.collecting():
+        model(x[:3])
+        model.error = MemoryError()
+        with pytest.raises(MemoryError):
+            model(x[3:])
+        model.error = None
+        model(x[3:6])
+        model(x[6:])
+    assert statistics.num_tokens() == {"first.weight": 9, "second.weight": 9}
+    assert [statistics._local[0].calls, statistics._local[1].calls] == [[3], [3]]
+    assert torch.equal(statistics.totals()[model.first, "weight"].sums, x.double().sum(0))
+
+
+def test_only_the_call_that_raised_is_forgotten():
+    model = WithFallback()
+    statistics = ActivationStatistics(prune.select(model))
+    with statistics.collecting():
+        model.block.error = MemoryError()
+        model(integers(8, 3))
+    expected = {"before.weight": 8, "block.first.weight": 4, "block.second.weight": 4}
+    assert statistics.num_tokens() == expected
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 3)])
+def test_a_batch_of_several_calls_counts_as_a_whole(mask):
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    statistics = ActivationStatistics(prune.select(nn.Sequential(first, second)))
+    x = integers(2, 3, 3)
+    with statistics.collecting():
+        for error in (MemoryError, None, KeyboardInterrupt, None):
+            try:
+                with statistics.batch(None if mask is None else mask.bool()):
+                    first(x)
+                    if error is not None:
+                        raise error
+                    second(x)
+            except (MemoryError, KeyboardInterrupt):
+                pass
+    assert statistics.num_tokens() == {"0.weight": 12, "1.weight": 12}
+
+
+def test_an_interrupt_that_is_caught_inside_of_collecting_is_refused():
+    model = Failing()
+    statistics = ActivationStatistics(prune.select(model))
+    with pytest.raises(KeyboardInterrupt), statistics.collecting():
+        model(integers(2, 3))
+        model.error = KeyboardInterrupt()
+        model(integers(2, 3))
+    model.error = None
+    with statistics.collecting():
+        model(integers(1, 3))
+    assert statistics.num_tokens() == {"first.weight": 3, "second.weight": 3}
+    with statistics.collecting():
+        model.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            model(integers(2, 3))
+        model.error = None
+        model(integers(2, 3))
+    with pytest.raises(RuntimeError, match=r"a forward was interrupted.*expected new statistics"):
+        statistics.wanda()
+
+
+def test_copies_that_are_made_meanwhile_have_no_hook():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    statistics = ActivationStatistics(prune.select(model))
+    with statistics.collecting():
+        model(torch.ones(2, 3))
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model[0])]
+        copies[0](torch.ones(5, 3))
+        copies[2](torch.ones(5, 3))
+    for each in copies:
+        assert not any(layer._forward_pre_hooks for layer in each.modules())
+        assert not any(layer._forward_hooks for layer in each.modules())
+        each(torch.ones(2, 3)).sum().backward()
+    assert statistics.num_tokens() == {"0.weight": 2, "2.weight": 2}
+
+
+def test_data_parallel_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 2))
+    wrapped = nn.DataParallel(model)
+    statistics = ActivationStatistics(prune.select(model))
+    other = nn.DataParallel(nn.Linear(3, 2))
+    with statistics.collecting():
+        wrapped(torch.ones(2, 3))
+        wrapped.device_ids = [0, 1]
+        with pytest.raises(NotImplementedError, match=r"0\.weight: copies .*DataParallel"):
+            wrapped(torch.ones(2, 3))
+        other(torch.ones(2, 3))
+    assert only(statistics).num_tokens == 2
+
+
+def test_nothing_is_left_in_torch():
+    layer = nn.Linear(3, 2)
+    num_graphs = 0
+
+    def backend(graph, _):
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend)
+    compiled(torch.ones(2, 3))
+    statistics = ActivationStatistics([(layer, "weight")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch.compile warns of global hooks
+        with statistics.collecting():
+            compiled(torch.ones(2, 3))
+        compiled(torch.ones(2, 3))
+    assert num_graphs == 1 and only(statistics).num_tokens == 2

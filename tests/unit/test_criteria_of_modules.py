@@ -1,5 +1,6 @@
 """Criteria on plain modules: states, and calls that are refused by name."""
 
+import copy
 import itertools
 import math
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.criteria import SNIP, Custom, GradientMagnitude, Movement
+from distprune.criteria import SNIP, Custom, Fisher, GradientMagnitude, Movement
 from distprune.torch_private.fsdp1_tensors import boxes_of_run
 
 
@@ -265,3 +266,16 @@ def test_an_update_that_is_interrupted_while_it_adds_is_refused_until_reset():
     criterion.reset()
     with pytest.raises(ValueError, match="has seen no unit"):
         criterion.scores()
+
+
+def test_a_copy_that_is_made_while_gradients_are_collected_has_no_hook():
+    net = model()
+    criterion = Fisher(prune.select(net), unit="rank_batch")
+    with criterion.calibrating():
+        with criterion.batch():
+            step(net)
+        copied = copy.deepcopy(net)
+        step(copied)  # outside of batch(): an error, if the criterion saw it
+        net.zero_grad()
+    assert criterion.num_updates == 1
+    assert not any(parameter._backward_hooks for parameter in copied.parameters())

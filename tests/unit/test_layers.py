@@ -39,7 +39,9 @@ ROOMS = {
     "criteria": {
         "_common", "torch_private", "shards", "masks", "call", "methods", "api",
     },
-    "statistics": {"_common", "shards", "selection", "call", "files", "budgets"},
+    "statistics": {
+        "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
+    },
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api", "projection"},
     "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},

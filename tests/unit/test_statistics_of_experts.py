@@ -1,6 +1,8 @@
 """Fused experts: the sums of each expert are those of the tokens that came to it."""
 
 import contextlib
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -277,6 +279,33 @@ def test_an_earlier_hook_that_fails_leaves_no_mode_behind():
         with pytest.raises(ZeroDivisionError):
             net(tokens_of(1))
         assert not _get_current_function_mode_stack()
+
+
+def test_a_forward_that_fails_after_experts_ran_does_not_count():
+    net, parts = experts_net(), [tokens_of(part) for part in range(2)]
+    statistics = ActivationStatistics(prune.select(net, names=FUSED))
+    with statistics.collecting():
+        net(parts[0])
+        handle = net.second.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(parts[1])
+        handle.remove()
+        net(parts[1])
+    assert_equal(statistics.totals(), expected(net, parts))
+
+
+def test_copies_that_are_made_meanwhile_are_not_seen():
+    net, tokens = experts_net(), tokens_of(1)
+    statistics = ActivationStatistics(prune.select(net, names=FUSED))
+    with statistics.collecting():
+        net(tokens)
+        copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.copy(net.first)]
+        copies[0](tokens)
+    for each in copies[:2]:
+        assert not any(layer._forward_hooks for layer in each.modules())
+        each(tokens).sum().backward()  # with gradients, which a hook would refuse
+    copies[2](tokens, torch.zeros(len(tokens), 1, dtype=torch.int64))
+    assert_equal(statistics.totals(), expected(net, [tokens]))
 
 
 def test_part_of_a_batch_cannot_be_left_out():
