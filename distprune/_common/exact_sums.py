@@ -13,7 +13,7 @@ of the largest one: the mean square of 10**8 scores of which the largest is 1000
 has a relative error of about 10**-9.
 
 Live models and files divide scores by the same rule: :func:`largest_of`, :func:`exponent_of`,
-:func:`grid_sum`, :func:`statistic`, :func:`scale_of`, :func:`scale_scores`.
+:func:`grid_sum`, :func:`statistic`, :func:`check_divisor`, :func:`scale_of`, :func:`scale_scores`.
 """
 
 from __future__ import annotations
@@ -138,20 +138,51 @@ def statistic(normalize: Normalization, total: int, exponent: int, num_elements:
         total: :func:`grid_sum` over all ranks.
         exponent: of the grid.
         num_elements: elements in the sum, over all ranks.
+
+    Returns:
+        inf, or the smallest denormal, if float64 does not hold it: see :func:`check_divisor`.
     """
     if not total or not num_elements:
         return 0.0
     # Integers: their quotient is rounded once.
     amount = total / (1 if normalize == "l2" else num_elements)
-    if power_of(normalize) == 1:
-        return math.ldexp(amount, exponent - _GRID_BITS)
-    return math.ldexp(math.sqrt(amount), exponent - _GRID_BITS // 2)
+    power = power_of(normalize)
+    try:
+        root = math.sqrt(amount) if power == 2 else amount
+        return max(math.ldexp(root, exponent - _GRID_BITS // power), math.ulp(0.0))
+    except OverflowError:
+        return math.inf
+
+
+def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
+    """Refuse a statistic that float64 holds in part only, or whose inverse it does.
+
+    Only scores in float64 have such ones. A statistic of 0.0 is that of scores that are all zero,
+    by which nothing is divided.
+
+    Args:
+        divisor: :func:`statistic`.
+        normalize: which of them it is.
+        label: the parameter or tensor, for the message.
+
+    Raises:
+        ValueError: names it.
+    """
+    lowest, highest = 2.0**-1022, 2.0**1022
+    if divisor and not lowest <= divisor <= highest:
+        raise ValueError(
+            f"{label}: normalize={normalize!r} would divide its scores by {divisor:.3g}; expected "
+            f"a number between {lowest:.3g} and {highest:.3g}, which float64 holds with all its "
+            "digits, as it does the inverse. Multiply the scores by a power of two, or rank them "
+            "without a normalisation."
+        )
 
 
 def scale_of(divisor: float, dtype: torch.dtype) -> float:
-    """What scores are multiplied by, rounded to their dtype: 1 / divisor.
+    """What scores are multiplied by, 1 / divisor with as many digits as their dtype has.
 
-    1.0 for a parameter whose scores are all zero; the largest finite number instead of infinity.
+    1.0 for a parameter whose scores are all zero. For scores in float32 the exponent is that of
+    float64: 1 / divisor of denormal scores is larger than any float32. See :func:`product_dtype`.
 
     Args:
         divisor: :func:`statistic`.
@@ -159,13 +190,31 @@ def scale_of(divisor: float, dtype: torch.dtype) -> float:
     """
     if divisor == 0.0:
         return 1.0
-    inverse = min(1.0 / divisor, torch.finfo(dtype).max)
-    return float(np.float32(inverse)) if dtype is torch.float32 else inverse
+    inverse = 1.0 / divisor
+    if dtype is torch.float64:
+        return inverse
+    fraction, exponent = math.frexp(inverse)
+    return math.ldexp(float(np.float32(fraction)), exponent)
+
+
+def product_dtype(scale: float, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype scores are multiplied, so that the product is rounded once, to ``dtype``.
+
+    That of the scores; float64 where their scale is no normal float32. The product of two numbers
+    with the digits of a float32 is exact in float64.
+    """
+    limits = torch.finfo(torch.float32)
+    is_normal = limits.smallest_normal <= scale <= limits.max
+    return dtype if is_normal else torch.float64
 
 
 def scale_scores(scores: Array, scale: float, out: Array) -> Array:
     """``scores * scale``, rounded once to their dtype; on a CPU. ``out`` may be the scores."""
-    np.multiply(scores, out.dtype.type(scale), out=out)
+    if out.dtype == np.float32 and product_dtype(scale, torch.float32) is torch.float64:
+        with np.errstate(over="ignore"):  # scores that do not count
+            np.multiply(scores, scale, out=out, dtype=np.float64, casting="same_kind")
+    else:
+        np.multiply(scores, out.dtype.type(scale), out=out)
     return out
 
 

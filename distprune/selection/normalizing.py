@@ -56,7 +56,7 @@ def normalized(
     num_live: Sequence[int],
     communicator: Communicator,
 ) -> list[ScoreSource]:
-    """The scores of all parameters, each times 1 / statistic. Collective.
+    """The scores of all parameters, each divided by its statistic. Collective.
 
     Args:
         parts: this rank's part of every parameter; the same list on all ranks.
@@ -65,7 +65,8 @@ def normalized(
         communicator: the ranks that have the parts.
 
     Raises:
-        ValueError: a live score is infinite; names its parameter.
+        ValueError: a live score is infinite, or a statistic is too small or too large for float64;
+            names the parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
     Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter. See
@@ -80,6 +81,7 @@ def normalized(
     sources: list[ScoreSource] = []
     for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
         divisor = exact_sums.statistic(normalize, total, exponent or 0, number)
+        exact_sums.check_divisor(divisor, normalize, part.name)
         sources.append(ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype)))
     return sources
 

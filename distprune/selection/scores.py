@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
-from distprune._common.exact_sums import scale_scores
+from distprune._common.exact_sums import product_dtype, scale_scores
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.shards.factored import FactoredScores
 from distprune.shards.matrix import Block, MatrixRun
@@ -190,7 +190,7 @@ class ScaledScores:
 
     Args:
         scores: floating point.
-        scale: a number of the dtype of the result.
+        scale: :func:`scale_of` the dtype of the result.
     """
 
     is_in_memory = False
@@ -204,7 +204,7 @@ class ScaledScores:
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         scores = self._scores.load(start, stop, scratch)
         if not memory.takes_numpy(scores.device):
-            return scores.to(self.dtype) * self._scale
+            return self._scaled(scores)
         scratch = scratch or Scratch()
         out = float_array(scratch, scores.numel(), self.dtype)
         return torch.from_numpy(
@@ -212,7 +212,11 @@ class ScaledScores:
         )
 
     def gather(self, runs: Runs) -> Tensor:
-        return self._scores.gather(runs).to(self.dtype) * self._scale
+        return self._scaled(self._scores.gather(runs))
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        product = scores.to(product_dtype(self._scale, self.dtype)) * self._scale
+        return product.to(self.dtype)
 
 
 def float_array(scratch: Scratch, size: int, dtype: torch.dtype) -> Array:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import distprune
 from distprune.files import planning, pruning
+from distprune.files.errors import CheckpointError
 from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
 from distprune.files.results import rewriting
@@ -119,3 +120,47 @@ def test_one_recipe_for_a_model_and_its_checkpoint(tmp_path, version):
     assert all(found[name].equal(keep) for name, keep in wanted.items())
     sparsities = [tensor.sparsity for tensor in report.tensors]
     assert (max(sparsities) > 0.9) == (version == 1)
+
+
+@pytest.mark.parametrize("normalize", ["rms", "l2", "mean"])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [
+        (torch.float32, -149),  # 1 / rms is above the largest float32
+        (torch.float32, 124),  # 1 / norm is a denormal float32
+        (torch.bfloat16, -133),
+        (torch.float64, -1000),
+    ],
+)
+def test_multiples_of_one_another_are_pruned_alike(tmp_path, dtype, exponent, normalize):
+    torch.manual_seed(0)
+    values = (torch.randperm(12) + 1).view(3, 4).double()
+    weights = {"a.weight": values.to(dtype), "b.weight": (values * 2.0**exponent).to(dtype)}
+    model = nn.ModuleDict({name: nn.Linear(4, 3, dtype=dtype) for name in "ab"})
+    for name, layer in model.items():
+        layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
+    distprune.global_unstructured(
+        distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize=normalize
+    )
+    source = tiny_checkpoints.save(tmp_path / "source", weights)
+    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize=normalize)), tmp_path / "target")
+    found = masks_of(tmp_path / "target")
+    for name, layer in model.items():
+        assert torch.equal(layer.weight_mask.bool(), values > 6)
+        assert torch.equal(found[f"{name}.weight"], values > 6)
+
+
+@pytest.mark.parametrize("value", [2.0**-1060, 1.5e308])
+def test_fp64_that_cannot_be_divided_exactly_is_refused_by_name(tmp_path, value):
+    weight = torch.full((3, 4), value, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 3, dtype=torch.float64))
+    model[0].weight = nn.Parameter(weight.clone())
+    text = r"0\.weight: normalize='l2' would divide its scores by (inf|[\d.]+e-3\d\d); expected"
+    with pytest.raises(ValueError, match=text):
+        distprune.global_unstructured(
+            distprune.select(model), distprune.L1Unstructured, amount=0.5, normalize="l2"
+        )
+    assert not hasattr(model[0], "weight_mask")
+    source = tiny_checkpoints.save(tmp_path / "source", {"0.weight": weight})
+    with pytest.raises(CheckpointError, match=text):
+        pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="l2")), tmp_path / "target")

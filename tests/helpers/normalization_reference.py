@@ -28,10 +28,12 @@ def normalized(scores: Tensor, normalize: str | None, keep: Tensor | None = None
     total = sum(round(abs(Fraction(value)) ** power / unit) for value in numbers.tolist()) * unit
     mean = total if normalize == "l2" else total / len(numbers)
     divisor = float(mean) if power == 1 else _square_root(mean)
-    scale = min(1 / divisor, torch.finfo(wide.dtype).max)
-    if wide.dtype == torch.float32:
-        scale = float(np.float32(scale))
-    return wide * scale
+    if wide.dtype == torch.float64:
+        return wide * (1 / divisor)
+    # 24 binary digits, of any exponent; the product is exact in float64, and is rounded once.
+    fraction, exponent = math.frexp(1 / divisor)
+    scale = math.ldexp(float(np.float32(fraction)), exponent)
+    return (wide.double() * scale).float()
 
 
 def _square_root(number: Fraction) -> float:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distprune._common import exact_sums
-from distprune._common.memory import Scratch
+from distprune._common.memory import Runs, Scratch
+from distprune.selection.scores import ScaledScores, TensorScores
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=50)
 
@@ -102,7 +103,6 @@ def test_the_largest_score_is_nan_where_one_is():
 
 def test_scales_are_finite():
     assert exact_sums.scale_of(0.0, torch.float32) == 1.0
-    assert exact_sums.scale_of(1e-44, torch.float32) == torch.finfo(torch.float32).max
     assert exact_sums.scale_of(3.0, torch.float32) == np.float32(1 / 3)
     assert exact_sums.scale_of(3.0, torch.float64) == 1 / 3
 
@@ -110,3 +110,41 @@ def test_scales_are_finite():
 def test_an_unknown_normalisation_is_named():
     with pytest.raises(ValueError, match="normalize='max'; expected 'rms', 'l2', 'mean' or None"):
         exact_sums.check_normalization("max")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("exponent", [-160, -128, -1, 0, 126, 127, 148])
+def test_scores_are_multiplied_by_a_scale_of_any_exponent(dtype, exponent):
+    torch_dtype = torch.from_numpy(np.zeros(0, dtype)).dtype
+    for divisor in (3.0, 1.0 + 2**-30, 1.75):
+        divisor = math.ldexp(divisor, exponent)
+        scale = exact_sums.scale_of(divisor, torch_dtype)
+        assert scale == math.ldexp(
+            float(dtype(1 / math.ldexp(divisor, -exponent))), -exponent
+        )  # that of an ordinary divisor, times a power of two
+        largest = max(-149, min(exponent, 103))
+        scores = np.ldexp(np.arange(1, 2**24, 99991), largest).astype(dtype)
+        product = [Fraction(float(score)) * Fraction(scale) for score in scores]
+        expected = np.array([float(each) for each in product]).astype(dtype)
+        assert np.array_equal(exact_sums.scale_scores(scores, scale, scores.copy()), expected)
+        source = ScaledScores(TensorScores(torch.from_numpy(scores)), scale)
+        found = source.gather(Runs(0, len(scores), 1, torch.arange(len(scores))))
+        assert np.array_equal(found.numpy(), expected) and found.dtype == torch_dtype
+
+
+@pytest.mark.parametrize("divisor", [2.0**-1023, 5e-324, 2.0**1023, math.inf])
+def test_a_divisor_that_float64_does_not_invert_exactly_is_refused(divisor):
+    with pytest.raises(ValueError, match=r"w: normalize='l2' would divide its scores by "):
+        exact_sums.check_divisor(divisor, "l2", "w")
+    for fine in (0.0, 2.0**-1022, 1.0, 2.0**1022):
+        exact_sums.check_divisor(fine, "l2", "w")
+
+
+def test_a_statistic_that_float64_does_not_hold_is_neither_a_number_nor_zero():
+    scores = np.array([5e-324] + 9 * [0.0])
+    exponent = exact_sums.exponent_of(5e-324)
+    total = exact_sums.grid_sum(scores, exponent, 1, Scratch())
+    assert exact_sums.statistic("mean", total, exponent, 10) == 5e-324
+    scores = np.full(4, 1.5e308)
+    total = exact_sums.grid_sum(scores, 1024, 2, Scratch())
+    assert exact_sums.statistic("l2", total, 1024, 4) == math.inf

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from distprune._common.exact_sums import (
+    check_divisor,
     exponent_of,
     from_words,
     grid_sum,
@@ -89,7 +90,8 @@ def measure(
 
     Raises:
         NaNError: a tensor has NaN, and they are refused; on every rank.
-        CheckpointError: a tensor has infinite elements, or cannot be read; on every rank.
+        CheckpointError: a tensor has infinite elements, or fp64 ones too small or too large for a
+            statistic, or cannot be read; on every rank.
 
     Cost: one read, and another of a part of the weights that have more than 16 bits, see
     [Note: runs]; all-reduces of 40 bytes for each tensor.
@@ -188,7 +190,12 @@ class _Measuring:
                 continue
             num_numbers = tensor.entry.numel - int(self._num_nan[position])
             total, exponent = from_words(*shared[position]), self._exponents[position]
-            divisors.append(statistic(normalize, total, exponent, num_numbers))
+            divisor = statistic(normalize, total, exponent, num_numbers)
+            try:
+                check_divisor(divisor, normalize, tensor.entry.name)
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
+            divisors.append(divisor)
         return Measured(tuple(divisors), self._num_nan)
 
     def _add(self, span: Span, weights: Weights) -> None:

@@ -32,7 +32,8 @@ class TensorReport:
             None: the ranking decided.
         divisor: what its magnitudes were divided by before they were ranked (their rms, their l2
             norm or their mean, as the recipe says); None: by nothing. The scores were
-            ``fp32(magnitude * fp32(1 / divisor))``. Other raw scores were divided likewise.
+            ``fp32(magnitude * fp32(1 / divisor))``, where the inverse has the digits of an fp32
+            and any exponent. Other raw scores were divided likewise.
     """
 
     name: str
