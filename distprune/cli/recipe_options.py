@@ -9,7 +9,7 @@ import typer
 
 from distprune._common.n_of_m import tile_of
 from distprune.cli import recipe_files
-from distprune.files.errors import SelectionError
+from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes.checkpoints import fields_of
 
@@ -155,18 +155,27 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     """
     fields = {} if name is None else fields_of(recipe_files.read(name), name)
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
+    given = _as_typed(overrides)
     groups = fields.get("groups", ())
     if groups:
-        _refuse_in_groups(name, len(groups), overrides)
+        _refuse_in_groups(name, len(groups), given)
     is_tiled = tile_of((fields | overrides).get("pattern")) is not None
-    if is_tiled:  # a sparsity and a scope stand beside it
-        fields = {k: v for k, v in fields.items() if k not in _LIMITS}
-    elif "pattern" in overrides:
+    if "pattern" in overrides and not is_tiled:
         fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
-    elif overrides.get("scope", "global") != "global":
-        fields = {k: v for k, v in fields.items() if k not in ("pattern", *_LIMITS)}
-    elif "sparsity" in overrides or "scope" in overrides:
+    elif "sparsity" in overrides and not is_tiled:
         fields.pop("pattern", None)
+    if is_tiled or overrides.get("scope", "global") != "global":
+        fields = {k: v for k, v in fields.items() if k not in _LIMITS}
+    pattern = (fields | overrides).get("pattern")
+    if "scope" in overrides and pattern is not None and not is_tiled:
+        beside, way_out = given.get("pattern"), "leave --scope out."
+        if beside is None:
+            beside = f"the pattern {pattern} of the recipe {name}"
+            way_out = "expected --sparsity too, which replaces the pattern, or no --scope."
+        raise SelectionError(
+            f"{given['scope']} has no place beside {beside}, which says how much and where; "
+            f"{way_out}"
+        )
     if "scores" in overrides and "score" not in overrides and not groups:
         overrides["score"] = "given"
     if "score" in overrides:
@@ -192,6 +201,11 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         )
     try:
         return FileRecipe(**fields | overrides)
+    except SelectionError as error:
+        if name is None or not given:
+            raise
+        subject = f"the recipe {name} with {' '.join(given.values())}"
+        raise SelectionError(headline(subject, error.problems), error.problems) from error
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
 
@@ -216,9 +230,23 @@ def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[s
     return {"normalize": "rms"} | fields
 
 
-def _refuse_in_groups(name: str | None, count: int, overrides: dict[str, Any]) -> None:
+def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
+    """Options as they stand on a command line, by their fields."""
+    texts = {}
+    for key, value in overrides.items():
+        name = key.removesuffix("s") if key == "input_dims" else key
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            texts[key] = f"--{name}" if value else f"--no-{name}"
+        else:
+            values = value if isinstance(value, list) else [value]
+            texts[key] = " ".join(f"--{name} {each}" for each in values)
+    return texts
+
+
+def _refuse_in_groups(name: str | None, count: int, given: dict[str, str]) -> None:
     """Refuse options that would override a field which every group has of its own."""
-    options = [f"--{key.replace('_', '-')}" for key in overrides if key not in _FOR_ALL_GROUPS]
+    options = [text for key, text in given.items() if key not in _FOR_ALL_GROUPS]
     if options:
         raise SelectionError(
             f"the recipe {name} has {count} groups, each of which has its own; expected no "

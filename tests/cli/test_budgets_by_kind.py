@@ -60,7 +60,7 @@ def test_options_that_each_group_has_itself_are_refused_by_name(run, source, tmp
     done = run("plan", source, "-r", "by_kind_of_layer", *given)
     assert done.code == 2
     assert "has 2 groups" in done.err
-    assert "expected no --sparsity, --exclude, --max-sparsity." in done.err
+    assert "expected no --sparsity 0.5, --exclude *.up_proj, --max-sparsity 0.9." in done.err
     assert run("plan", source, "-r", "by_kind_of_layer", "--nan", "keep").code == 0
 
 
