@@ -27,10 +27,16 @@ def advice_for_language_models(plan: Plan) -> str:
     is_by_magnitude = any(group.recipe.ranks_magnitudes for group in plan.groups)
     if not is_by_magnitude or plan.num_to_prune < _TOO_MUCH_BY_MAGNITUDE * plan.num_elements:
         return ""
+    recipe = plan.recipe
+    how = "--score wanda --statistics FILE"
+    if recipe.groups:
+        how = "score: wanda in the recipe, and --statistics FILE"
+    elif recipe.pattern is None and not recipe.has_limits and recipe.normalize in (None, "rms"):
+        how += " --scope row"
     return (
         f"pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by magnitude may "
-        "ruin it. Statistics of activations (distprune calibrate, then --score wanda "
-        "--statistics FILE --scope row) lose far less; distprune eval measures it."
+        f"ruin it. Statistics of activations (distprune calibrate, then {how}) lose far less; "
+        "distprune eval measures it."
     )
 
 
@@ -47,10 +53,11 @@ def show_warnings(terminal: Terminal, plan: Plan) -> None:
     ):
         are_weights = all(group.recipe.ranks_magnitudes for group in plan.groups)
         what = "magnitudes" if are_weights else "scores"
+        option = "" if plan.recipe.groups else "--normalize rms, or "
         terminal.note(
             f"Raw {what} of several tensors are ranked together (normalize: none). Where their "
-            "scales differ, this may empty some of them; --normalize rms, or normalize: rms in a "
-            "recipe, divides each tensor by its rms first."
+            f"scales differ, this may empty some of them; {option}normalize: rms in a recipe, "
+            "divides each tensor by its rms first."
         )
 
 

@@ -12,6 +12,7 @@ above a block, say how:
 import contextlib
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +87,17 @@ def blocks_of(page: Path, *languages: str) -> list[Block]:
         for match in _FENCE.finditer(text)
         if match["language"] in languages
     ]
+
+
+def commands_of(page):
+    """The commands in the shell blocks of a page, as lists of words, with their places."""
+    for block in blocks_of(page, "bash", "console", "sh"):
+        for number, line in enumerate(block.code.replace("\\\n", " ").splitlines(), block.line):
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                del words[0]  # an environment variable
+            if words:
+                yield f"{block.page}:{number}", words
 
 
 class Model(nn.Module):

@@ -3,12 +3,19 @@
 import ast
 import os
 import re
-import shlex
 import subprocess
 import sys
 
 import pytest
-from examples_of_pages import DOCS, ROOT, blocks_of, pages, run_blocks, write_files
+from examples_of_pages import (
+    DOCS,
+    ROOT,
+    blocks_of,
+    commands_of,
+    pages,
+    run_blocks,
+    write_files,
+)
 
 from distprune.testing import run_ranks
 
@@ -99,17 +106,6 @@ def test_few_blocks_are_skipped_and_each_says_why():
     ]
     assert len(skipped) <= MOST_SKIPPED, [str(block) for block in skipped]
     assert all(len(block.how.removeprefix("skip:").split()) >= 4 for block in skipped)
-
-
-def commands_of(page):
-    """The commands in the shell blocks of a page, as lists of words, with their places."""
-    for block in blocks_of(page, "bash", "console", "sh"):
-        for number, line in enumerate(block.code.replace("\\\n", " ").splitlines(), block.line):
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-                del words[0]  # an environment variable
-            if words:
-                yield f"{block.page}:{number}", words
 
 
 @pytest.mark.parametrize("page", SHELL, ids=name_of)

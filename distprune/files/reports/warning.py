@@ -49,11 +49,11 @@ def advice_about(plan: Plan, tensors: Sequence[TensorReport]) -> str:
     shown = _shown(raw)
     are_weights = all(plan.groups[tensor.group].recipe.ranks_magnitudes for tensor in raw)
     keep = "keeps" if len(raw) == 1 else "keep"
+    option = "" if plan.recipe.groups else " (--normalize rms)"
     return (
         f"{shown} {keep} at most 1 %, because raw {'magnitudes' if are_weights else 'scores'} were "
-        "ranked; normalize: rms "
-        "(--normalize rms) divides those of each tensor by their rms, so that tensors of different "
-        "scales compare."
+        f"ranked; normalize: rms{option} divides those of each tensor by their rms, so that "
+        "tensors of different scales compare."
     )
 
 
