@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 
 from distprune._common.patterns import matcher
+from distprune.files.errors import SelectionError
 
 _MAX_COMPARED = 2000  # names, for a hint: comparing one takes some 10 microseconds
 
@@ -20,10 +21,16 @@ def matched(
         patterns: globs or regular expressions.
         names: of all tensors.
         problems: a sentence is added for each pattern that matches nothing.
+
+    Raises:
+        SelectionError: the search for a pattern does not end.
     """
     matched_names: set[str] = set()
     for pattern in patterns:
-        matching = list(filter(matcher(pattern), names))
+        try:
+            matching = list(filter(matcher(pattern), names))
+        except ValueError as error:
+            raise SelectionError(f"{field}: {error}") from error
         if not matching:
             close = difflib.get_close_matches(pattern, names[:_MAX_COMPARED], n=1, cutoff=0.3)
             example = (close or [*names[:1], "(none)"])[0]
