@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +27,12 @@ from distprune._common.process_groups import is_distributed, over_groups, world
 from distprune._common.pruned_form import is_dtensor
 from distprune.language_models.text import TokenWindows
 from distprune.torch_private.wrapper import gradients_of, managed_parameters
+
+# Of CPUs, x86 and ARM: those that multiply matrices of a dtype.
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,28 @@ def check_run(model: nn.Module, windows: TokenWindows, batch_size: int) -> None:
         )
 
 
+def _warn_of_slow_dtype(model: nn.Module) -> None:
+    """Warn of weights in 16 bits that the CPU multiplies without instructions of their own."""
+    on_cpu = {p.dtype for p in model.parameters() if p.device.type == "cpu"}
+    for dtype in sorted(on_cpu & _INSTRUCTIONS.keys(), key=str):
+        if not _has_instructions(dtype):
+            warnings.warn(
+                f"the weights are {dtype}, and this CPU has no instructions for products of it: a "
+                "run takes several times as long as in float32. Load the model in float32 "
+                "(dtype=torch.float32, or --dtype float32), with twice the memory for the weights.",
+                stacklevel=4,
+            )
+
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies matrices of a dtype itself; True where torch cannot tell."""
+    get: Any = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
+    if get is None:
+        return True
+    found = get()
+    return any(found.get(name) for name in _INSTRUCTIONS[dtype])
+
+
 def inputs_of(model: nn.Module, windows: TokenWindows, rows: slice) -> Tensor:
     """The tokens of a batch, int64 [windows, length], where the model is."""
     parameter = next(model.parameters(), None)
@@ -250,6 +279,8 @@ def check_same(model: nn.Module, windows: TokenWindows, batch_size: int) -> Data
         ValueError, NotImplementedError: as :func:`check_run` and :func:`data_ranks`; ranks with
             different windows.
 
+    Warns, on the first rank, of a dtype that this CPU computes slowly.
+
     Cost: one all-reduce of 40 bytes.
     """
 
@@ -258,7 +289,11 @@ def check_same(model: nn.Module, windows: TokenWindows, batch_size: int) -> Data
         return data_ranks(model)
 
     facts = [("batch_size", str(batch_size)), ("windows", f"{tuple(windows.tokens.shape)}")]
-    return world().run(
+    communicator = world()
+    ranks = communicator.run(
         check,
         lambda ranks: [*facts, *windows.digests(), ("data-parallel ranks", str(ranks.size))],
     )
+    if communicator.index == 0:
+        _warn_of_slow_dtype(model)
+    return ranks

@@ -49,7 +49,8 @@ class Run:
         """All stages."""
         settings, job = self.settings, self.job
         model = self.model
-        job.say(f"loaded {settings.model}: {job.num_ranks} ranks, {settings.wrap}")
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        job.say(f"loaded {settings.model}: {job.num_ranks} ranks, {settings.wrap}, {dtype}")
         self.measure("dense")
         recovers_while_pruning = settings.schedule != "one_shot"
         if not recovers_while_pruning:

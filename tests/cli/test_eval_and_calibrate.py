@@ -65,6 +65,7 @@ def test_calibrate_writes_the_statistics_of_the_library(run, made, tmp_path):
     done = run("calibrate", model, *options, "--out", out, "--samples", "5", "--seed", "3")
     assert done.code == 0, done.err
     assert f"{out}: statistics of 14 layers over 80 tokens in 5 windows" in done.out
+    assert done.out.rstrip().endswith("1 process, float32.")
     llama = tiny_llama()
     statistics = ActivationStatistics(linear_layers(llama))
     calibrate(llama, of_library(model, text).sample(5, seed=3), statistics)

@@ -136,6 +136,7 @@ def calibrate(
             )
             statistics.save(out)
         seconds = time.monotonic() - began
+        dtype_used = str(next(loaded.parameters()).dtype).removeprefix("torch.")
     num_tokens = windows.tokens.numel()
     if as_json:
         terminal.json(
@@ -152,6 +153,7 @@ def calibrate(
                 "num_layers": len(layers),
                 "layers": [layer.fqn for layer in layers],
                 "without_statistics": unseen,
+                "dtype": dtype_used,
                 "wrap": used_wrap,
                 "device": kind,
                 "num_ranks": num_ranks,
@@ -164,7 +166,8 @@ def calibrate(
         terminal.text(
             f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} tokens "
             f"in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
-            f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}."
+            f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}, "
+            f"{dtype_used}."
         )
 
 
