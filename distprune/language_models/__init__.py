@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from distprune.language_models.layers import linear_layers as linear_layers
     from distprune.language_models.layers import load_tokenizer as load_tokenizer
     from distprune.language_models.loading import load_sharded as load_sharded
+    from distprune.language_models.losses import BatchLosses as BatchLosses
     from distprune.language_models.running import DataRanks as DataRanks
     from distprune.language_models.running import RunProgress as RunProgress
     from distprune.language_models.running import data_ranks as data_ranks
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # By public name, its module. No module has the name of a function: once imported, it would take
 # the function's place in this package.
 _MODULES = {
+    "BatchLosses": "losses",
     "PerplexityReport": "evaluating",
     "DataRanks": "running",
     "RunProgress": "running",
@@ -58,6 +60,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "BatchLosses",
     "DataRanks",
     "PerplexityReport",
     "RunProgress",

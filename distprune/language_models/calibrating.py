@@ -26,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distprune._common.naming import named_modules
 from distprune._common.process_groups import is_distributed, world
+from distprune._common.pruned_form import orig_key
 from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.grasp import GraSP
 from distprune.criteria.measured import MeasuredCriterion
 from distprune.language_models.layers import head_of
+from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,
     Report,
@@ -46,7 +48,7 @@ from distprune.language_models.running import (
 )
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics
-from distprune.torch_private.wrapper import managed_parameters
+from distprune.torch_private.wrapper import is_piece_of_flat, managed_parameters
 
 
 def calibrate(
@@ -101,7 +103,7 @@ def calibrate(
         if isinstance(collected, ActivationStatistics):
             run.collect_inputs(collected)
         else:
-            with torch.enable_grad(), _without_gradients(model):
+            with torch.enable_grad(), _gradients_for(model, collected):
                 if isinstance(collected, GraSP):
                     run.measure(collected)
                 elif isinstance(collected, GradientMoment) and collected.unit == "rank_batch":
@@ -131,6 +133,7 @@ class _Run:
         self._model, self._windows, self._steps, self._ranks = model, windows, steps, ranks
         self._communicator = world()
         self._progress = progress
+        self._losses = BatchLosses(model)
 
     def collect_inputs(self, statistics: ActivationStatistics) -> None:
         """Activation statistics: of padding, nothing is collected."""
@@ -204,13 +207,7 @@ class _Run:
         self._communicator.run(run)
 
     def _loss(self, step: Step) -> Tensor:
-        ids = self._ids(step)
-        loss = getattr(output_of(self._model, input_ids=ids, labels=ids), "loss", None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TypeError(
-                "the model returns no loss for labels=; expected an object with one, as causal "
-                "language models of transformers return."
-            )
+        loss = self._losses.mean(self._ids(step))
         if not bool(loss.detach().isfinite()):
             first = step.rows.start
             text = self._windows.texts[int(self._windows.text_of[first])]
@@ -264,11 +261,28 @@ def _averages_gradients(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Leave no gradients behind, of parameters that a criterion does not read either."""
+def _gradients_for(model: nn.Module, criterion: Criterion) -> Iterator[None]:
+    """Make no gradients but those that a criterion reads, if the model can; leave none behind.
+
+    DDP and FSDP1 have decided what has gradients when they were made.
+    """
+    read = {
+        id(module._parameters.get(key))
+        for module, name in criterion.parameters
+        for key in (name, orig_key(name))
+    }
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in read]
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()) or any(
+        map(is_piece_of_flat, model.parameters())
+    ):
+        others = []
+    for parameter in others:
+        parameter.requires_grad_(False)
     try:
         yield
     finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
         model.zero_grad()
 
 

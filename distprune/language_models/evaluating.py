@@ -9,23 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from distprune._common.collectives import resolved
 from distprune._common.process_groups import world
-from distprune._common.pruned_form import is_dtensor
+from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     Report,
     Reporter,
     check_same,
     in_eval_mode,
     inputs_of,
-    output_of,
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-
-_SLICE = 1 << 24  # logits that are converted to fp32 at a time: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -136,13 +131,15 @@ def perplexity(
         Exception: of the model. Where its forward communicates (FSDP, TP), an error on one rank
             alone leaves the others waiting until the timeout of the process group.
 
-    Cost: a forward of each window; memory for the logits of a batch in the model's dtype, and 192
-    MiB. On the wire what the forwards send, 40 bytes per step, and 16 bytes per window at the end.
+    Cost: a forward of each window; 192 MiB of memory, and for models whose head does not run in
+    slices (losses.[Note: slices]) the logits of a batch. On the wire what the forwards send, 40
+    bytes per step, and 16 bytes per window at the end.
     """
     ranks = check_same(model, windows, batch_size)
     communicator = world()
     # By window: its loss, and how many ranks have counted it.
     table = torch.zeros(len(windows), 2, dtype=torch.float64)
+    batches = BatchLosses(model)
     reporter = Reporter("evaluate", len(windows), progress)
     with (
         communicator.raising_everywhere(),
@@ -153,8 +150,7 @@ def perplexity(
         for step in steps_of(len(windows), batch_size, ranks):
 
             def run(rows: slice = step.rows) -> Tensor:
-                ids = inputs_of(model, windows, rows)
-                return nll_of_windows(logits_of(output_of(model, input_ids=ids)), ids)
+                return batches.of_windows(inputs_of(model, windows, rows))
 
             losses = communicator.run(run)
             if ranks.is_counted and not step.is_padding:
@@ -172,50 +168,6 @@ def perplexity(
     total = _of_text("all", losses, windows, torch.arange(len(windows)))
     with_windows = tuple(text for text in texts if text.num_windows)
     return PerplexityReport(with_windows, total, losses, windows.length, windows.has_bos)
-
-
-def logits_of(output: Any) -> Tensor:
-    """The whole logits in what a model returns.
-
-    Raises:
-        TypeError: there are none.
-
-    Cost: nothing, unless they are sharded over the vocabulary: then an all-gather of them.
-    """
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise TypeError(
-            f"the model returns a {type(output).__name__}; expected logits, or an object with "
-            "logits [windows, length, vocabulary], as causal language models of transformers do."
-        )
-    if is_dtensor(logits):
-        from torch.distributed.tensor import Replicate
-
-        return resolved(logits, [Replicate()] * logits.device_mesh.ndim)
-    return logits
-
-
-def nll_of_windows(logits: Tensor, ids: Tensor) -> Tensor:
-    """The negative log-likelihood of each window: of all its tokens but the first, in nats.
-
-    Args:
-        logits: [windows, length, vocabulary]; they are converted to fp32, slice by slice.
-        ids: int64 [windows, length].
-
-    Returns:
-        float64 [windows], on the CPU.
-    """
-    num_rows = max(1, _SLICE // logits.shape[2])
-    losses = torch.zeros(len(ids), dtype=torch.float64, device=logits.device)
-    with torch.autocast(logits.device.type, enabled=False):
-        for window, (scores, targets) in enumerate(zip(logits, ids[:, 1:], strict=True)):
-            for start in range(0, len(targets), num_rows):
-                expected = targets[start : start + num_rows]
-                # The last position predicts what is not in the window.
-                given = scores[start : start + len(expected)].float()
-                of_tokens = functional.cross_entropy(given, expected, reduction="none")
-                losses[window] += of_tokens.double().sum()
-    return losses.cpu()
 
 
 def _of_text(name: str, losses: Tensor, windows: TokenWindows, rows: Tensor) -> TextPerplexity:

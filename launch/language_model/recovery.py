@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune.language_models import DataRanks, TokenWindows, data_ranks
+from distprune.language_models import BatchLosses, DataRanks, TokenWindows, data_ranks
 from distprune.schedule import ScheduledPruner
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
@@ -74,13 +74,13 @@ def recover(
         first, events = checkpoints.load(model, optimizer, pruner)
         if first and label is not None:
             job.say(f"{label}: goes on after step {first}")
-    began = time.monotonic()
+    began, losses = time.monotonic(), BatchLosses(model)
     model.train()
     steps = recovery.steps
     for step, rows in enumerate(_rows_of_steps(recovery, len(windows), ranks)[first:], first + 1):
         for group in optimizer.param_groups:
             group["lr"] = recovery.learning_rate * relative_rate(step, steps)
-        loss = _backward(model, windows.tokens[rows].to(job.device), recovery)
+        loss = _backward(losses, windows.tokens[rows].to(job.device), recovery)
         if has_adapters:
             _average_gradients(model, ranks)
         optimizer.step()
@@ -121,13 +121,13 @@ def _average_gradients(model: nn.Module, ranks: DataRanks) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
-def _backward(model: nn.Module, tokens: Tensor, recovery: Recovery) -> Tensor:
+def _backward(of_model: BatchLosses, tokens: Tensor, recovery: Recovery) -> Tensor:
     """Gradients of the mean loss of this rank's sequences, some at a time; that loss."""
     losses = []
     dtype = recovery.autocast
     for part in tokens.split(recovery.batch_size):
         with torch.autocast(tokens.device.type, dtype, enabled=dtype is not None):
-            loss = model(input_ids=part, labels=part, use_cache=False).loss
+            loss = of_model.mean(part)
         loss = loss * (len(part) / len(tokens))
         loss.backward()
         losses.append(loss.detach())

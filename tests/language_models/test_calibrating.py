@@ -164,6 +164,19 @@ def test_scores_of_one_process_are_those_of_a_plain_loop(folder):
         assert torch.allclose(snip.scores()[module, name], expected, rtol=1e-5, atol=1e-8)
 
 
+def test_only_gradients_that_are_read_are_made(folder):
+    model, made = tiny_llama(), []
+    model.lm_head.weight.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient, name=name: made.append(name))
+    read_by = layers_of(model)[3:5]
+    calibrate(model, read(folder, 1), criteria.SNIP(read_by))
+    assert sorted(made) == sorted(pair.fqn for pair in read_by)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == ["lm_head.weight"]
+
+
 def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
     model, windows = tiny_llama(), read(folder, 2)
     seen = []

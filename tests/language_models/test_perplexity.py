@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from distprune.language_models import evaluating, perplexity, read_windows
+from distprune.language_models import losses, perplexity, read_windows
 from distprune.testing import run_ranks
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text
 from helpers.wrapped_llamas import wrapped_llama
@@ -67,12 +67,12 @@ def test_it_is_the_loss_that_the_model_itself_reports(folder):
 def test_slices_of_logits_and_half_precision(folder, monkeypatch):
     model, windows = tiny_llama(), read(folder, limit=4)
     whole = perplexity(model, windows)
-    monkeypatch.setattr(evaluating, "_SLICE", 264 * 4)
+    monkeypatch.setattr(losses, "_SLICE", 264 * 4)
     assert perplexity(model, windows).total.nll == pytest.approx(whole.total.nll, rel=1e-6)
     # Logits of 8 bits are converted before the loss, not after.
     logits = torch.randn(1, 16, 264).bfloat16()
     exact = torch.nn.functional.cross_entropy(logits[0, :-1].double(), windows.tokens[0, 1:])
-    measured = evaluating.nll_of_windows(logits, windows.tokens[:1])
+    measured = losses.nll_of_windows(logits, windows.tokens[:1])
     assert float(measured) == pytest.approx(15 * float(exact), rel=1e-6)
 
 
@@ -109,9 +109,9 @@ def test_bits_do_not_depend_on_the_number_of_ranks(folder, batch_size):
 def test_tensor_parallel_ranks_compute_together(folder, wrapping):
     expected, of_windows = run_ranks(evaluate, 1, "none", folder, 1)[0]
     results = run_ranks(evaluate, 4 if "x" in wrapping else 2, wrapping, folder, 1)
-    for values, losses in results:
-        assert (values, losses) == results[0]
-        assert losses == pytest.approx(of_windows, rel=1e-6)
+    for values, found in results:
+        assert (values, found) == results[0]
+        assert found == pytest.approx(of_windows, rel=1e-6)
         assert values["all"]["num_tokens"] == expected["all"]["num_tokens"]
 
 
