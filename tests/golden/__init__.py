@@ -1,0 +1,1 @@
+"""Results of the library, frozen as hashes: see make.py."""

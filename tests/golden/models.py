@@ -1,0 +1,412 @@
+"""Frozen results of live models: each case, on each wrapping.
+
+A case is a tuple of keywords for successive calls of global_unstructured, or a function of a Run.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import distprune as prune
+from distprune import budgets, criteria, dynamic, schedule
+from distprune._common.naming import unwrap
+from distprune.statistics import ActivationStatistics
+from distprune.testing import run_ranks
+from golden import corpus
+from helpers import wrappings
+from helpers.comparisons import assembled
+from helpers.criteria_runs import IntegerNet, backward, batches
+from helpers.models import EVEN, Net, fill, fqns, target
+
+ALL_WRAPPINGS = [*wrappings.TRAINED, *wrappings.FSDP2_DIM1]
+SCALES = (1.0, 4.0, 0.5)  # of successive parameters
+SHARES = {"l1.weight": 0.5, "l2.weight": 0.2, "l3.weight": 0.7, "conv.weight": 0.0}
+RATIOS = {"l1.weight": 0.1, "l2.weight": 0.4, "l3.weight": 0.3, "conv.weight": 0.0}
+BOUNDS = {"min_sparsity": 0.3, "max_sparsity": 0.6}
+RAMP = schedule.Cubic(begin=0, end=2, frequency=1, final_sparsity=0.7, initial_sparsity=0.2)
+BATCHES_PER_CALL = 16  # cases; torch keeps the threads of each mesh
+
+
+class ShapesNet(Net):
+    """Net, and other shapes; 5, 3 and 1 rows leave some of 4 ranks without any."""
+
+    def __init__(self) -> None:
+        super().__init__(EVEN)
+        self.conv = nn.Conv2d(12, 3, 2)
+        self.norm = nn.LayerNorm(7)
+        self.one = nn.Linear(12, 1, bias=False)
+
+
+def linear_net() -> Net:
+    """Return a net of small integers, whose outputs and gradients are exact on any sharding."""
+    net = IntegerNet(EVEN)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
+        net.l2.bias.zero_()  # each rank of rowwise parallelism adds a share of it
+    return net
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case.
+
+    Attributes:
+        what: keywords of successive calls, or a function of a Run.
+        data, dtype: of the parameters; see helpers.models.fill.
+        names: of the parameters that are pruned: "all", or "matrices".
+        has_forward: whether the model runs, with integers for weights and inputs.
+        wrappings: decides which ones it runs on.
+    """
+
+    what: tuple[dict[str, Any], ...] | Callable[[Run], None]
+    data: str = "rounded"
+    dtype: str = "float32"
+    names: str = "all"
+    has_forward: bool = False
+    runs_on: Callable[[str], bool] = lambda wrapping: True
+
+    def make(self) -> nn.Module:
+        if self.has_forward:
+            return linear_net()
+        net = fill(ShapesNet(), self.data, self.dtype)
+        with torch.no_grad():
+            for number, parameter in enumerate(net.parameters()):
+                parameter.mul_(SCALES[number % len(SCALES)])
+        return net
+
+
+class Run:
+    """A case on this rank: the wrapped model, and what has been found so far."""
+
+    def __init__(self, case: Case, wrapping: str, indices: dict[str, Tensor]) -> None:
+        self.case, self.wrapping, self.indices = case, wrapping, indices
+        dense = case.make()
+        names = [n for n in fqns(dense) if self._fits(n, dense.get_parameter(n).shape)]
+        self.names = random.Random(3).sample(names, len(names))
+        self.whole = {name: dense.get_parameter(name).detach().clone() for name in self.names}
+        self.model = wrappings.wrap(dense, wrapping)
+        inner = wrappings.unwrapped(self.model)
+        placed = [target(inner, name) for name in self.names]
+        self.pairs = [
+            prune.NamedParameter(unwrap(module), own, name)
+            for (module, own), name in zip(placed, self.names, strict=True)
+        ]
+        self.part = wrappings.data_rank(wrapping)
+        self.facts: list[object] = []
+        self.masks: dict[str, Tensor] = {}  # the parts on this rank: "number of the step name"
+
+    def _fits(self, name: str, shape: torch.Size) -> bool:
+        if self.case.names == "all" and not self.case.has_forward:
+            return True
+        if name not in SHARES or not isinstance(self.case.what, tuple):
+            return name in SHARES
+        pattern = self.case.what[0].get("pattern", "")
+        sizes = [int(size) for size in pattern.split("x")] if "x" in pattern else [1, 1]
+        return all(length % size == 0 for length, size in zip(shape, sizes, strict=False))
+
+    def carry_out(self) -> None:
+        if callable(self.case.what):
+            self.case.what(self)
+        else:
+            for keywords in self.case.what:
+                self.prune(**keywords)
+
+    def given(self, dtype: torch.dtype, step: int) -> dict[Any, Tensor]:
+        """Whole scores, some of them negative, for each ``step``-th parameter."""
+        generator = torch.Generator().manual_seed(8)
+        drawn = [torch.randint(-9, 10, w.shape, generator=generator) for w in self.whole.values()]
+        pairs = zip(self.pairs, drawn, strict=True)
+        return {pair: scores.to(dtype) for pair, scores in list(pairs)[::step]}
+
+    def prune(
+        self, method: Any = prune.L1Unstructured, scores: Any = None, **keywords: Any
+    ) -> None:
+        torch.manual_seed(5)  # of random scores
+        self.keep(prune.global_unstructured(self.pairs, method, scores, **keywords))
+
+    def keep(self, report: Any = None, masks: Iterable[Tensor] | None = None) -> None:
+        """Remember the masks as they are now, or those given, and what a report says."""
+        if masks is None:
+            masks = [getattr(module, name + "_mask") for module, name in self.pairs]
+        step = sum(fact == "step" for fact in self.facts)
+        self.facts.append("step")
+        for name, mask in zip(self.names, masks, strict=True):
+            self.masks[f"{step} {name}"] = wrappings.local(mask).bool().clone()
+        if report is not None:
+            self.facts += [report.threshold, report.num_ties, report.num_ties_pruned]
+            for each in report.parameters:
+                self.facts += [each.name, each.num_pruned, each.held_at, each.wanted]
+
+    @torch.no_grad()
+    def change_values(self, seed: int) -> None:
+        """Give the parameters other values, as an optimizer does."""
+        dense = fill(ShapesNet(), self.case.data, self.case.dtype, seed)
+        for name in self.names:
+            part = wrappings.my_part(dense.get_parameter(name), self.indices[name])
+            wrappings.shard(self.model, name, self.indices).copy_(part)
+
+    def backwards(self, number: int) -> Iterable[int]:
+        """Run batches backwards; the gradients are there while the caller has the number."""
+        for step, batch in enumerate(batches(wrappings.unwrapped(self.model), number)):
+            backward(self.model, batch, *self.part)
+            yield step
+            self.model.zero_grad()
+
+    def statistics(self) -> ActivationStatistics:
+        """Statistics of one batch; ranks with plain models take a part of it each, as others."""
+        is_plain = wrappings.kind_of(self.wrapping) == "plain"
+        size = torch.distributed.get_world_size()
+        part, num_parts = (torch.distributed.get_rank(), size) if is_plain else self.part
+        collected = ActivationStatistics(self.pairs)
+        ((inputs, _),) = batches(wrappings.unwrapped(self.model), 1)
+        with collected.collecting(), torch.no_grad():
+            self.model(inputs.chunk(num_parts)[part])
+        return collected
+
+
+def of_method(
+    method: Any, *calls: dict[str, Any], scores: Any = None, step: int = 2
+) -> Callable[[Run], None]:
+    def run(self: Run) -> None:
+        for keywords in calls:
+            self.prune(method, None if scores is None else self.given(scores, step), **keywords)
+
+    return run
+
+
+def of_statistics(score: str, **keywords: Any) -> Callable[[Run], None]:
+    def run(self: Run) -> None:
+        collected = self.statistics()
+        more = {}
+        if keywords.get("budget") == "owl":
+            more["budget"] = budgets.OWL(collected, threshold_multiple=2, lam=0.2, per="parameter")
+        self.prune(prune.L1Unstructured, getattr(collected, score)(), **(keywords | more))
+
+    return run
+
+
+def of_criterion(make: Any, unit: str | None = None, **keywords: Any) -> Callable[[Run], None]:
+    def run(self: Run) -> None:
+        criterion = make(self.pairs, **({} if unit is None else {"unit": unit}))
+        for _ in self.backwards(3):
+            criterion.update()
+        self.prune(criterion.pruning_method, criterion.scores(), **keywords)
+
+    return run
+
+
+def local(function: Any, *arguments: Any, **keywords: Any) -> Callable[[Run], None]:
+    """A function of one parameter, on each."""
+
+    def run(self: Run) -> None:
+        for module, name in self.pairs:
+            torch.manual_seed(5)
+            function(module, name, *arguments, **keywords)
+        self.keep()
+
+    return run
+
+
+def projected(**keywords: Any) -> Callable[[Run], None]:
+    def run(self: Run) -> None:
+        total = sum(tensor.numel() for tensor in self.whole.values())
+        torch.manual_seed(5)
+        first = prune.global_mask(self.pairs, total // 3, **keywords)
+        self.keep(masks=first.masks)
+        start = {} if keywords else {"start": first}
+        second = prune.global_mask(self.pairs, total // 5, candidates=first.masks, **start)
+        self.keep(masks=second.masks)
+
+    return run
+
+
+def projected_in_groups(self: Run) -> None:
+    halves = [position % 2 for position in range(len(self.pairs))]
+    self.keep(masks=prune.global_mask(self.pairs, {0: 40, 1: 55}, groups=halves).masks)
+
+
+def scheduled(*groups: dict[str, Any], **keywords: Any) -> Callable[[Run], None]:
+    """Three steps; other values at each of them."""
+
+    def run(self: Run) -> None:
+        parameters: list[Any] = self.pairs
+        if groups:
+            parameters = [
+                {"parameters": self.pairs[number :: len(groups)], **group}
+                for number, group in enumerate(groups)
+            ]
+        pruner = schedule.ScheduledPruner(parameters, RAMP, **keywords)
+        for step in range(3):
+            self.change_values(step)
+            torch.manual_seed(step)
+            report = pruner.step()
+            self.keep(None if groups else report)
+
+    return run
+
+
+def dropped_and_grown(self: Run) -> None:
+    self.prune(amount=0.5)
+    for seed in (1, 2):
+        self.change_values(seed)
+        torch.manual_seed(seed)
+        dynamic.set_step(self.pairs, 0.3)
+        self.keep()
+
+
+def one_dtype(wrapping: str) -> bool:
+    """Whether a wrapping takes parameters of different dtypes: a flat parameter has one."""
+    return "fsdp1" not in wrapping and "root" not in wrapping
+
+
+LOWEST, RANDOM = prune.LowestScore, prune.RandomUnstructured
+HALF = {"amount": 0.5}
+SIGNED = {"scores": torch.float32, "step": 1}
+CASES: dict[str, Case] = {
+    # One ranking over all.
+    "l1": Case((HALF,)),
+    "l1 twice": Case(({"amount": 40}, {"amount": 0.5}, {"amount": 1.0})),
+    **{f"l1 {data}": Case((HALF, HALF), data)
+       for data in ("few", "equal", "zeros", "denormal", "inf")},
+    **{f"l1 {dtype}": Case((HALF,), dtype=dtype) for dtype in ("bfloat16", "float16", "float64")},
+    "l1 mixed": Case(({"amount": 0.4}, HALF), dtype="mixed", runs_on=one_dtype),
+    "random": Case(of_method(RANDOM, {"amount": 0.3}, HALF)),
+    "random bounds": Case(of_method(RANDOM, {"amount": 0.5, **BOUNDS})),
+    "given": Case(of_method(prune.L1Unstructured, HALF, {"amount": 33}, scores=torch.float32)),
+    "given float64": Case(of_method(prune.L1Unstructured, HALF, scores=torch.float64)),
+    "given rms": Case(of_method(prune.L1Unstructured, {"amount": 0.5, "normalize": "rms"},
+                                scores=torch.bfloat16)),
+    "lowest": Case(of_method(LOWEST, HALF, **SIGNED)),
+    "lowest rms bounds": Case(of_method(LOWEST, {**HALF, **BOUNDS, "normalize": "rms"}, **SIGNED)),
+    "rms": Case(({"amount": 0.3, "normalize": "rms"}, {"amount": 0.3, "normalize": "rms"})),
+    "rms bfloat16": Case(({"amount": 0.5, "normalize": "rms"},), "few", "bfloat16"),
+    "rms float64 bounds": Case(({"normalize": "rms", **HALF, **BOUNDS},), dtype="float64"),
+    "l2": Case(({"amount": 0.6, "normalize": "l2"},), dtype="float16"),
+    "mean": Case(({"amount": 0.6, "normalize": "mean"},)),
+    # How the count is shared.
+    "bounds": Case(({"amount": 0.2, **BOUNDS, "min_sparsity": 0.1}, {"amount": 0.3, **BOUNDS})),
+    "bounds bfloat16": Case(({"amount": 0.5, **BOUNDS},), "few", "bfloat16"),
+    "ceilings": Case(({"amount": 0.5, "max_sparsity": {"l2.weight": 0.4, "l1.weight": 0.8}},)),
+    **{budget: Case(({"amount": 0.3, "budget": budget}, {"amount": 0.4, "budget": budget}),
+                    names="matrices")
+       for budget in ("uniform", "uniform+", "erk", "lamp")},
+    "erk ceiling": Case(({"amount": 0.6, "budget": "erk", "max_sparsity": 0.7},), "few"),
+    "lamp bounds": Case(({"amount": 0.5, "budget": "lamp", **BOUNDS},), "few", names="matrices"),
+    "lamp bfloat16": Case(({"amount": 0.5, "budget": "lamp"},), dtype="bfloat16", names="matrices"),
+    "owl": Case(({"amount": 0.6, "budget": budgets.OWL(RATIOS, lam=0.2)},), names="matrices"),
+    "sparsities": Case(({"budget": SHARES},), names="matrices"),
+    "relative sparsities": Case(
+        ({"amount": 0.4, "budget": budgets.Sparsities(SHARES, relative=True)},), names="matrices"
+    ),
+    "layer": Case(({"scope": "layer", "amount": 0.3}, {"scope": "layer", "amount": 0.55})),
+    "layer lowest": Case(of_method(LOWEST, {"scope": "layer", **HALF}, **SIGNED)),
+    "2:4 lowest": Case(of_method(LOWEST, {"pattern": "2:4"}, **SIGNED), names="matrices"),
+    "row": Case(({"scope": "row", "amount": 0.3}, {"scope": "row", "amount": 0.5})),
+    "row bfloat16": Case(({"scope": "row", "amount": 0.75},), "few", "bfloat16"),
+    "row random": Case(of_method(RANDOM, {"scope": "row", **HALF})),
+    "2:4": Case(({"pattern": "2:4"},), names="matrices"),
+    "2:4 bfloat16": Case(({"pattern": "2:4"},), "few", "bfloat16", names="matrices"),
+    "1:3 random": Case(of_method(RANDOM, {"pattern": "1:3"}), names="matrices"),
+    "2:3 then 1:4": Case(({"pattern": "2:3"}, {"pattern": "1:4"}), "equal", names="matrices"),
+    "2x3": Case(({"pattern": "2x3", "amount": 0.4}, {"pattern": "2x3", "amount": 5}),
+                names="matrices"),
+    "4x4 row": Case(({"pattern": "4x4", "scope": "row", "amount": 0.4},), names="matrices"),
+    "3x2 layer": Case(({"pattern": "3x2", "scope": "layer", **HALF},), "few", "bfloat16",
+                      names="matrices"),
+    # Methods of one parameter.
+    "l1_unstructured": Case(local(prune.l1_unstructured, 0.4), "few"),
+    **{f"ln_structured {n} {dim}": Case(local(prune.ln_structured, 0.4, n, dim), names="matrices")
+       for n, dim in ((1, 0), (2, 1), (float("inf"), 0), (2, -1))},
+    "random_structured": Case(local(prune.random_structured, 0.4, 1), names="matrices"),
+    # Scores from activations and gradients.
+    "wanda": Case(of_statistics("wanda", **HALF), has_forward=True),
+    "wanda rms": Case(of_statistics("wanda", normalize="rms", **HALF), has_forward=True),
+    "wanda row": Case(of_statistics("wanda", scope="row", **HALF), has_forward=True),
+    "wanda owl": Case(of_statistics("wanda", budget="owl", **HALF), has_forward=True),
+    "ria 2:4": Case(of_statistics("ria", pattern="2:4"), has_forward=True),
+    "ria": Case(of_statistics("ria", **HALF), has_forward=True),
+    "stade": Case(of_statistics("stade", **HALF, **BOUNDS), has_forward=True),
+    **{make.__name__: Case(of_criterion(make, **HALF), has_forward=True)
+       for make in (criteria.SNIP, criteria.Movement, criteria.GradientMagnitude)},
+    "Taylor": Case(of_criterion(criteria.Taylor, unit="global_batch", **HALF), has_forward=True),
+    "Fisher": Case(of_criterion(criteria.Fisher, unit="global_batch", **HALF), has_forward=True),
+    "SNIP erk": Case(of_criterion(criteria.SNIP, budget="erk", **HALF), has_forward=True),
+    "Movement row": Case(of_criterion(criteria.Movement, scope="row", **HALF), has_forward=True),
+    # Projection, and what changes masks again and again.
+    "projection": Case(projected(), "few"),
+    "projection smallest": Case(projected(largest=False), "rounded", "bfloat16"),
+    "projection signed": Case(projected(signed=True)),
+    "projection random": Case(projected(scores="random")),
+    "projection groups": Case(projected_in_groups),
+    "schedule": Case(scheduled(), "few"),
+    "schedule bounds": Case(scheduled(max_sparsity=0.75, normalize="rms")),
+    "schedule groups": Case(
+        scheduled({"scope": "row"}, {"budget": "erk"}, {"normalize": "l2"}), names="matrices"
+    ),
+    "schedule random": Case(scheduled(pruning_method=RANDOM)),
+    "schedule lamp": Case(scheduled(budget="lamp"), dtype="bfloat16"),
+    "schedule tiles": Case(scheduled(pattern="1x4"), names="matrices"),
+    "drop and grow": Case(dropped_and_grown, names="matrices"),
+}  # fmt: skip
+# Tiles are pruned of what they divide; see Run._fits.
+
+
+def cases_of(wrapping: str) -> list[str]:
+    return [name for name, case in CASES.items() if case.runs_on(wrapping)]
+
+
+def case_name(name: str) -> str:
+    return f"model/{name}"
+
+
+ALL_CASES = [case_name(name) for name in CASES]
+
+
+def run_here(wrapping: str, names: list[str]) -> list[tuple[dict[str, Any], list[object]]]:
+    """Run cases on this rank: ({step and name: (mask, indices, shape)}, facts) of each."""
+    found = []
+    known: dict[tuple[bool, str], dict[str, Tensor]] = {}
+    for name in names:
+        case = CASES[name]
+        kind = case.has_forward, case.dtype
+        if kind not in known:  # FSDP1 cuts by bytes
+            known[kind] = wrappings.local_indices(case.make(), wrapping)
+        run = Run(case, wrapping, known[kind])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of parameters that are emptied
+                run.carry_out()
+        except Exception as error:
+            raise RuntimeError(f"the case {name!r} failed") from error
+        masks = {}
+        for key, mask in run.masks.items():
+            own = key.partition(" ")[2]
+            masks[key] = mask.numpy(), run.indices[own].numpy(), tuple(run.whole[own].shape)
+        found.append((masks, run.facts))
+    return found
+
+
+def results(wrapping: str, names: list[str]) -> dict[str, str]:
+    """Return the hashes of cases on a wrapping."""
+    found = {}
+    for first in range(0, len(names), BATCHES_PER_CALL):
+        some = names[first : first + BATCHES_PER_CALL]
+        per_rank = run_ranks(run_here, wrappings.world_size(wrapping), wrapping, some, timeout=600)
+        for name, *ranks in zip(some, *per_rank, strict=True):
+            masks = {}
+            for key, (_, _, shape) in ranks[0][0].items():
+                parts = [[torch.from_numpy(part) for part in rank[0][key][:2]] for rank in ranks]
+                masks[key] = assembled(parts, shape)
+            assert all(rank[1] == ranks[0][1] for rank in ranks), f"{name}: reports differ"
+            facts = corpus.hash_of(ranks[0][1])
+            found[case_name(name)] = f"masks={corpus.hash_of_masks(masks)} report={facts}"
+    return found
