@@ -23,10 +23,10 @@ from golden import corpus
 from helpers import wrappings
 from helpers.comparisons import assembled
 from helpers.criteria_runs import IntegerNet, backward, batches
-from helpers.models import EVEN, Net, fill, fqns, target
+from helpers.models import DTYPES, EVEN, Net, fill, fqns, target
 
 ALL_WRAPPINGS = [*wrappings.TRAINED, *wrappings.FSDP2_DIM1]
-SCALES = (1.0, 4.0, 0.5)  # of successive parameters
+SCALES = (1.0, 4.0, 1 / 3)  # of successive parameters; the last one fills all their bits
 SHARES = {"l1.weight": 0.5, "l2.weight": 0.2, "l3.weight": 0.7, "conv.weight": 0.0}
 RATIOS = {"l1.weight": 0.1, "l2.weight": 0.4, "l3.weight": 0.3, "conv.weight": 0.0}
 BOUNDS = {"min_sparsity": 0.3, "max_sparsity": 0.6}
@@ -37,11 +37,27 @@ BATCHES_PER_CALL = 16  # cases; torch keeps the threads of each mesh
 class ShapesNet(Net):
     """Net, and other shapes; 5, 3 and 1 rows leave some of 4 ranks without any."""
 
-    def __init__(self) -> None:
-        super().__init__(EVEN)
-        self.conv = nn.Conv2d(12, 3, 2)
+    def __init__(
+        self, sizes: tuple[int, int, int, int] = EVEN, filters: int = 3, outputs: int = 1
+    ) -> None:
+        super().__init__(sizes)
+        self.conv = nn.Conv2d(sizes[0], filters, 2)
         self.norm = nn.LayerNorm(7)
-        self.one = nn.Linear(12, 1, bias=False)
+        self.one = nn.Linear(sizes[0], outputs, bias=False)
+
+
+def large_net(dtype: str, seed: int) -> ShapesNet:
+    """Return a net of 80,000 elements, which the engine does not collect all.
+
+    Each parameter has fewer than 128 * 128 elements, as wrappings.local_indices needs it.
+    """
+    net = ShapesNet((120, 132, 120, 136), 34, 136).to(getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            steps = torch.randint(-(2**20), 2**20, parameter.shape, generator=generator)
+            parameter.copy_(steps / 2**18)
+    return net
 
 
 def linear_net() -> Net:
@@ -61,7 +77,7 @@ class Case:
 
     Attributes:
         what: keywords of successive calls, or a function of a Run.
-        data, dtype: of the parameters; see helpers.models.fill.
+        data, dtype: of the parameters; see helpers.models.fill, and large_net for "many".
         names: of the parameters that are pruned: "all", or "matrices".
         has_forward: whether the model runs, with integers for weights and inputs.
         wrappings: decides which ones it runs on.
@@ -74,10 +90,13 @@ class Case:
     has_forward: bool = False
     runs_on: Callable[[str], bool] = lambda wrapping: True
 
-    def make(self) -> nn.Module:
+    def make(self, seed: int = 0) -> nn.Module:
         if self.has_forward:
             return linear_net()
-        net = fill(ShapesNet(), self.data, self.dtype)
+        if self.data == "many":
+            net = large_net(self.dtype, seed)
+        else:
+            net = fill(ShapesNet(), self.data, self.dtype, seed + DTYPES.index(self.dtype))
         with torch.no_grad():
             for number, parameter in enumerate(net.parameters()):
                 parameter.mul_(SCALES[number % len(SCALES)])
@@ -149,7 +168,7 @@ class Run:
     @torch.no_grad()
     def change_values(self, seed: int) -> None:
         """Give the parameters other values, as an optimizer does."""
-        dense = fill(ShapesNet(), self.case.data, self.case.dtype, seed)
+        dense = self.case.make(seed)
         for name in self.names:
             part = wrappings.my_part(dense.get_parameter(name), self.indices[name])
             wrappings.shard(self.model, name, self.indices).copy_(part)
@@ -341,6 +360,21 @@ CASES: dict[str, Case] = {
     "Fisher": Case(of_criterion(criteria.Fisher, unit="global_batch", **HALF), has_forward=True),
     "SNIP erk": Case(of_criterion(criteria.SNIP, budget="erk", **HALF), has_forward=True),
     "Movement row": Case(of_criterion(criteria.Movement, scope="row", **HALF), has_forward=True),
+    # Too many elements to collect them all.
+    "large": Case(({"amount": 0.3}, HALF), "many"),
+    "large bfloat16": Case(({"amount": 0.3}, HALF), "many", "bfloat16"),
+    "large float16 rms": Case(({"normalize": "rms", **HALF},), "many", "float16"),
+    "large rms": Case(({"normalize": "rms", **HALF},), "many"),
+    "large bounds": Case(({**HALF, **BOUNDS},), "many"),
+    "large random": Case(of_method(RANDOM, HALF), "many"),
+    "large lowest": Case(of_method(LOWEST, HALF, **SIGNED), "many"),
+    "large lamp": Case(({"budget": "lamp", **HALF},), "many", names="matrices"),
+    "large erk": Case(({"budget": "erk", **HALF},), "many", "bfloat16", names="matrices"),
+    "large row": Case(({"scope": "row", "amount": 0.4},), "many"),
+    "large 2:4": Case(({"pattern": "2:4"},), "many", names="matrices"),
+    "large 2x3": Case(({"pattern": "2x3", **HALF},), "many", names="matrices"),
+    "large projection": Case(projected(), "many"),
+    "large schedule": Case(scheduled(max_sparsity=0.72), "many"),
     # Projection, and what changes masks again and again.
     "projection": Case(projected(), "few"),
     "projection smallest": Case(projected(largest=False), "rounded", "bfloat16"),
@@ -357,7 +391,6 @@ CASES: dict[str, Case] = {
     "schedule tiles": Case(scheduled(pattern="1x4"), names="matrices"),
     "drop and grow": Case(dropped_and_grown, names="matrices"),
 }  # fmt: skip
-# Tiles are pruned of what they divide; see Run._fits.
 
 
 def cases_of(wrapping: str) -> list[str]:
@@ -374,10 +407,10 @@ ALL_CASES = [case_name(name) for name in CASES]
 def run_here(wrapping: str, names: list[str]) -> list[tuple[dict[str, Any], list[object]]]:
     """Run cases on this rank: ({step and name: (mask, indices, shape)}, facts) of each."""
     found = []
-    known: dict[tuple[bool, str], dict[str, Tensor]] = {}
+    known: dict[tuple[bool, bool, str], dict[str, Tensor]] = {}
     for name in names:
         case = CASES[name]
-        kind = case.has_forward, case.dtype
+        kind = case.has_forward, case.data == "many", case.dtype
         if kind not in known:  # FSDP1 cuts by bytes
             known[kind] = wrappings.local_indices(case.make(), wrapping)
         run = Run(case, wrapping, known[kind])
