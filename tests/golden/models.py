@@ -31,7 +31,7 @@ SHARES = {"l1.weight": 0.5, "l2.weight": 0.2, "l3.weight": 0.7, "conv.weight": 0
 RATIOS = {"l1.weight": 0.1, "l2.weight": 0.4, "l3.weight": 0.3, "conv.weight": 0.0}
 BOUNDS = {"min_sparsity": 0.3, "max_sparsity": 0.6}
 RAMP = schedule.Cubic(begin=0, end=2, frequency=1, final_sparsity=0.7, initial_sparsity=0.2)
-BATCHES_PER_CALL = 16  # cases; torch keeps the threads of each mesh
+CASES_PER_CALL = 16  # torch keeps the threads of each mesh
 
 
 class ShapesNet(Net):
@@ -80,7 +80,7 @@ class Case:
         data, dtype: of the parameters; see helpers.models.fill, and large_net for "many".
         names: of the parameters that are pruned: "all", or "matrices".
         has_forward: whether the model runs, with integers for weights and inputs.
-        wrappings: decides which ones it runs on.
+        runs_on: whether it runs on a wrapping.
     """
 
     what: tuple[dict[str, Any], ...] | Callable[[Run], None]
@@ -431,9 +431,9 @@ def run_here(wrapping: str, names: list[str]) -> list[tuple[dict[str, Any], list
 def results(wrapping: str, names: list[str]) -> dict[str, str]:
     """Return the hashes of cases on a wrapping."""
     found = {}
-    for first in range(0, len(names), BATCHES_PER_CALL):
-        some = names[first : first + BATCHES_PER_CALL]
-        per_rank = run_ranks(run_here, wrappings.world_size(wrapping), wrapping, some, timeout=600)
+    for first in range(0, len(names), CASES_PER_CALL):
+        some = names[first : first + CASES_PER_CALL]
+        per_rank = run_ranks(run_here, wrappings.world_size(wrapping), wrapping, some, timeout=250)
         for name, *ranks in zip(some, *per_rank, strict=True):
             masks = {}
             for key, (_, _, shape) in ranks[0][0].items():
