@@ -12,7 +12,7 @@ One module for each command: ``planning``, ``pruning``, ``applying``, ``verifyin
 imports only rooms above it::
 
     text, errors, team               messages; exit codes; the ranks of a run
-         disk, formats               bytes, locks and journals; headers and pickles
+         disk, formats               bytes, locks and journals; headers
          checkpoints                 a folder of safetensors files, its tensors and masks
          selecting    recipe         which tensors, in which groups
          scoring                     statistics of activations and given scores, for these tensors

@@ -1,86 +1,59 @@
 """Pickled checkpoints (``pytorch_model.bin``, ``*.pt``) as safetensors: ``distprune convert``.
 
- file of torch.save --unpickle--> tensors in the file --copied to--> safetensors file
- other files --copied--> the same names
-
-[Note: tied weights] If names share one tensor in a pickle, each of them is written, with the same
-bytes. Only the model's class knows which of them it ties. A model that ties them finds equal
-values; any other model finds all of its weights.
+torch's restricted reader (``weights_only=True``) maps the tensors, and runs no code of the pickle.
+The ``safetensors`` library writes them. Names that share one tensor are all written, with the same
+bytes: only the model's class knows which of them it ties.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import shutil
+import re
+import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from distprune.files.checkpoints.checkpoint import why_left_out
-from distprune.files.checkpoints.pickled_names import (
-    SUFFIXES,
-    find_pickles,
-    index_output,
-    locate_pickles,
-    output_name,
-)
-from distprune.files.disk.access import sync_folder, write_atomically, writing
+from distprune.files.checkpoints.checkpoint import list_source
+from distprune.files.checkpoints.locating import locate
+from distprune.files.checkpoints.weight_files import PICKLES, find_weights
+from distprune.files.disk.access import copy_file, sync_file, write_atomically, writing
 from distprune.files.disk.allocation import allocate
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.listing import (
-    list_files,
-    list_one,
-    outside_problem,
-    unreadable,
-)
-from distprune.files.disk.locking import Lock
-from distprune.files.disk.open_files import OpenFiles, copy_range, write_from
-from distprune.files.disk.space import check_free_bytes
-from distprune.files.errors import CheckpointError, Interrupted, OutputError, headline
-from distprune.files.formats.header import read_header
+from distprune.files.disk.listing import outside_problem, unreadable
+from distprune.files.errors import CheckpointError, Interrupted, SelectionError, headline
+from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
 from distprune.files.formats.strict_json import load_json
-from distprune.files.formats.unpickling import DTYPES, Unpickled, unpickle
-from distprune.files.results.permissions import make_folders
-from distprune.files.results.placing import check_free, check_place, check_unchanged
+from distprune.files.results.placing import check_place, check_unchanged, new_folder
 from distprune.files.text import printable
 
-_PIECE = 16 << 20  # bytes
+# Names that libraries look for; any other file becomes model.safetensors.
+_KNOWN = re.compile("pytorch_(model(?:-.*)?)|((?:adapter_model|diffusion_pytorch_model).*)")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Converted:
     """The result of :meth:`Conversion.write`.
 
     Attributes:
         files: by name of a pickled file, the name of its safetensors file.
+        copied: names of other files.
+        not_copied: by name of a file, the reason.
         num_tensors, num_bytes: of all tensors.
         tied: groups of names that shared one tensor.
         notes: sentences on other content of the pickled files.
-        copied: names of other files.
-        not_copied: by name of a file, the reason.
     """
 
     files: dict[str, str]
-    num_tensors: int
-    num_bytes: int
-    tied: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
-    copied: tuple[str, ...]
+    copied: list[str]
     not_copied: dict[str, str]
-
-
-@dataclass
-class _Written:
-    """The tensors written so far."""
-
-    weight_map: dict[str, str] = field(default_factory=dict)
+    num_tensors: int = 0
     num_bytes: int = 0
-    tied: list[tuple[str, ...]] = field(default_factory=list)
+    tied: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -100,41 +73,30 @@ class Conversion:
     Raises:
         CheckpointError: there are no pickled weights, or safetensors files already; a file is
             missing or cannot be read; with all problems.
+        SelectionError: safetensors is not installed.
     """
 
     def __init__(self, source: str | Path, *, follow_links: bool = False) -> None:
-        location = locate_pickles(source)
-        self.folder = self._root = location.folder
-        if location.is_alone and location.file is not None:
-            self._root = os.path.join(self.folder, location.file)
-            listing = list_one(self.folder, location.file, follow_links=follow_links)
-        else:
-            listing = list_files(
-                self.folder, why_left_out, suffixes=SUFFIXES, follow_links=follow_links
-            )
-        problems = listing.problems
-        if listing.outside:
-            problems.append(outside_problem(listing.outside))
-        self._files = listing.files
-        self._folders = sorted(listing.folders.items())
-        self._index: str | None = None
-        self._map: dict[str, str] = {}
-        self._shards: list[str] = []
-        if not problems:
-            self._index, self._map, self._shards = find_pickles(location, self._files, problems)
-        self._outputs = {name: output_name(name) for name in self._shards}
-        self._index_output = index_output(self._index)
-        converted = {*self._shards, self._index}
-        self._others = [file for name, file in self._files.items() if name not in converted]
-        taken = {other.name for other in self._others} & {
-            *self._outputs.values(), self._index_output
-        }  # fmt: skip
-        problems += [f"{name} exists already, beside its pickled form." for name in sorted(taken)]
-        problems += unreadable([*map(self._files.__getitem__, self._shards), *self._others])
-        if problems:
-            raise CheckpointError(headline(printable(self.folder), problems), problems)
-        self.skipped = tuple(sorted(listing.skipped))
-        self.note = location.note
+        if importlib.util.find_spec("safetensors") is None:
+            raise SelectionError("convert needs safetensors: pip install 'distprune[convert]'")
+        location = locate(source, PICKLES[0])
+        self.folder, self.note = location.folder, location.note
+        self._root = os.path.join(self.folder, (location.is_alone and location.file) or "")
+        listing = list_source(location, (*PICKLES[0], PICKLES[1]), follow_links=follow_links)
+        problems, self._files = listing.problems, listing.files
+        problems += [outside_problem(listing.outside)] if listing.outside else []
+        ready = [name for name in listing.top() if name.endswith(".safetensors")]
+        if ready and not (location.file or "").endswith(PICKLES[0]):
+            text = f"holds safetensors already ({', '.join(ready[:3])}); expected a pickled file."
+            self._check([f"{text} To convert one beside them, give that file."])
+        self._index, names, self._map = find_weights(location, listing, problems, PICKLES)
+        self._outputs = {name: _output_name(name) for name in names}
+        self._copied = [name for name in self._files if name not in (*names, self._index)]
+        taken = sorted({*self._outputs.values()} & {*self._copied})
+        problems += [f"{name} exists already, beside its pickled form." for name in taken]
+        problems += unreadable(self._files.values())
+        self._check(problems)
+        self._folders, self.skipped = sorted(listing.folders.items()), sorted(listing.skipped)
         self.total_bytes = sum(file.size for file in self._files.values())
 
     def write(
@@ -151,7 +113,7 @@ class Conversion:
         Args:
             destination: must not exist.
             on_bytes: called with numbers of bytes that were written.
-            stop: called after every few megabytes; if it returns True, the conversion stops.
+            stop: called after each file; if it returns True, the conversion stops.
 
         Raises:
             CheckpointError: loading a file would run code, a file holds values that are not plain
@@ -164,136 +126,135 @@ class Conversion:
         """
         target = resolve_destination(destination)
         check_place(self._root, target)
-        lock = Lock(target)
-        try:
-            lock.acquire()
-            written = self._write_locked(target, on_bytes, stop)
-        finally:
-            lock.release()
-        return Converted(
-            files=self._outputs,
-            num_tensors=len(written.weight_map),
-            num_bytes=written.num_bytes,
-            tied=tuple(written.tied),
-            notes=tuple(written.notes),
-            copied=tuple(other.name for other in self._others),
-            not_copied=dict(self.skipped),
-        )
-
-    def _write_locked(
-        self, target: Path, on_bytes: Callable[[int], None], stop: Callable[[], bool]
-    ) -> _Written:
-        folder = target.with_name(f"{target.name}.partial-convert")
-        try:
-            check_free(target)
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-            with writing(folder):
-                make_folders(self._folders, folder)
-            check_free_bytes(folder, self.total_bytes, target)
-            written = self._fill(folder, on_bytes, stop)
-            check_unchanged(self.folder, self._files.values())
-            with writing(target):
-                for path, _, _ in os.walk(folder):
-                    sync_folder(path)
-                check_free(target)
-                folder.rename(target)
-                sync_folder(target.parent)
-            return written
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _fill(
-        self, folder: Path, on_bytes: Callable[[int], None], stop: Callable[[], bool]
-    ) -> _Written:
-        sources, outputs = OpenFiles(os.O_RDONLY), OpenFiles(os.O_RDWR)
-        written = _Written()
-        try:
-            for steps in self._steps(folder, sources, outputs, written):
-                on_bytes(steps)
+        done = Converted(self._outputs, self._copied, dict(self.skipped))
+        with new_folder(target, "convert", self._folders, self.total_bytes) as folder:
+            for num_bytes in self._fill(folder, done):
+                on_bytes(num_bytes)
                 if stop():
                     raise Interrupted("stopped as asked; nothing was kept.")
-            outputs.sync()
-        finally:
-            sources.close()
-            outputs.close()
-        if self._index_output is not None:
-            self._write_index(folder / self._index_output, written)
-        return written
+            check_unchanged(self.folder, self._files.values())
+        return done
 
-    def _steps(
-        self, folder: Path, sources: OpenFiles, outputs: OpenFiles, written: _Written
-    ) -> Iterator[int]:
-        for name in self._shards:
-            file, output = self._files[name], self._outputs[name]
-            unpickled = unpickle(file.path, name)
-            self._check_shard(name, unpickled, written)
-            written.weight_map |= dict.fromkeys(unpickled.tensors, output)
-            written.notes += unpickled.notes
-            written.tied += unpickled.tied
-            written.num_bytes += sum(tensor.nbytes for tensor in unpickled.tensors.values())
-            yield from write_tensors(str(folder / output), unpickled.tensors, file.mode, outputs)
-            names = {entry.name for entry in read_header(folder / output).tensors}
-            if names != set(unpickled.tensors):
-                raise OutputError(f"{folder / output} was changed while it was written.")
-        for other in self._others:
-            path = str(folder / other.name)
-            allocate(path, other.size, other.mode)
-            yield from copy_range(sources, other.path, outputs, path, 0, other.size)
+    def _fill(self, folder: Path, done: Converted) -> Iterator[int]:
+        """Write all files; yields numbers of bytes."""
+        from safetensors.torch import save_file
 
-    def _check_shard(self, name: str, unpickled: Unpickled, written: _Written) -> None:
-        """Raise CheckpointError for a file without tensors, or with other ones than expected."""
-        lost = [
-            key for key, file in self._map.items() if file == name and key not in unpickled.tensors
-        ]
-        problems = [f"{name} lacks {key}, which {self._index} lists." for key in lost[:8]]
-        twice = [key for key in unpickled.tensors if key in written.weight_map]
-        problems += [f"{key} is in {name} and in an earlier file." for key in twice[:8]]
-        if not unpickled.tensors:
-            problems.append(f"{name} holds no tensors.")
+        weight_map: dict[str, str] = {}
+        for name, file in self._files.items():
+            output = self._outputs.get(name, name)
+            path = str(folder / output)
+            if name == self._index:
+                continue
+            allocate(path, 0, file.mode)
+            if name in self._copied:
+                with writing(path):
+                    copy_file(file.path, path)
+            else:
+                tensors = _load(file.path, name, done)
+                lost = [key for key, its in self._map.items() if its == name and key not in tensors]
+                problems = [f"{name} lacks {key}, which {self._index} lists." for key in lost]
+                twice = tensors.keys() & weight_map.keys()
+                self._check(
+                    [*problems, *(f"{key} is in {name} and in another file." for key in twice)]
+                )
+                weight_map |= dict.fromkeys(tensors, output)
+                done.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+                with writing(path):
+                    save_file(tensors, path, {"format": "pt"})
+                    sync_file(path)
+            yield file.size
+        done.num_tensors = len(weight_map)
+        if self._index is not None:
+            index = load_json(Path(self._files[self._index].path).read_bytes(), self._index)
+            metadata = {**(index.get("metadata") or {}), "total_size": done.num_bytes}
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            name = _output_name(self._index.removesuffix(".index.json")) + ".index.json"
+            write_atomically(folder / name, f"{json.dumps(index, indent=2)}\n".encode())
+
+    def _check(self, problems: list[str]) -> None:
         if problems:
             raise CheckpointError(headline(printable(self.folder), problems), problems)
 
-    def _write_index(self, path: Path, written: _Written) -> None:
-        index = load_json(Path(self._files[self._index or ""].path).read_bytes(), str(self._index))
-        metadata = index.get("metadata")
-        metadata = dict(metadata) if isinstance(metadata, dict) else {}
-        metadata["total_size"] = written.num_bytes
-        weight_map = dict(sorted(written.weight_map.items()))
-        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
-        write_atomically(path, text.encode())
+
+def _output_name(name: str) -> str:
+    known = _KNOWN.fullmatch(os.path.splitext(name)[0])
+    return f"{(known[1] or known[2]) if known else 'model'}.safetensors"
 
 
-def write_tensors(
-    path: str, tensors: Mapping[str, Tensor], mode: int, outputs: OpenFiles
-) -> Iterator[int]:
-    """Write a safetensors file, in the order of the tensors; yields numbers of bytes.
+def _load(path: str, name: str, done: Converted) -> dict[str, Any]:
+    """The tensors of a file of ``torch.save``, contiguous; none shares memory with another.
 
-    The bytes are those of the safetensors library with the metadata {"format": "pt"}.
-
-    Args:
-        path: of a new file.
-        tensors: dense, of dtypes in ``DTYPES``.
-        mode: permissions of the file, less the umask.
-        outputs: opened for writing.
+    Raises:
+        CheckpointError: it is not such a file, loading it would run code, or safetensors cannot
+            store it; names the values that it cannot.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    offset = 8 + len(raw)
-    allocate(path, offset + end, mode)
-    write_from(outputs, path, 0, len(raw).to_bytes(8, "little") + raw)
-    for tensor in tensors.values():
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE]
-            write_from(outputs, path, offset + start, piece)
-            yield len(piece)
-        offset += len(data)
+    import torch
+
+    try:
+        with open(path, "rb") as file:
+            check_no_pointer(file.read(HEAD_BYTES), name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except CheckpointError:
+        raise
+    except Exception as error:  # a malformed pickle can raise anything
+        raise CheckpointError(f"{name} {_why_refused(str(error))}") from error
+    tensors: dict[str, Any] = {}
+    names: dict[object, list[str]] = {}
+    storages: set[int] = set()
+    for key, tensor in _state_dict(content, name, done).items():
+        place = (tensor.data_ptr() or key, tensor.shape, tensor.stride(), tensor.dtype)
+        names.setdefault(place, []).append(key)
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[key] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    done.tied += [group for group in names.values() if len(group) > 1]
+    return tensors
+
+
+def _why_refused(text: str) -> str:
+    """The end of a sentence; torch's own text suggests to run the pickle's code."""
+    if refused := re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", text):
+        return (
+            f"contains the Python object {refused[1]}, which is not a tensor, and loading it could "
+            "run code of the file. If you trust it, save its state dict alone."
+        )
+    first = text.split("WeightsUnpickler error:")[-1].strip().split("\n")[0][:120]
+    return f"is not a file of torch.save that holds tensors alone ({first}). Download it again?"
+
+
+def _state_dict(content: Any, name: str, done: Converted) -> Mapping[str, Any]:
+    """The mapping from names to tensors: the content, or the only one inside it."""
+    from torch import Tensor
+
+    values = content if isinstance(content, Mapping) else {}
+    inner = [
+        key for key, value in values.items()
+        if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values())
+    ]  # fmt: skip
+    # Scalars beside a mapping of weights are counters of the training, such as the step.
+    if len(inner) == 1 and not any(isinstance(v, Tensor) and v.dim() for v in values.values()):
+        left = ", ".join(str(key) for key in values if key != inner[0]) or "nothing"
+        done.notes.append(f"{name}: the weights are those of {inner[0]!a}; left out: {left}.")
+        values = values[inner[0]]
+    problems = [problem for item in values.items() if (problem := _problem(*item))]
+    if problems or not values:
+        raise CheckpointError(
+            f"{name} holds a {type(content).__name__} of other content than names and dense "
+            "tensors of dtypes that safetensors has:", problems[:8] or ["It holds no tensors."],
+        )  # fmt: skip
+    return values
+
+
+def _problem(key: Any, value: Any) -> str | None:
+    """A sentence if a safetensors file cannot store an entry."""
+    from safetensors.torch import save
+
+    try:
+        save({key: value.detach().flatten()[:0]})
+        return None
+    except Exception:
+        words = (getattr(value, word, "") for word in ("dtype", "layout", "device"))
+        return f"{key!a} is a {type(value).__name__} {' '.join(map(str, words))}".rstrip() + "."

@@ -27,9 +27,10 @@ from distprune.files.formats.header import TensorEntry
 
 _BUFFER_BYTES = 16 * 2**20
 _READ_BYTES = 2**30  # Linux reads at most 2 GiB in one call
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "I32": torch.int32, "I64": torch.int64,
+    "I32": torch.int32, "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "C64": torch.complex64,
     **{f.name: getattr(torch, f.torch_name) for f in FLOATS.values()
        if f.torch_name and hasattr(torch, f.torch_name)},
 }  # fmt: skip
@@ -156,10 +157,10 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
     Raises:
         CheckpointError: torch has none.
     """
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointError(
             f"{entry.name} has the dtype {entry.dtype}, which torch {torch.__version__} does not "
-            f"have; expected one of {', '.join(_DTYPES)}."
+            f"have; expected one of {', '.join(DTYPES)}."
         )
     return dtype

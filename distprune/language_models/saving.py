@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,12 +24,10 @@ from distprune.call.comparing import count_live_and_compare
 from distprune.call.reading import read_parameters
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.checkpoints.duplicates import is_weights
-from distprune.files.disk.access import sync_folder, write_atomically, writing
+from distprune.files.disk.access import copy_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.locking import Lock
-from distprune.files.disk.space import check_free_bytes
-from distprune.files.results.permissions import make_folders
-from distprune.files.results.placing import check_free, check_own_folder, check_place
+from distprune.files.errors import OutputError
+from distprune.files.results.placing import check_place, new_folder
 from distprune.language_models.buffers import persistent_buffers
 from distprune.language_models.extra import require_extra
 from distprune.language_models.gathering import Gathering
@@ -207,9 +205,8 @@ class _Output:
     def __init__(self, destination: Path, weights: WeightFiles) -> None:
         self._given = destination
         self._weights = weights
-        self._lock: Lock | None = None
-        self._partial: Path | None = None
-        self._target = destination
+        self._context: AbstractContextManager[Path] | None = None
+        self._partial = destination
 
     def start(
         self,
@@ -225,50 +222,32 @@ class _Output:
         for name, content in extra.items():
             if isinstance(content, Path) and not content.is_file():
                 raise ValueError(f"{name}: {content} is not a file; expected one to copy.")
-        self._target = resolve_destination(self._given)
-        check_place(checkpoint.root, self._target)
-        check_free(self._target)
-        lock = Lock(self._target)
-        lock.acquire()
-        self._lock = lock
-        check_free(self._target)
-        partial = self._target.with_name(f"{self._target.name}.partial-save")
-        if os.path.lexists(partial):  # of a run that was killed
-            check_own_folder(partial)
-            with writing(partial):
-                shutil.rmtree(partial)
-        with writing(partial):
-            make_folders(checkpoint.folders, partial)
-        self._partial = partial
-        check_free_bytes(partial, sum(self._weights.sizes.values()), self._target)
-        self._weights.start(partial)
+        target = resolve_destination(self._given)
+        check_place(checkpoint.root, target)
+        num_bytes = sum(self._weights.sizes.values())
+        context = new_folder(target, "save", checkpoint.folders, num_bytes)
+        self._partial = context.__enter__()
+        self._context = context
+        self._weights.start(self._partial)
         self._take_over(checkpoint, model)
         for name, content in extra.items():
-            _write(partial / name, content)
+            _write(self._partial / name, content)
 
     def publish(self) -> None:
         """Give the folder its name."""
-        assert self._lock is not None and self._partial is not None
         self._weights.finish()
-        self._lock.confirm()
-        check_free(self._target)
-        with writing(self._target):
-            for path, _, _ in os.walk(self._partial):
-                sync_folder(path)
-            os.rename(self._partial, self._target)
-            sync_folder(self._target.parent)
-        self._partial = None
+        context, self._context = self._context, None
+        assert context is not None
+        context.__exit__(None, None, None)
 
     def close(self) -> None:
         """Release everything; an unfinished folder is removed."""
         self._weights.close()
-        if self._partial is not None:
-            shutil.rmtree(self._partial, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.release()
+        if self._context is not None:
+            unfinished = OutputError("the folder is not finished.")
+            self._context.__exit__(OutputError, unfinished, None)
 
     def _take_over(self, checkpoint: Checkpoint, model: nn.Module) -> None:
-        assert self._partial is not None
         for other in checkpoint.others:
             if is_weights(other.name) or other.name == "config.json":
                 continue
@@ -312,8 +291,6 @@ def _write(path: Path, content: str | bytes | Path) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):
-            shutil.copyfile(content, path)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            copy_file(content, path)
             return
     write_atomically(path, content.encode() if isinstance(content, str) else content)

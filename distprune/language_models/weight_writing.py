@@ -17,9 +17,10 @@ from distprune.files.disk.access import write_atomically
 from distprune.files.disk.allocation import allocate
 from distprune.files.disk.open_files import OpenFiles, write_from
 from distprune.files.formats.header import INDEX_SUFFIX
-from distprune.files.formats.unpickling import DTYPES
+from distprune.language_models.part_reading import DTYPES
 
 _STEM = "model"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _lay_out(
             shape, dtype = tensors[name]
             starts[name], end = end, end + math.prod(shape) * dtype.itemsize
             header[name] = {
-                "dtype": DTYPES[dtype],
+                "dtype": _NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": [starts[name], end],
             }

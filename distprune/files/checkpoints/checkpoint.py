@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from distprune.files.checkpoints.duplicates import is_weights, why_duplicate
-from distprune.files.checkpoints.locating import locate
+from distprune.files.checkpoints.locating import Location, locate
 from distprune.files.checkpoints.weight_files import find_weights
 from distprune.files.disk.listing import (
     Listing,
@@ -106,12 +106,7 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
     """
     location = locate(source)
     folder = location.folder
-    if location.is_alone and location.file is not None:
-        listing = list_one(folder, location.file, follow_links=follow_links)
-    else:
-        listing = list_files(
-            folder, why_left_out, suffixes=(".safetensors", INDEX_SUFFIX), follow_links=follow_links
-        )
+    listing = list_source(location, (".safetensors", INDEX_SUFFIX), follow_links=follow_links)
     problems = listing.problems
     index, shards, weight_map = find_weights(location, listing, problems)
     files = []
@@ -151,6 +146,13 @@ def open_checkpoint(source: str | Path, *, follow_links: bool = False) -> Checkp
         note=location.note,
         is_alone=location.is_alone,
     )
+
+
+def list_source(location: Location, suffixes: tuple[str, ...], *, follow_links: bool) -> Listing:
+    """List the files of a checkpoint; ``suffixes`` as for :func:`list_files`."""
+    if location.is_alone and location.file is not None:
+        return list_one(location.folder, location.file, follow_links=follow_links)
+    return list_files(location.folder, why_left_out, suffixes=suffixes, follow_links=follow_links)
 
 
 def why_left_out(name: str) -> str | None:

@@ -40,12 +40,16 @@ class Location:
     note: str = ""
 
 
-def locate(source: str | Path) -> Location:
+def locate(source: str | Path, suffixes: tuple[str, ...] = ()) -> Location:
     """Find the checkpoint that a path or name denotes.
 
     A path that exists is a folder, a model's folder in the hub cache (``models--org--name``: its
     main snapshot is used), a safetensors file or its index. Any other name is looked up in the
     local hub cache ("org/name": the snapshot that ``refs/main`` names).
+
+    Args:
+        source: the path or name.
+        suffixes: of other files than safetensors files that may be given.
 
     Raises:
         CheckpointError: the source does not exist or cannot be read.
@@ -60,7 +64,7 @@ def locate(source: str | Path) -> Location:
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         raise CheckpointError(f"{printable(path)} cannot be read: {_reason(error)}.") from error
     if not is_folder:
-        return _locate_file(path)
+        return _locate_file(path, suffixes)
     name = os.path.basename(os.path.abspath(path))
     if name.startswith("models--") and os.path.isdir(os.path.join(path, "snapshots")):
         return _snapshot(path, path)
@@ -95,12 +99,12 @@ def _refuse_cache(path: str) -> None:
         )
 
 
-def _locate_file(path: str) -> Location:
+def _locate_file(path: str, suffixes: tuple[str, ...]) -> Location:
     folder, name = os.path.split(path)
     folder = folder or os.curdir
     if name.endswith(INDEX_SUFFIX):
         return Location(folder)
-    if not name.endswith(".safetensors"):
+    if not name.endswith((".safetensors", *suffixes)):
         if name.endswith((".bin", ".pt", ".pth", ".ckpt")):
             way = f"Convert it first: distprune convert {printable(path)} NEW."
         elif name.endswith(".gguf"):

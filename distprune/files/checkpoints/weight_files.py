@@ -1,10 +1,11 @@
-"""The safetensors files of a checkpoint, by its index or by their names."""
+"""The weight files of a checkpoint, by its index or by their names."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from distprune.files.checkpoints.duplicates import is_weights
 from distprune.files.checkpoints.foreign import what_to_do
 from distprune.files.checkpoints.locating import Location
 from distprune.files.disk.listing import Listing
@@ -12,56 +13,65 @@ from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import INDEX_SUFFIX
 from distprune.files.formats.strict_json import load_json
 
-_SINGLE = "model.safetensors"
+# The suffixes of the files of a form, that of its index, and the name of a single file.
+SAFETENSORS = ((".safetensors",), INDEX_SUFFIX, "model.safetensors")
+PICKLES = ((".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json", "pytorch_model.bin")
 _MAX_INDEX_BYTES = 200_000_000
 
 
 def find_weights(
-    location: Location, listing: Listing, problems: list[str]
+    location: Location,
+    listing: Listing,
+    problems: list[str],
+    form: tuple[tuple[str, ...], str, str] = SAFETENSORS,
 ) -> tuple[str | None, list[str], dict[str, str]]:
-    """Find the safetensors files of a checkpoint.
+    """Find the weight files of a checkpoint.
 
     Args:
         location: of the checkpoint.
         listing: of its folder.
         problems: sentences are added on what is wrong.
+        form: ``SAFETENSORS`` or ``PICKLES``.
 
     Returns:
         The name of the index, or None; the names of the files; and the index's map from tensors to
         files.
     """
     folder, top = location.folder, listing.top()
-    indices = [name for name in top if name.endswith(INDEX_SUFFIX)]
-    if location.file is not None:
-        return _find_given(location, indices, problems)
+    suffixes, index_suffix, single = form
+    indices = [name for name in top if name.endswith(index_suffix)]
+    if location.file is not None and location.file.endswith(suffixes):
+        return _find_given(location, indices, problems, suffixes)
     weights = [
         name
         for name in top
-        if name.endswith(".safetensors") and not name.startswith("consolidated")
+        if name.endswith(suffixes)
+        and not name.startswith("consolidated")
+        and (form is SAFETENSORS or is_weights(name))
     ]
     indices = [name for name in indices if not name.startswith("consolidated")]
     if len(indices) > 1:
         problems.append(f"has {len(indices)} indices ({', '.join(indices)}); expected one.")
         return None, [], {}
     if indices:
-        if _SINGLE in weights:
+        if single in weights:
             problems.append(
-                f"has both {_SINGLE} and {indices[0]}, and programs differ in which one they read; "
-                f"remove the one that is stale, or give {os.path.join(folder, _SINGLE)} itself."
+                f"has both {single} and {indices[0]}, and programs differ in which one they read; "
+                f"remove the one that is stale, or give {os.path.join(folder, single)} itself."
             )
-        weight_map = _read_index(folder, indices[0], problems)
+        weight_map = _read_index(folder, indices[0], problems, suffixes)
         return indices[0], sorted(set(weight_map.values())), weight_map
     if "model_index.json" in top and "config.json" not in top:
         problems.append(what_to_do(folder, listing.files))
-    elif _SINGLE in weights:
-        return None, [_SINGLE], {}
+    elif single in weights:
+        return None, [single], {}
     elif len(weights) == 1:
         return None, weights, {}
     elif weights:
         problems.append(
-            f"has {len(weights)} safetensors files ({', '.join(weights[:3])}, ...) and no index; "
-            f"expected model{INDEX_SUFFIX} to say which belong together. Give the right one, as "
-            f"in {os.path.join(folder, weights[0])}."
+            f"has {len(weights)} {suffixes[0][1:]} files ({', '.join(weights[:3])}, ...) and no "
+            f"index; expected one (*{index_suffix}) to say which belong together. Give the right "
+            f"one, as in {os.path.join(folder, weights[0])}."
         )
     elif not problems and not listing.outside:
         problems.append(what_to_do(folder, listing.files))
@@ -69,11 +79,11 @@ def find_weights(
 
 
 def _find_given(
-    location: Location, indices: list[str], problems: list[str]
+    location: Location, indices: list[str], problems: list[str], suffixes: tuple[str, ...]
 ) -> tuple[str | None, list[str], dict[str, str]]:
     """The same as :func:`find_weights`, for a weight file that the user named."""
     for index in indices:
-        weight_map = _read_index(location.folder, index, [])  # problems of the index do not matter
+        weight_map = _read_index(location.folder, index, [], suffixes)  # its problems do not matter
         names = sorted(set(weight_map.values()))
         if names == [location.file]:
             return index, names, weight_map
@@ -86,7 +96,9 @@ def _find_given(
     return None, [location.file or ""], {}
 
 
-def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
+def _read_index(
+    folder: str, name: str, problems: list[str], suffixes: tuple[str, ...]
+) -> dict[str, str]:
     """The weight map of an index, without invalid names and missing files."""
     path = os.path.join(folder, name)
     try:
@@ -106,12 +118,12 @@ def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
     good: dict[str, str] = {}
     bad: set[str] = set()
     for key, file in weight_map.items():
-        if _is_plain_name(file):
+        if _is_plain_name(file, suffixes):
             good[key] = file
         else:
             bad.add(ascii(file)[:100])
     problems += [
-        f"{name}: {file} is not a plain name of a safetensors file in this folder."
+        f"{name}: {file} is not a plain name of a {suffixes[0][1:]} file in this folder."
         for file in sorted(bad)
     ]
     missing = sorted({f for f in good.values() if not os.path.exists(os.path.join(folder, f))})
@@ -119,10 +131,10 @@ def _read_index(folder: str, name: str, problems: list[str]) -> dict[str, str]:
     return {key: file for key, file in good.items() if file not in missing}
 
 
-def _is_plain_name(file: object) -> bool:
+def _is_plain_name(file: object, suffixes: tuple[str, ...]) -> bool:
     return (
         isinstance(file, str)
-        and file.endswith(".safetensors")
+        and file.endswith(suffixes)
         and not file.startswith(".")
         and not set(file) & set('/\\\0:*?"<>|')
         and file.isprintable()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -43,6 +44,18 @@ def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
             os.close(descriptor)
         os.rename(new, path)
         sync_folder(os.path.dirname(path))
+
+
+def copy_file(source: str | Path, path: str | Path) -> None:
+    """Copy the bytes of a file, and wait until they are on the disk."""
+    shutil.copyfile(source, path)
+    sync_file(path)
+
+
+def sync_file(path: str | Path) -> None:
+    """Wait until the bytes of a file are on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def read_small(path: str | Path) -> bytes:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distprune.files.checkpoints.checkpoint import SourceFile
-from distprune.files.disk.access import check_owner, writing
+from distprune.files.disk.access import check_owner, sync_folder, writing
 from distprune.files.disk.destination import partial_folders, resolve_destination
 from distprune.files.disk.locking import Lock
-from distprune.files.disk.space import folder_bytes
+from distprune.files.disk.space import check_free_bytes, folder_bytes
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.reports.report import REPORT_FILE
+from distprune.files.results.permissions import make_folders
 
 DISCARD_HINT = "add --discard to that command to remove it"
 
@@ -48,6 +50,50 @@ def discard(destination: str | Path, *, take_over: bool = False) -> list[tuple[s
             with writing(folder):
                 shutil.rmtree(folder)
         return removed
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def new_folder(
+    destination: Path, suffix: str, folders: Iterable[tuple[str, int]], num_bytes: int
+) -> Iterator[Path]:
+    """A folder beside the destination, which gets the destination's name when the context ends.
+
+    Args:
+        destination: absolute; must not exist.
+        suffix: of the name of the unfinished folder.
+        folders: as for :func:`make_folders`.
+        num_bytes: that the disk needs.
+
+    Raises:
+        OutputError: the destination exists or is in use, or the disk is full. After any exception
+            the unfinished folder is removed.
+    """
+    check_free(destination)
+    lock = Lock(destination)
+    lock.acquire()
+    folder = destination.with_name(f"{destination.name}.partial-{suffix}")
+    try:
+        check_free(destination)
+        if os.path.lexists(folder):  # of a run that was killed
+            check_own_folder(folder)
+            with writing(folder):
+                shutil.rmtree(folder)
+        try:
+            with writing(folder):
+                make_folders(folders, folder)
+            check_free_bytes(folder, num_bytes, destination)
+            yield folder
+            lock.confirm()
+            with writing(destination):
+                for path, _, _ in os.walk(folder):
+                    sync_folder(path)
+                check_free(destination)
+                os.rename(folder, destination)
+                sync_folder(destination.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         lock.release()
 
