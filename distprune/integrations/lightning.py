@@ -6,26 +6,32 @@
     trainer = Trainer(strategy="fsdp", callbacks=[callback])
     trainer.fit(model)  # ckpt_path=... goes on where an earlier run stopped
 
-:class:`ModelPruning` has the arguments of Lightning's own callback of that name, and prunes at the
-ends of epochs. Masks in checkpoints: see _lightning_checkpoints.[Note: resuming].
+[Note: resuming] Checkpoints contain ``weight_orig`` and ``weight_mask`` of pruned parameters, and
+``Strategy.load_checkpoint`` is where a model that is not pruned yet meets them: it reads the file
+(DDP), or loads it into the wrapped model at once (FSDP, ModelParallel). No hook of callbacks lies
+between wrapping and loading in all of them. So a callback wraps that one method of the strategy
+for the time of a run, and gives the model the masks that the checkpoint has. What a criterion has
+accumulated lies in the same file, or in a folder of its own inside of a distributed checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
+from distprune._common.process_groups import world
 from distprune.api.local import is_pruned
 from distprune.budgets.given import BudgetLike
 from distprune.call.report import PruningReport
-from distprune.integrations._lightning_base import LightningPruning
-from distprune.integrations._lightning_model_pruning import ModelPruning
+from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
 from distprune.recipe import Recipe
 from distprune.schedule.functions import Schedule
@@ -33,16 +39,32 @@ from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.records import put_records, records_of
 from distprune.verification.verifying import verify
 
-if TYPE_CHECKING:
+try:
     import lightning.pytorch as pl
-    from torch.optim import Optimizer
+    from lightning.pytorch.strategies import FSDPStrategy
+except ImportError as error:
+    raise ImportError(
+        "distprune.integrations.lightning needs Lightning: pip install 'distprune[lightning]'."
+    ) from error
 
-__all__ = ["ModelPruning", "PruningCallback"]
+if TYPE_CHECKING:
+    # A type that does not depend on the stubs of Lightning's Callback.
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import Strategy
+    from torch.optim import Optimizer
+else:
+    Callback = pl.Callback
+
+__all__ = ["PruningCallback"]
 
 logger = logging.getLogger(__name__)
 
+_SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_CRITERION = "distprune_criterion"
+_METHODS = ("load_checkpoint", "save_checkpoint")
 
-class PruningCallback(LightningPruning):
+
+class PruningCallback(Callback):
     """Prunes after the optimizer's steps, by a schedule or a recipe.
 
     Pass it to ``Trainer(callbacks=[callback])``. A step of the schedule is a batch after which an
@@ -115,6 +137,7 @@ class PruningCallback(LightningPruning):
         self._saved: Mapping[str, Any] | None = None
         self._model: nn.Module | None = None
         self._num_steps = 0
+        self._checkpoints: _MaskedCheckpoints | None = None
         self.last_report: PruningReport | None = None
 
     @property
@@ -127,8 +150,25 @@ class PruningCallback(LightningPruning):
             self._started.pruner.remove()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
+        """Refuse other strategies, and let checkpoints bring their masks with them.
+
+        Raises:
+            NotImplementedError: another strategy. (Lightning refuses two callbacks of one class.)
+        """
+        strategy = trainer.strategy
+        if not any(base.__name__ in _SUPPORTED for base in type(strategy).__mro__):
+            raise NotImplementedError(
+                f"{type(strategy).__name__} is not supported by distprune; expected a single "
+                "device, DDPStrategy, FSDPStrategy or ModelParallelStrategy."
+            )
+        self.teardown(trainer, pl_module, stage)
+        self._checkpoints = _MaskedCheckpoints(strategy)
         self._saved = None
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the strategy as it was."""
+        if self._checkpoints is not None:
+            self._checkpoints.release()
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the schedule and the records of the masks, in plain values."""
@@ -145,7 +185,7 @@ class PruningCallback(LightningPruning):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
         model = trainer.model
-        assert model is not None and self.checkpoints is not None
+        assert model is not None and self._checkpoints is not None
         started = self._plan.start(model, trainer.optimizers)
         pruner = started.pruner
         saved, self._saved = self._saved, None
@@ -160,8 +200,8 @@ class PruningCallback(LightningPruning):
                 )
         self._started, self._model = started, model
         self._num_steps = trainer.global_step
-        self.checkpoints.started = started
-        self.checkpoints.load_criterion()
+        self._checkpoints.started = started
+        self._checkpoints.load_criterion()
         if trainer.max_steps > 0 and trainer.is_global_zero:
             warning = self._plan.end_warning(trainer.max_steps)
             if warning is not None:
@@ -203,3 +243,108 @@ class PruningCallback(LightningPruning):
         """Make the zeros permanent if ``permanent``."""
         if self._permanent:
             self.make_permanent()
+
+
+class _MaskedCheckpoints:
+    """Wraps a strategy's ``load_checkpoint`` and ``save_checkpoint``; see [Note: resuming].
+
+    Args:
+        strategy: of the Trainer.
+
+    Attributes:
+        started: the pruner of the run, whose criterion is saved; None before training.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.started: Started | None = None
+        self._strategy = strategy
+        self._loaded: dict[str, Any] | Path | None = None
+        self._load, self._save = strategy.load_checkpoint, strategy.save_checkpoint
+        for name, wrapper in zip(_METHODS, (self._load_masked, self._save_masked), strict=True):
+            setattr(strategy, name, wrapper)
+
+    def release(self) -> None:
+        """Give the strategy its own methods back."""
+        for name in _METHODS:
+            vars(self._strategy).pop(name, None)
+
+    def load_criterion(self) -> None:
+        """Load what the criterion of ``started`` had accumulated, if a checkpoint was loaded."""
+        saved, self._loaded = self._loaded, None
+        state = None if self.started is None else self.started.criterion_state()
+        if saved is None or state is None:
+            return
+        assert self.started is not None and self.started.criterion is not None
+        if isinstance(saved, Path):
+            from torch.distributed.checkpoint import state_dict_loader
+
+            state_dict_loader.load(state, checkpoint_id=saved)
+            saved = state
+        elif not saved:
+            raise ValueError(
+                "the checkpoint has no state of the criterion "
+                f"{type(self.started.criterion).__name__}; expected one that was saved by a run "
+                "with the same criterion."
+            )
+        self.started.criterion.load_state_dict(saved)
+
+    def _load_masked(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model = self._strategy.model
+        assert model is not None
+        if not self._strategy.restore_checkpoint_after_setup:
+            checkpoint = self._load(checkpoint_path, *args, **kwargs)
+            prepare_for_load(model, checkpoint.get("state_dict", {}))
+            self._loaded = checkpoint.pop(_CRITERION, {})
+            return checkpoint
+        path = _path_of_leader(checkpoint_path)
+        # FSDPStrategy unpickles the same file next, without restrictions.
+        is_restricted = not isinstance(self._strategy, FSDPStrategy)
+        keys = world().run(lambda: _keys(path, weights_only=is_restricted))
+        prepare_for_load(model, keys)
+        self._loaded = path / _CRITERION if (path / _CRITERION).is_dir() else {}
+        return self._load(path, *args, **kwargs)
+
+    def _save_masked(
+        self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        state = None
+        if self.started is not None and "callbacks" in checkpoint:  # not for save_weights_only
+            state = self.started.criterion_state()
+        if state is None:
+            self._save(checkpoint, filepath, *args, **kwargs)
+            return
+        if not self._strategy.restore_checkpoint_after_setup:
+            checkpoint[_CRITERION] = state
+            self._save(checkpoint, filepath, *args, **kwargs)
+            return
+        path = _path_of_leader(filepath)
+        self._save(checkpoint, path, *args, **kwargs)
+        if not world().run(path.is_dir):
+            raise NotImplementedError(
+                f"{path} is a single file, and what the criterion has accumulated is sharded; "
+                "expected FSDPStrategy(state_dict_type='sharded') or "
+                "ModelParallelStrategy(save_distributed_checkpoint=True)."
+            )
+        from torch.distributed.checkpoint import state_dict_saver
+
+        state_dict_saver.save(state, checkpoint_id=path / _CRITERION)
+
+
+def _path_of_leader(path: Any) -> Path:
+    """The leading rank's path, which Lightning uses on all ranks."""
+    return Path(world().distinct_texts(os.fspath(path))[0][0])
+
+
+def _keys(path: Path, *, weights_only: bool) -> list[str]:
+    """Keys of the model's state dict in a checkpoint of FSDP or ModelParallel."""
+    if path.is_dir():
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        entries = FileSystemReader(os.fspath(path)).read_metadata().state_dict_metadata
+        prefixes = ("model.", "state_dict.")
+        return [
+            key.removeprefix(prefix) for key in entries for prefix in prefixes
+            if key.startswith(prefix)
+        ]  # fmt: skip
+    content = torch.load(path, map_location="meta", mmap=True, weights_only=weights_only)
+    return list(content["state_dict"])

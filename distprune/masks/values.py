@@ -136,39 +136,6 @@ def changed_values(
     leave(after_error=False)
 
 
-def keep_nothing(values: Tensor) -> Callable[[], None]:
-    """Keep nothing: for :func:`set_values` with a ``change`` that does not fail."""
-    return lambda: None
-
-
-def set_values(
-    parameters: Iterable[Place],
-    change: Change,
-    communicator: Communicator,
-    *,
-    keep: Keep = keep_copy,
-) -> None:
-    """Write other values into parameters, to stay there: :func:`changed_values` without an end.
-
-    Args:
-        parameters, change, communicator: as there.
-        keep: keeps what restores the values if ``change`` fails on a rank.
-
-    Raises:
-        Exception: as there.
-
-    Cost: as there.
-    """
-    is_done = False
-
-    def keep_until_done(values: Tensor) -> Callable[[], None]:
-        restore = keep(values)
-        return lambda: None if is_done else restore()
-
-    with changed_values(parameters, change, communicator, keep=keep_until_done):
-        is_done = True
-
-
 @dataclass(frozen=True)
 class _Part:
     """This rank's part of one parameter, and the places at which the parameter is registered."""

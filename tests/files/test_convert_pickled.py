@@ -259,7 +259,7 @@ def test_folders_without_one_meaning(tmp_path):
     assert (tmp_path / "target" / "one.pt").exists()
     for name in ("one.pt", "two.pt"):
         (source / name).unlink()
-    assert "no pickled weights" in refused(source, tmp_path / "other")
+    assert "and no pickled one" in refused(source, tmp_path / "other")
 
 
 def test_the_destination_is_all_or_nothing(tmp_path):

@@ -251,8 +251,11 @@ FORMS = {
     "onnx": (("onnx/model.onnx", "config.json"), ("holds ONNX",)),
     "pickles": (("pytorch_model.bin", "config.json"), ("distprune convert",)),
     "deeper": (("a/model.safetensors", "b/model.safetensors"), ("give one of its folders", "/a, ")),
-    "nothing": (("README.md",), ("holds no safetensors file.",)),
-    "only training's": (("training_args.bin", "optimizer.pt"), ("holds no safetensors file.",)),
+    "nothing": (("README.md",), ("holds no safetensors file, and no pickled one",)),
+    "only training's": (
+        ("training_args.bin", "optimizer.pt"),
+        ("holds no safetensors file, and no pickled one",),
+    ),
 }
 
 

@@ -2,13 +2,11 @@
 
 import contextlib
 import functools
-import inspect
 import os
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -28,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import distprune as prune
 from distprune import criteria
-from distprune.integrations.lightning import ModelPruning, PruningCallback
+from distprune.integrations.lightning import PruningCallback
 from distprune.schedule import Cubic, OneShot
 from distprune.testing import run_ranks
 
@@ -216,158 +214,6 @@ def test_two_ranks_resume_bit_for_bit(tmp_path, wrapping, criterion):
     assert_equal(one, other)
 
 
-EPOCHS = {"max_steps": -1, "max_epochs": 4}
-L1 = {"pruning_fn": "l1_unstructured", "parameter_names": ["weight"], "amount": 0.3}
-
-
-class SaveAtEpoch(pl.Callback):
-    def __init__(self, epoch, path):
-        self.epoch, self.path = epoch, path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.path)
-
-
-def fitted(folder, callback, wrapping="plain", path=None, seed=0, **options):
-    saver = [SaveAtEpoch(1, path)] if path is not None else []
-    trainer = make_trainer(folder, [callback, *saver], wrapping, **{**EPOCHS, **options})
-    trainer.fit(Net(wrapping, seed), loader(wrapping, 3))
-    return trainer
-
-
-def test_model_pruning_has_the_arguments_of_lightnings():
-    ours, theirs = (
-        list(inspect.signature(cls.__init__).parameters.values())
-        for cls in (ModelPruning, lightning_callbacks.ModelPruning)
-    )
-    assert [(p.name, p.default, p.kind) for p in ours] == [
-        (p.name, p.default, p.kind) for p in theirs
-    ]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        L1,
-        {**L1, "amount": lambda epoch: 5 * epoch},
-        {**L1, "parameter_names": None},
-        {**L1, "use_global_unstructured": False},
-        {**L1, "pruning_fn": torch.nn.utils.prune.L1Unstructured},
-        {
-            **L1, "pruning_fn": "ln_structured", "use_global_unstructured": False,
-            "pruning_dim": 1, "pruning_norm": 2,
-        },
-    ],
-)  # fmt: skip
-def test_one_process_ends_as_with_lightnings(tmp_path, arguments):
-    """With one pruning: in a second one torch ranks the weights of the forward before."""
-    once = {"apply_pruning": lambda epoch: epoch == 2, "use_lottery_ticket_hypothesis": False}
-    states = [
-        final_state(fitted(tmp_path, cls(**arguments, **once)))
-        for cls in (ModelPruning, lightning_callbacks.ModelPruning)
-    ]
-    assert_equal(*states)
-    assert any(int((value == 0).sum()) for value in states[0].values())
-
-
-def test_lottery_tickets_have_their_starting_values_every_time(tmp_path):
-    """Lightning's later rewinds write back what the first one aliased, and training changed."""
-    start = Net().state_dict()
-    for cls, is_right in ((ModelPruning, True), (lightning_callbacks.ModelPruning, False)):
-        state = final_state(fitted(tmp_path, cls(**L1)))
-        zeros = sum(int((value == 0).sum()) for value in state.values())
-        left = 88
-        for _ in range(4):
-            left -= round(0.3 * left)
-        assert zeros == 88 - left
-        weights = [key for key in start if key.endswith("weight")]
-        rewound = all(torch.equal(state[k], start[k] * (state[k] != 0)) for k in weights)
-        assert rewound == is_right
-
-
-def run_lottery(wrapping, folder, resamples=False):
-    def new_callback():
-        return ModelPruning(**L1, resample_parameters=resamples, verbose=2)
-
-    context = contextlib.nullcontext() if wrapping == "plain" else launched()
-    with context:
-        path = f"{folder}/epoch_1.ckpt"
-        torch.manual_seed(5)
-        state = final_state(fitted(folder, new_callback(), wrapping, path))
-        trainer = make_trainer(folder, [new_callback()], wrapping, **EPOCHS)
-        torch.manual_seed(5)
-        trainer.fit(Net(wrapping), loader(wrapping, 3), ckpt_path=path)
-        if not resamples:
-            assert_equal(final_state(trainer), state)
-            trainer = make_trainer(folder, [new_callback()], wrapping, **EPOCHS)
-            with pytest.raises(ValueError, match="had other values before training"):
-                trainer.fit(Net(wrapping, 9), loader(wrapping, 3), ckpt_path=path)
-    return state
-
-
-def test_lottery_tickets_on_one_process_resume(tmp_path):
-    run_lottery("plain", tmp_path)
-
-
-@pytest.mark.parametrize("wrapping", STRATEGIES)
-def test_lottery_tickets_on_two_ranks(tmp_path, wrapping):
-    one, other = run_ranks(run_lottery, 2, wrapping, str(tmp_path))
-    assert_equal(one, other)
-    start = Net().state_dict()
-    for key in ("l1.weight", "l2.weight", "head.weight"):
-        assert torch.equal(one[key], start[key] * (one[key] != 0))
-
-
-@pytest.mark.parametrize("wrapping", STRATEGIES)
-def test_resampled_values_do_not_depend_on_the_sharding(tmp_path, wrapping):
-    """All that is left has the new values of reset_parameters, from one seed."""
-    torch.manual_seed(5)
-    one, other = run_ranks(run_lottery, 2, wrapping, str(tmp_path), resamples=True)
-    assert_equal(one, other)
-    start = Net().state_dict()
-    left = one["l1.weight"] != 0
-    assert not torch.isclose(one["l1.weight"], start["l1.weight"])[left].any()
-    assert one["l1.weight"].abs().max() <= 6**-0.5  # the bound of kaiming_uniform_(a=sqrt(5))
-
-
-def random_masks(folder):
-    with launched():
-        masks = []
-        for cls in (ModelPruning, lightning_callbacks.ModelPruning):
-            callback = cls(
-                "random_unstructured", amount=0.5, use_global_unstructured=False,
-                parameter_names=["weight"], use_lottery_ticket_hypothesis=False,
-            )  # fmt: skip
-            trainer = make_trainer(folder, [callback], "ddp", max_steps=-1, max_epochs=1)
-            model = Net("ddp")
-            torch.manual_seed(torch.distributed.get_rank())
-            trainer.fit(model, loader("ddp", 3))
-            masks.append({key: value != 0 for key, value in final_state(trainer).items()})
-        return masks
-
-
-def test_random_pruning_is_the_same_on_all_ranks(tmp_path):
-    (ours, theirs), (our_other, their_other) = run_ranks(random_masks, 2, str(tmp_path))
-    assert_equal(ours, our_other)
-    assert not torch.equal(theirs["l1.weight"], their_other["l1.weight"])
-    assert int((~ours["l1.weight"]).sum()) == 24
-
-
-def test_parameters_to_prune(tmp_path):
-    model = Net()
-    for given in ([(model.l1, "weight")], lambda module: prune.select(module, "l1")):
-        callback = ModelPruning("l1_unstructured", given, amount=10)
-        trainer = make_trainer(tmp_path, [callback], max_steps=-1, max_epochs=1)
-        trainer.fit(model, loader())
-        zeros = {name: int((p == 0).sum()) for name, p in model.named_parameters()}
-        assert zeros["l1.weight"] == 10 and sum(zeros.values()) == 10
-        model = Net()
-    callback = ModelPruning("l1_unstructured", [(Net().l1, "weight")])
-    with pytest.raises(Exception, match="the model does not have"):
-        make_trainer(tmp_path, [callback]).fit(model, loader())
-
-
 def test_a_checkpoint_of_the_training_is_evaluated_with_its_masks(tmp_path):
     path = tmp_path / "at_4.ckpt"
     callback = PruningCallback(OneShot(0, 0.5), permanent=False, scope="layer")
@@ -386,20 +232,6 @@ def test_a_checkpoint_of_the_training_is_evaluated_with_its_masks(tmp_path):
 
 
 def test_what_cannot_work_is_refused(tmp_path):
-    for arguments, text in (
-        ({"pruning_fn": "l3"}, "pruning_fn='l3'"),
-        ({"pruning_fn": 3}, "pruning_fn=3"),
-        ({"pruning_fn": "ln_structured", "use_global_unstructured": False}, "needs pruning_dim"),
-        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "needs pruning_norm"),
-        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "expected False for structured"),
-        ({"pruning_fn": prune.LnStructured}, "PRUNING_TYPE='structured'"),
-        ({"pruning_fn": torch.nn.utils.prune.LnStructured}, "interface of torch's"),
-        ({**L1, "parameter_names": ["scale"]}, "'scale'"),
-        ({**L1, "amount": "half"}, "amount='half'"),
-        ({**L1, "verbose": 3}, "verbose=3"),
-    ):
-        with pytest.raises(Exception, match=text):
-            ModelPruning(**arguments)
     for arguments, text in (
         ({"plan": 0.5}, "plan is a float"),
         ({"plan": prune.select, "exclude": "head"}, "go with a schedule"),
@@ -420,8 +252,6 @@ def test_what_cannot_work_is_refused(tmp_path):
     ):
         with pytest.raises(NotImplementedError, match=text):
             fit(PruningCallback(SCHEDULE, criterion=criterion))
-    with pytest.raises(NotImplementedError, match="2 callbacks that prune"):
-        fit(PruningCallback(SCHEDULE), ModelPruning("l1_unstructured"))
 
 
 def test_a_checkpoint_with_permanent_zeros_does_not_resume(tmp_path):

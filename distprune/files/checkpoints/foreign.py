@@ -71,7 +71,7 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
         return "holds ONNX. Prune the safetensors checkpoint that it was exported from."
     if inner:
         return f"holds no safetensors file itself; give one of its folders: {listed}."
-    return "holds no safetensors file, and no pickled weights (.bin, .pt, .pth)."
+    return "holds no safetensors file, and no pickled one (.bin, .pt)."
 
 
 def _is_of_training(name: str) -> bool:
