@@ -5,8 +5,6 @@ import graphlib
 import re
 from pathlib import Path
 
-import pytest
-
 import distprune
 
 PACKAGE = Path(distprune.__file__).parent
@@ -82,22 +80,31 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of this package that a file imports, inside functions too."""
+TEXTS = {name: path.read_text() for name, path in FILES.items()}
+
+
+def imported_names(text: str) -> set[str]:
+    """What a file imports, inside functions too: ``from a import b`` is ``a.b``."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                is_module = inner.removeprefix("distprune.") in FILES
-                found.add(inner if is_module else node.module)
-    return {
-        name.removeprefix("distprune").removeprefix(".")
-        for name in found
-        if name.split(".")[0] == "distprune"
-    }
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def module_of(name: str) -> str:
+    """The module of this package that has an imported name."""
+    inner = name.removeprefix("distprune").removeprefix(".")
+    return inner if inner in FILES else inner.rpartition(".")[0]
+
+
+NAMES = {name: imported_names(text) for name, text in TEXTS.items()}
+IMPORTS = {
+    name: {module_of(each) for each in names if each.split(".")[0] == "distprune"}
+    for name, names in NAMES.items()
+}
 
 
 def room_of(name: str) -> str:
@@ -105,7 +112,7 @@ def room_of(name: str) -> str:
 
 
 def test_rooms_import_only_the_rooms_that_they_may():
-    imports = {(room_of(name), room_of(other)) for name in FILES for other in imported(FILES[name])}
+    imports = {(room_of(name), room_of(other)) for name in FILES for other in IMPORTS[name]}
     wrong = [(a, b) for a, b in imports if a != b and b not in ROOMS[a]]
     unused = [(a, b) for a in ROOMS for b in ROOMS[a] if (a, b) not in imports]
     assert not wrong and not unused, (wrong, unused)
@@ -118,7 +125,7 @@ def test_rooms_of_files_import_only_the_rooms_before_them():
     wrong = [
         (name, other)
         for name, room in inside.items()
-        for other in imported(FILES[name]) & set(inside)
+        for other in IMPORTS[name] & set(inside)
         if inside[other] != room and level[inside[other]] >= level[room]
     ]
     assert not wrong
@@ -126,38 +133,37 @@ def test_rooms_of_files_import_only_the_rooms_before_them():
 
 def test_no_module_imports_itself_by_way_of_others():
     """Rooms, and the modules inside them, are layers: imports lead to no circle."""
-    graphlib.TopologicalSorter({name: imported(FILES[name]) for name in FILES}).prepare()
+    graphlib.TopologicalSorter(IMPORTS).prepare()
     graphlib.TopologicalSorter(ROOMS).prepare()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_one_place_communicates(name):
-    calls = re.findall(
-        r"\b(all_reduce|all_gather\w*|broadcast\w*|reduce_scatter\w*|gather_object|barrier|"
-        r"scatter|scatter_object_list|full_tensor|redistribute)\(",
-        re.sub(r'"[^"\n]*"', "", FILES[name].read_text()),
+def offenders(pattern: str, allowed: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(module, what it says) for each use of a pattern outside of the modules that may."""
+    return [
+        (name, found)
+        for name, text in TEXTS.items()
+        for found in re.findall(pattern, text)
+        if found and not name.startswith(allowed)
+    ]
+
+
+def test_one_place_communicates():
+    calls = (
+        r"\b(?:all_reduce|all_gather\w*|broadcast\w*|reduce_scatter\w*|gather_object|barrier|"
+        r"scatter|scatter_object_list|full_tensor|redistribute)\("
     )
-    # What users test their own code with is no part of any pruning.
-    assert not calls or name == "_common.collectives" or name.startswith("testing"), calls
+    # What users test their own code with is no part of any pruning. Words in quotes are no calls.
+    assert not offenders(r'"[^"\n]*"|(' + calls + ")", ("_common.collectives", "testing"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_private_wrapper_fields_live_in_their_adapter(name):
-    private = re.findall(
-        r"\b(_get_fsdp_state|_fsdp_param_groups?|_module_info|_sharded_\w+|_init_extensions|"
+def test_private_wrapper_fields_live_in_their_adapter():
+    fields = (
+        r"\b(?:_get_fsdp_state|_fsdp_param_groups?|_module_info|_sharded_\w+|_init_extensions|"
         r"_composable_state|_active_ddp_module|parameters_to_ignore|_assign_modules_buffers|_fsdp_flattened|"
-        r"_local_tensor|_handle\b(?=\.)|_param_infos|_inter_node_pg|_local_shard|_flat_param)\b",
-        FILES[name].read_text(),
+        r"_local_tensor|_handle\b(?=\.)|_param_infos|_inter_node_pg|_local_shard|_flat_param)\b"
     )
-    assert not private or name.startswith("torch_private."), private
+    assert not offenders(fields, ("torch_private.",))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_taken_from_torch_prune(name):
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        assert not [n for n in names if n.startswith("torch.nn.utils.prune")]
+def test_nothing_is_taken_from_torch_prune():
+    assert not [name for name in FILES if any("torch.nn.utils.prune" in n for n in NAMES[name])]
