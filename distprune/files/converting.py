@@ -25,7 +25,13 @@ from distprune.files.disk.access import copy_file, sync_file, write_atomically, 
 from distprune.files.disk.allocation import allocate
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import outside_problem, unreadable
-from distprune.files.errors import CheckpointError, Interrupted, SelectionError, headline
+from distprune.files.errors import (
+    CheckpointError,
+    Interrupted,
+    OutputError,
+    SelectionError,
+    headline,
+)
 from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
 from distprune.files.formats.strict_json import load_json
 from distprune.files.results.placing import check_place, check_unchanged, new_folder
@@ -137,6 +143,7 @@ class Conversion:
 
     def _fill(self, folder: Path, done: Converted) -> Iterator[int]:
         """Write all files; yields numbers of bytes."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         weight_map: dict[str, str] = {}
@@ -159,8 +166,13 @@ class Conversion:
                 )
                 weight_map |= dict.fromkeys(tensors, output)
                 done.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-                with writing(path):
+                mode = os.stat(path).st_mode & 0o777
+                try:
                     save_file(tensors, path, {"format": "pt"})
+                except (SafetensorError, OSError) as error:
+                    raise OutputError(f"{path} cannot be written: {error}.") from error
+                with writing(path):
+                    os.chmod(path, mode)  # the library replaces the file
                     sync_file(path)
             yield file.size
         done.num_tensors = len(weight_map)

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -17,7 +18,7 @@ from distprune.files.converting import Conversion, Converted, _load
 from distprune.files.errors import CheckpointError, Interrupted, OutputError, SelectionError
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from helpers.disk_crashes import Steps, disk_is_full
+from helpers.disk_crashes import Steps, disk_is_full, run_forked
 from helpers.tiny_checkpoints import tree_digest
 
 MANY = {
@@ -289,11 +290,24 @@ def test_the_destination_is_all_or_nothing(tmp_path):
     assert tree_digest(source) == before
 
 
+def test_a_disk_that_is_full_while_weights_are_written(tmp_path):
+    source = folder_of(tmp_path, {"a": torch.ones(1 << 18)})
+    assert run_forked(_convert_into_little_room, source, tmp_path / "out") == 0
+    assert sorted(os.listdir(tmp_path)) == ["pickled"]
+
+
+def _convert_into_little_room(source, target):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(OutputError, match=r"model\.safetensors cannot be written"):
+        convert(source, target)
+
+
 def test_permissions_and_links_are_those_of_pruning(tmp_path):
     source = folder_of(tmp_path, {"a": torch.ones(4)})
-    (source / "pytorch_model.bin").chmod(0o600)
-    convert(source, tmp_path / "target")
-    assert (tmp_path / "target" / "model.safetensors").stat().st_mode & 0o777 == 0o600
+    for mode in (0o600, 0o644):
+        (source / "pytorch_model.bin").chmod(mode)
+        convert(source, tmp_path / f"{mode}")
+        assert (tmp_path / f"{mode}" / "model.safetensors").stat().st_mode & 0o777 == mode
     (source / "merges.txt").symlink_to("/etc/hostname")
     assert "merges.txt (to /etc/hostname)" in refused(source, tmp_path / "other")
 
