@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from distprune.cli import streams
 from distprune.files.errors import OutputError
 from distprune.files.inspecting import TensorFacts
 from distprune.files.selecting.kinds import role_of
@@ -56,9 +56,7 @@ def write(path: Path, facts: Iterable[TensorFacts], num_pruned: Mapping[str, int
     for tensor in facts:
         writer.writerow(_row(tensor, num_pruned))
     if str(path) == "-":
-        encoding = sys.stdout.encoding or "utf-8"
-        sys.stdout.write(text.getvalue().encode(encoding, "backslashreplace").decode(encoding))
-        sys.stdout.flush()
+        streams.write(text.getvalue())
         return
     try:
         path.write_text(text.getvalue(), encoding="utf-8", newline="")

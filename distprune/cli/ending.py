@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -12,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from distprune.cli import exits, limits, ranks, streams
+from distprune.cli import exits, ranks, streams
 from distprune.cli.escaping import printable
-from distprune.files.errors import FilesError, explained
+from distprune.files.errors import FilesError, MachineError, explained
 
 _DEFECT = (
     "this is a defect of distprune. Please report it, with the lines above and the output of "
     "`distprune env`."
 )
+_TORCH_BYTES = 750_000_000  # of address space, to import torch and start
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # also clears the line of a progress bar
 
 
@@ -36,8 +38,8 @@ def finish(
     as_json = streams.wants_json(arguments)
     try:
         try:
-            with limits.checked_before_torch():
-                code = run(arguments)
+            _check_memory_limit()
+            code = run(arguments)
             streams.flush()
             if code != exits.OK and as_json and ranks.is_leader():
                 _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
@@ -65,6 +67,16 @@ def finish(
         return exits.READER_GONE
     finally:
         streams.flush_errors()
+
+
+def _check_memory_limit() -> None:
+    """Raise MachineError where the libraries of torch would abort: that cannot be caught."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < _TORCH_BYTES:
+        raise MachineError(
+            f"the memory of a process is limited to {limit / 1e6:.0f} MB; expected at least "
+            f"{_TORCH_BYTES / 1e6:.0f} MB, which torch needs. Raise the limit (`ulimit -v`)."
+        )
 
 
 def _leave_at_once(code: int) -> NoReturn:
