@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from distprune.cli import exits, ranks, watching
+from distprune.cli import exits, ranks, starting
 from distprune.files.errors import Interrupted
 
 
@@ -40,7 +40,7 @@ class Stop:
             Interrupted: as raised by the body, with the exit code of the signal.
         """
         self._previous_handlers = {
-            number: signal.signal(number, self._on_signal) for number in watching.SIGNALS
+            number: signal.signal(number, self._on_signal) for number in starting.SIGNALS
         }
         try:
             yield

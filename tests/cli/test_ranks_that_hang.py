@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from commands import start
 
-from distprune.cli import watching
+from distprune.cli import starting
 from helpers.tiny_checkpoints import save_zeros, tree_digest
 
 DEAF = """
@@ -60,7 +60,7 @@ class Ranks:
         began = []
         thread = threading.Thread(target=wait_and_act)
         thread.start()
-        code = watching.Watch(self.said.append).run(begin, len(scripts))
+        code = starting.Watch(self.said.append).run(begin, len(scripts))
         thread.join()
         for pid in self.pids:
             with pytest.raises(ProcessLookupError):
@@ -70,8 +70,8 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(watching, "GRACE_SECONDS", 0.5)
-    monkeypatch.setattr(watching, "KILL_SECONDS", 0.3)
+    monkeypatch.setattr(starting, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(starting, "KILL_SECONDS", 0.3)
     return Ranks(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_a_signal_ends_all_even_one_that_is_stopped(ranks, number, code):
 
 
 def test_a_second_signal_kills_at_once(ranks, monkeypatch):
-    monkeypatch.setattr(watching, "GRACE_SECONDS", 300)
+    monkeypatch.setattr(starting, "GRACE_SECONDS", 300)
     code, seconds = ranks.run(DEAF, DEAF, then=me(signal.SIGINT, signal.SIGINT))
     assert code == 130 and seconds < 60
     assert ranks.said == ["killing the process of rank 0, 1: a second signal came."]
@@ -128,7 +128,7 @@ def test_a_rank_that_was_killed_is_named(ranks):
 
 def test_a_signal_reaches_ranks_that_are_just_starting(ranks, monkeypatch):
     """They keep it until they are ready: without a traceback from the middle of an import."""
-    monkeypatch.setattr(watching, "GRACE_SECONDS", 60)
+    monkeypatch.setattr(starting, "GRACE_SECONDS", 60)
     late = "import time; time.sleep(1)\n" + OBEDIENT.replace(
         "pathlib.Path(sys.argv[1]).touch()", ""
     )
