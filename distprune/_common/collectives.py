@@ -40,7 +40,7 @@ from torch import Tensor
 
 from distprune._common.attempts import Failed, attempt_all
 from distprune._common.exclusive import exclusively, raise_waiting_interrupt
-from distprune._common.shared_errors import is_shared, mark_shared
+from distprune._common.shared_errors import is_shared, mark_shared, moment
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -195,9 +195,10 @@ class Communicator:
             result = step()
             return result, () if facts_of is None else facts_of(result)
 
+        began = moment()
         outcome = attempt_all(run_step)
         if isinstance(outcome, Failed):
-            if is_shared(outcome.error, self.ranks):
+            if is_shared(outcome.error, self.ranks, began):
                 raise outcome.error
             self.agree(error=outcome.error)
             raise AssertionError("agree raises what it is given") from outcome.error
@@ -219,10 +220,11 @@ class Communicator:
 
         Cost: nothing if all is well.
         """
+        began = moment()
         try:
             yield
         except Exception as error:
-            if self.size > 1 and not is_shared(error, self.ranks):
+            if self.size > 1 and not is_shared(error, self.ranks, began):
                 _logger.warning(_WAITS, self.rank, type(error).__name__, exc_info=error)
                 # That of another rank, that of this one, or the group is lost: this rank's counts.
                 with contextlib.suppress(Exception), self.exclusively():

@@ -195,6 +195,20 @@ def after_a_block(case: Case) -> None:
     in_sequence(case, prune_block)
 
 
+def same_error_again(case: Case) -> None:
+    """The same object is raised twice, as a future or a queue of a loader does."""
+    error = Broken("the disk is gone")
+    for _ in range(2):
+        try:
+            with Fisher(case.pairs, unit="global_batch").calibrating():
+                if dist.get_rank() == 1:
+                    raise error
+            world().agree()
+        except (Broken, RuntimeError) as raised:
+            last = raised
+    raise last
+
+
 def body_of_masks_aside(case: Case) -> None:
     case.prune()
     with prune.masks_aside(case.model):
@@ -289,6 +303,7 @@ CASES = {
     "prune_sequentially, loader": (loader_of_blocks, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, before": (before_a_block, ["plain-2", "fsdp2-2"]),
     "prune_sequentially, after": (after_a_block, ["plain-2", "fsdp2-2"]),
+    "an error twice": (same_error_again, ["plain-2"]),
     "masks_aside": (body_of_masks_aside, ["plain-2"]),
     "ScheduledPruner": (scores_of_a_schedule, ["plain-2"]),
     "global_structured": (iterable_of_groups, ["plain-2", "fsdp2-2"]),
