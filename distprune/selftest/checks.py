@@ -6,10 +6,8 @@ for it: the other ranks would wait for a rank that leaves in the middle.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 
 import distprune
-from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
+from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.selftest.comparing import (
     Traffic,
     far,
@@ -53,36 +51,27 @@ class NotTried(Exception):
 
 def check_private_fields(case: Case) -> Findings:
     """The private fields and functions of torch exist."""
-    model = case.wrapped(net("distinct", case.num_ranks))
-    findings = Findings()
-    for adapter in case.wrapping.adapters:
-        findings.wrong += [f"torch has no {name}" for name in private_fields.missing_names(adapter)]
+    model, adapters = case.wrapped(net("distinct", case.num_ranks)), case.wrapping.adapters
+    missing = [name for adapter in adapters for name in private_fields.missing_names(adapter)]
     objects: list[tuple[str, str, Any]] = [("Module", "Module", model)]
-    if "DDP" in case.wrapping.adapters:
+    if "DDP" in adapters:
         objects.append(("DDP", "DistributedDataParallel", model))
     objects += [("DTensor", "DTensor", p) for p in model.parameters() if is_dtensor(p)]
-    missing = [
-        f"torch has no {name}"
-        for wrapper, kind, instance in objects
-        for name in private_fields.missing_fields(wrapper, {kind: instance})
-    ]
-    if "FSDP2" in case.wrapping.adapters:
-        missing += [f"torch has no {name}" for name in private_fields.missing_states(model)]
-    findings.wrong += list(dict.fromkeys(missing))
-    if not {"FSDP1", "FSDP2"} & set(case.wrapping.adapters):
-        return findings
-    managed = managed_parameters(model)
-    lost = [n for m, n in weights_of(model) if (id(m), n) not in managed]
-    if lost:
-        findings.wrong.append(
-            f"{len(lost)} of {len(WEIGHTS)} parameters are not found in the wrapper"
-        )
-    for record in managed.values():
-        try:
-            record.check_fields()
-        except NotImplementedError as error:
-            findings.wrong.append(str(error))
-            break
+    for wrapper, kind, instance in objects:
+        missing += private_fields.missing_fields(wrapper, {kind: instance})
+    if "FSDP2" in adapters:
+        missing += private_fields.missing_states(model)
+    findings = Findings([f"torch has no {name}" for name in dict.fromkeys(missing)])
+    if {"FSDP1", "FSDP2"} & set(adapters):
+        managed = managed_parameters(model)
+        if any((id(module), name) not in managed for module, name in weights_of(model)):
+            findings.wrong.append("parameters are not found in the wrapper")
+        for record in managed.values():
+            try:
+                record.check_fields()
+            except NotImplementedError as error:
+                findings.wrong.append(str(error))
+                break
     return findings
 
 
@@ -105,31 +94,6 @@ def check_masks(case: Case) -> Findings:
                     f"{when}: {report.num_pruned_now} elements were pruned, expected {expected}"
                 )
             findings.wrong += wrong_masks(model, keeps, indices, when)
-    return findings
-
-
-def check_random(case: Case) -> Findings:
-    """Random masks do not depend on the sharding: they are those of plain replicas."""
-    findings, indices = Findings(), case.indices()
-    keeps = []
-    for seed in (1, 2):
-        plain: nn.Module
-        model: nn.Module
-        model, plain = (net("distinct", case.num_ranks) for _ in range(2))
-        model = case.wrapped(model)
-        for network in (model, plain):
-            torch.manual_seed(seed)
-            selected = distprune.select(network)
-            distprune.global_unstructured(selected, distprune.RandomUnstructured, amount=0.4)
-        keeps = [local_values(module, mask_key(name)) != 0 for module, name in weights_of(plain)]
-        findings.wrong += wrong_masks(model, keeps, indices, f"seed {seed}")
-        num_elements = sum(keep.size for keep in keeps)
-        num_pruned = num_elements - sum(int(keep.sum()) for keep in keeps)
-        if num_pruned != round(0.4 * num_elements):
-            findings.wrong.append(
-                f"seed {seed}: {num_pruned} of {num_elements} elements were pruned, expected "
-                f"{round(0.4 * num_elements)}"
-            )
     return findings
 
 
@@ -215,44 +179,13 @@ def check_training(case: Case) -> Findings:
     return findings
 
 
-def check_checkpoint(case: Case) -> Findings:
-    """Masks and weights survive torch.distributed.checkpoint, bit for bit."""
-    if case.folder is None:
-        raise NotTried("the ranks see no common folder; name one with --folder")
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    findings = Findings()
-    saved = case.wrapped(net("tied", case.num_ranks))
-    _prune(saved, 0.5)
-    path = Path(case.folder, case.wrapping.name.replace(" ", ""))
-    save(distprune.checkpoint.get_state_dict(saved), checkpoint_id=path)
-    loaded = case.wrapped(net("distinct", case.num_ranks, seed=1))
-    distprune.checkpoint.load(path, loaded)
-    pairs = zip(WEIGHTS, weights_of(saved), weights_of(loaded), strict=True)
-    for label, (module, name), (other, _) in pairs:
-        for key_of in (orig_key, mask_key):
-            key = key_of(name)
-            if not hasattr(other, key):
-                findings.wrong.append(f"{key_of(label)} was not loaded")
-            elif not np.array_equal(local_values(module, key), local_values(other, key)):
-                findings.wrong.append(f"{key_of(label)} was loaded with other values")
-    return findings
-
-
-def remove_checkpoints(folder: str) -> None:
-    """Delete what :func:`check_checkpoint` wrote; for one rank."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 # In the order in which they run; the names are the columns of the table.
 CHECKS: dict[str, Callable[[Case], Findings]] = {
     "private fields": check_private_fields,
     "masks": check_masks,
-    "random": check_random,
     "traffic": check_traffic,
     "all or none": check_all_or_none,
     "training": check_training,
-    "checkpoint": check_checkpoint,
 }
 
 

@@ -7,7 +7,7 @@ rank's part of it *is* the list of its indices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,18 +37,17 @@ class Net(nn.Module):
 
 
 @torch.no_grad()
-def net(values: str, num_ranks: int, *, seed: int = 0, num_inputs: int = 6) -> Net:
+def net(values: str, num_ranks: int, *, num_inputs: int = 6) -> Net:
     """A model on the CPU, the same on every rank.
 
     Args:
         values: "distinct"; "tied", a few multiples of 1/4; "equal", all of one magnitude;
             "indices", each element's row-major index.
         num_ranks: divides the number of hidden units, as tensor parallelism needs.
-        seed: of the values.
         num_inputs: width of the first layer.
     """
     model = Net(num_inputs, num_ranks * -(-2 * num_inputs // num_ranks))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         shape = parameter.shape
         content = torch.randn(shape, generator=generator)
@@ -68,7 +67,6 @@ class Wrapping:
 
     Attributes:
         name: its name in the table.
-        wrap: wraps a model on ``device`` for ranks on a mesh of ``shape``.
         adapters: the adapters whose private fields it needs, keys of torch_private.private_fields.
         min_ranks: the smallest number of ranks.
         num_axes: number of mesh axes; two axes need an even number of ranks.
@@ -76,8 +74,7 @@ class Wrapping:
     """
 
     name: str
-    wrap: Callable[[nn.Module, torch.device, tuple[int, ...]], nn.Module]
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[str, ...]
     min_ranks: int = 1
     num_axes: int = 1
     batch_axes: tuple[int, ...] = (0,)
@@ -86,9 +83,7 @@ class Wrapping:
         """Why it cannot run on this number of ranks; None if it can."""
         if num_ranks < self.min_ranks:
             return f"needs {self.min_ranks} ranks"
-        if num_ranks % self.num_axes:
-            return "needs an even number of ranks"
-        return None
+        return "needs an even number of ranks" if num_ranks % self.num_axes else None
 
     def mesh_shape(self, num_ranks: int) -> tuple[int, ...]:
         """The shape of a mesh of all ranks."""
@@ -104,80 +99,47 @@ class Wrapping:
             num_parts *= shape[axis]
         return index, num_parts
 
+    def wrap(self, model: nn.Module, device: torch.device, num_ranks: int) -> nn.Module:
+        """Wrap a model on this rank's device."""
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+        from torch.distributed.tensor import parallel
 
-def _plain(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
-    return model
-
-
-def _ddp(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model)
-
-
-def _fsdp1(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    options: dict[str, Any] = {}
-    if len(shape) == 2:
-        options["device_mesh"] = _mesh(device, shape, ("replicate", "shard"))
-        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
-    return FullyShardedDataParallel(
-        model,
-        device_id=device,
-        use_orig_params=True,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        **options,
-    )
-
-
-def _fsdp2(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
-    names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
-    return _fully_shard(model, _mesh(device, shape, names))
-
-
-def _tp(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
-    return _parallelize(model, _mesh(device, shape, ("tp",)))
-
-
-def _fsdp2_tp(model: nn.Module, device: torch.device, shape: tuple[int, ...]) -> nn.Module:
-    mesh = _mesh(device, shape, ("dp", "tp"))
-    return _fully_shard(_parallelize(model, mesh["tp"]), mesh["dp"])
-
-
-def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
-
-
-def _fully_shard(model: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model.children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # in place
-    return model
-
-
-def _parallelize(model: nn.Module, mesh: Any) -> nn.Module:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    return parallelize_module(model, mesh, {"l1": ColwiseParallel(), "l2": RowwiseParallel()})
+        shape = self.mesh_shape(num_ranks)
+        names = ("outer", "inner")[-len(shape) :]
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        if "TP" in self.name:
+            plan = {"l1": parallel.ColwiseParallel(), "l2": parallel.RowwiseParallel()}
+            model = parallel.parallelize_module(model, mesh["inner"], plan)
+            mesh = mesh["outer"] if len(shape) == 2 else mesh
+        if "DDP" in self.adapters:
+            return nn.parallel.DistributedDataParallel(model)
+        if "FSDP1" in self.adapters:
+            hybrid: dict[str, Any] = {
+                "device_mesh": mesh,
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+            }
+            return FullyShardedDataParallel(
+                model,
+                device_id=device,
+                use_orig_params=True,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                **(hybrid if len(shape) == 2 else {}),
+            )
+        for layer in (*model.children(), model) if "FSDP2" in self.adapters else ():
+            fully_shard(layer, mesh=mesh)  # in place
+        return model
 
 
 WRAPPINGS = (
-    Wrapping("plain", _plain, ("Module",), batch_axes=()),
-    Wrapping("DDP", _ddp, ("DDP",)),
-    Wrapping("FSDP1", _fsdp1, ("FSDP1",), min_ranks=2),
-    Wrapping("FSDP1 hybrid", _fsdp1, ("FSDP1",), min_ranks=4, num_axes=2, batch_axes=(0, 1)),
-    Wrapping("FSDP2", _fsdp2, ("FSDP2", "DTensor")),
-    Wrapping("HSDP", _fsdp2, ("FSDP2", "DTensor"), min_ranks=4, num_axes=2, batch_axes=(0, 1)),
-    Wrapping("TP", _tp, ("DTensor",), batch_axes=()),
-    Wrapping("FSDP2 + TP", _fsdp2_tp, ("FSDP2", "DTensor"), min_ranks=4, num_axes=2),
+    Wrapping("plain", ("Module",), batch_axes=()),
+    Wrapping("DDP", ("DDP",)),
+    Wrapping("FSDP1", ("FSDP1",), min_ranks=2),
+    Wrapping("FSDP1 hybrid", ("FSDP1",), min_ranks=4, num_axes=2, batch_axes=(0, 1)),
+    Wrapping("FSDP2", ("FSDP2", "DTensor")),
+    Wrapping("HSDP", ("FSDP2", "DTensor"), min_ranks=4, num_axes=2, batch_axes=(0, 1)),
+    Wrapping("TP", ("DTensor",), batch_axes=()),
+    Wrapping("FSDP2 + TP", ("FSDP2", "DTensor"), min_ranks=4, num_axes=2),
 )
 
 
@@ -186,12 +148,12 @@ class Case:
     """The argument of every check: one way to wrap models, on this rank.
 
     Attributes:
-        folder: for checkpoints, on a disk that every rank sees; None if there is none.
+        wrapping: how models are wrapped.
+        device: of this rank.
     """
 
     wrapping: Wrapping
     device: torch.device
-    folder: str | None = None
 
     @property
     def rank(self) -> int:
@@ -203,12 +165,11 @@ class Case:
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """The model on this rank's device, wrapped."""
-        shape = self.wrapping.mesh_shape(self.num_ranks)
-        return self.wrapping.wrap(model.to(self.device), self.device, shape)
+        return self.wrapping.wrap(model.to(self.device), self.device, self.num_ranks)
 
-    def indices(self, num_inputs: int = 6) -> list[np.ndarray]:
+    def indices(self) -> list[np.ndarray]:
         """For each of ``WEIGHTS``, the row-major indices of this rank's elements."""
-        model = self.wrapped(net("indices", self.num_ranks, num_inputs=num_inputs))
+        model = self.wrapped(net("indices", self.num_ranks))
         return [local_values(module, name).astype(np.int64) for module, name in weights_of(model)]
 
 

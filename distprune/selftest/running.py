@@ -6,7 +6,6 @@ import faulthandler
 import os
 import platform
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 import distprune
-from distprune.selftest.checks import CHECKS, Findings, NotTried, remove_checkpoints
+from distprune.selftest.checks import CHECKS, Findings, NotTried
 from distprune.selftest.models import WRAPPINGS, Case
 from distprune.selftest.ranks import LostError, Ranks
 from distprune.selftest.table import FAILED, NOT_TRIED, OK, Report, Result
@@ -31,7 +30,6 @@ _MAX_SHOWN = 8  # problems of one check
 
 def run(
     ranks: Ranks,
-    folder: str | None = None,
     *,
     started: Callable[[dict[str, Any]], None] = lambda facts: None,
     finished: Callable[[list[Result]], None] = lambda results: None,
@@ -41,7 +39,6 @@ def run(
 
     Args:
         ranks: all ranks.
-        folder: for checkpoints; by default a temporary folder that rank 0 makes.
         started: called with the facts, before the first check.
         finished: called with the results of each wrapping.
         stuck: called from another thread when this process hangs; should end the process.
@@ -52,24 +49,18 @@ def run(
     began = time.perf_counter()
     report = Report(facts(ranks))
     started(report.facts)
-    common, made = _common_folder(ranks, folder)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for wrapping in WRAPPINGS:
-                reason = wrapping.why_not(ranks.size)
-                case = Case(wrapping, ranks.device, common)
-                if reason is not None:
-                    results = [Result(wrapping.name, None, NOT_TRIED, reason)]
-                    report.results += results
-                else:
-                    results = _run_checks(ranks, case, report, stuck)
-                finished(results)
-                if report.ended is not None:
-                    break
-    finally:
-        if made is not None:
-            remove_checkpoints(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for wrapping in WRAPPINGS:
+            reason = wrapping.why_not(ranks.size)
+            if reason is not None:
+                results = [Result(wrapping.name, None, NOT_TRIED, reason)]
+                report.results += results
+            else:
+                results = _run_checks(ranks, Case(wrapping, ranks.device), report, stuck)
+            finished(results)
+            if report.ended is not None:
+                break
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
@@ -153,19 +144,6 @@ def _judge(result: Result, ranks: Ranks, mine: dict[str, Any], report: Report) -
     if len({outcome["raised"] for outcome in outcomes}) > 1:
         # The other ranks may be inside a collective that this rank has left.
         report.ended = "a check raised on some ranks only, which are out of step since then"
-
-
-def _common_folder(ranks: Ranks, parent: str | None) -> tuple[str | None, str | None]:
-    """(a new folder that every rank sees, or None; the folder that this rank has to delete)."""
-    made = None
-    if ranks.rank == 0:
-        try:
-            made = tempfile.mkdtemp(prefix="distprune-selftest-", dir=parent)
-        except OSError as error:
-            print(f"distprune selftest: no checkpoints: {error}", file=sys.stderr)
-    path = ranks.share(made)[0]
-    is_visible = ranks.share(path is not None and os.path.isdir(path))
-    return (path if all(is_visible) else None), made
 
 
 def end_process(code: int) -> None:

@@ -43,15 +43,6 @@ def replace(stack, module, path, value):
 
 def swap_ties(stack):
     """Of two equal magnitudes the later one is pruned instead of the earlier one."""
-    after_pruning(stack, lambda mask, values: swap(mask, values, equal=True))
-
-
-def swap_random(stack):
-    """One pruned element and one that is kept change places, on sharded parameters only."""
-    after_pruning(stack, lambda mask, values: swap(mask, values, equal=False))
-
-
-def after_pruning(stack, change):
     prune = distprune.global_unstructured
 
     def changed(parameters, *args, **kwargs):
@@ -59,17 +50,17 @@ def after_pruning(stack, change):
         for module, name in parameters:
             mask = getattr(module, name + "_mask")
             if hasattr(mask, "to_local"):
-                change(mask.to_local(), getattr(module, name + "_orig").to_local())
+                swap(mask.to_local(), getattr(module, name + "_orig").to_local())
         return report
 
     stack.enter_context(mock.patch.object(distprune, "global_unstructured", changed))
 
 
 @torch.no_grad()
-def swap(mask, values, *, equal):
+def swap(mask, values):
     flat, magnitudes = mask.view(-1), values.abs().flatten()
     for first in flat.logical_not().nonzero().flatten().tolist():
-        others = flat.bool() & (magnitudes == magnitudes[first]) if equal else flat.bool()
+        others = flat.bool() & (magnitudes == magnitudes[first])
         if others.any():
             flat[first], flat[int(others.nonzero()[0])] = 1, 0
             return
@@ -125,19 +116,6 @@ def changed_before_agreed(stack):
     stack.enter_context(mock.patch.object(distprune, "global_unstructured", impatient))
 
 
-def lossy_checkpoint(stack):
-    load = distprune.checkpoint.load
-
-    def lossy(path, model):
-        load(path, model)
-        module, name = models.weights_of(model)[0]
-        mask = getattr(module, name + "_mask")
-        mask = mask.to_local() if hasattr(mask, "to_local") else mask
-        mask.view(-1)[:1] = 1 - mask.view(-1)[:1].int()
-
-    replace(stack, "distprune.checkpoint", "load", lossy)
-
-
 def renamed_field(stack):
     fields = importlib.import_module("distprune.torch_private.private_fields").FIELDS
     names = {**fields["FSDP2"], "FSDPParam": ("sharded_param", "_of_tomorrow")}
@@ -177,8 +155,8 @@ def one_rank_sleeps(stack):
 FAULTS = {
     each.__name__: each
     for each in (
-        swap_ties, swap_random, one_too_many, idle_mask, dense_gradient, much_traffic,
-        uncompared_amounts, changed_before_agreed, lossy_checkpoint, renamed_field,
+        swap_ties, one_too_many, idle_mask, dense_gradient, much_traffic,
+        uncompared_amounts, changed_before_agreed, renamed_field,
         lost_function, one_rank_raises, one_rank_sleeps,
     )
 }  # fmt: skip

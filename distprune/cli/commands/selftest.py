@@ -16,9 +16,9 @@ from distprune.cli import exits, streams
 
 ABOUT = """Check what distprune guarantees on this machine, with this backend and version of torch.
 
-It checks masks against a reference on every wrapper that the ranks allow, random masks, traffic,
-errors on all ranks or none, a training step, a checkpoint, and the private fields of torch that
-distprune uses. It reports what holds here, what does not, and what could not be tried."""
+It checks masks against a reference on every wrapper that the ranks allow, traffic, errors on all
+ranks or none, a training step, and the private fields of torch that distprune uses. It reports what
+holds here, what does not, and what could not be tried."""
 _EPILOG = """examples:
   python -m distprune selftest
   torchrun --nproc-per-node 4 -m distprune selftest
@@ -64,7 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         report = run(
             ranks,
-            options.folder,
             started=printer.start,
             finished=printer.row,
             stuck=give_up,
@@ -98,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--share", action="store_true", help="let several ranks share an accelerator, over gloo"
     )
-    parser.add_argument("--folder", help="where all ranks can write a small checkpoint")
     parser.add_argument(
         "--timeout", type=_seconds, default=60.0, help="seconds for each check (default 60)"
     )
