@@ -5,8 +5,7 @@ distprune with an independent reference: numpy and a sort. The self-test needs t
 only, and reports what passed, what failed, and what could not be tried.
 
     models      small models, every way to wrap them, and the reference
-    comparing   comparisons of this rank's values with the reference
-    checks      one function for each part of the contract
+    checks      one function for each part of the contract, and comparisons with the reference
     ranks       the ranks: how they meet, and how they exchange results
     table       the text of the report
     running     runs the checks in sequence, each with a deadline

@@ -12,23 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import distprune
-from distprune._common.pruned_form import is_dtensor, orig_key
-from distprune.selftest.comparing import (
-    Traffic,
-    far,
-    masked_output,
-    state_of,
-    whole_weights,
-    wrong_masks,
-)
+from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.selftest.models import WEIGHTS, Case, local_values, net, reference_masks, weights_of
 from distprune.torch_private import private_fields
 from distprune.torch_private.wrapper import managed_parameters
 
 _AMOUNTS = (0.3, 17, 0.5)  # of successive prunings
+_RTOL, _ATOL = 1e-4, 1e-5  # for sums, whose order depends on the ranks
 _TRAFFIC_LIMIT = 256_000  # bytes that one pruning may send per rank, whatever the model's size
 
 
@@ -80,7 +75,7 @@ def check_masks(case: Case) -> Findings:
     findings, indices = Findings(), case.indices()
     for kind in ("distinct", "tied", "equal"):
         model: nn.Module = net(kind, case.num_ranks)
-        values = whole_weights(model)
+        values = _whole_weights(model)
         keeps = [np.ones(whole.shape, dtype=bool) for whole in values]
         model = case.wrapped(model)
         for amount in _AMOUNTS:
@@ -93,18 +88,18 @@ def check_masks(case: Case) -> Findings:
                 findings.wrong.append(
                     f"{when}: {report.num_pruned_now} elements were pruned, expected {expected}"
                 )
-            findings.wrong += wrong_masks(model, keeps, indices, when)
+            findings.wrong += _wrong_masks(model, keeps, indices, when)
     return findings
 
 
 def check_traffic(case: Case) -> Findings:
     """A pruning sends kilobytes, however large the model is."""
     model = case.wrapped(net("distinct", case.num_ranks, num_inputs=512))
-    with Traffic() as traffic:
+    with _Traffic() as traffic:
         _prune(model, 0.5)
     findings = Findings(detail=f"{traffic.num_bytes / 1000:.0f} kB")
     if traffic.num_bytes > _TRAFFIC_LIMIT:
-        num_bytes = 4 * sum(whole.size for whole in whole_weights(net("equal", 1, num_inputs=512)))
+        num_bytes = 4 * sum(whole.size for whole in _whole_weights(net("equal", 1, num_inputs=512)))
         findings.wrong.append(
             f"one pruning sent {traffic.num_bytes / 1000:.0f} kB in {traffic.num_calls} "
             f"collectives, of a model whose weights are {num_bytes / 1000:.0f} kB; expected at "
@@ -119,21 +114,21 @@ def check_all_or_none(case: Case) -> Findings:
         raise NotTried("needs 2 ranks")
     findings, indices = Findings(), case.indices()
     model: nn.Module = net("tied", case.num_ranks)
-    values = whole_weights(model)
+    values = _whole_weights(model)
     model = case.wrapped(model)
-    before = state_of(model)
+    before = _state_of(model)
     try:
         _prune(model, 0.25 if case.rank == case.num_ranks - 1 else 0.5)
         findings.wrong.append("amounts that differ between the ranks raised no error here")
     except ValueError as error:
         if "amount" not in str(error):
             findings.wrong.append(f"the error does not name the amount: {error}")
-    if state_of(model) != before:
+    if _state_of(model) != before:
         findings.wrong.append("the model has changed although the ranks' amounts differ")
         return findings
     _prune(model, 0.5)  # goes on as if nothing had been
     keeps = reference_masks(values, 0.5, [np.ones(whole.shape, dtype=bool) for whole in values])
-    findings.wrong += wrong_masks(model, keeps, indices, "after the error")
+    findings.wrong += _wrong_masks(model, keeps, indices, "after the error")
     return findings
 
 
@@ -142,7 +137,7 @@ def check_training(case: Case) -> Findings:
     findings, indices = Findings(), case.indices()
     model: nn.Module = net("distinct", case.num_ranks)
     dense = net("distinct", case.num_ranks).to(case.device)
-    values = whole_weights(model)
+    values = _whole_weights(model)
     keeps = reference_masks(values, 0.5, [np.ones(whole.shape, dtype=bool) for whole in values])
     model = case.wrapped(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,25 +152,25 @@ def check_training(case: Case) -> Findings:
     }
 
     output = model(batch[rows])
-    findings.wrong += far("the output", output, masked_output(dense, masks, batch)[rows])
+    findings.wrong += _far("the output", output, _masked_output(dense, masks, batch)[rows])
     torch.autograd.backward(output.square().sum(1).mean())
     optimizer.step()
-    torch.autograd.backward(masked_output(dense, masks, batch).square().sum(1).mean())
+    torch.autograd.backward(_masked_output(dense, masks, batch).square().sum(1).mean())
     with torch.no_grad():
         for parameter in dense.parameters():
             assert parameter.grad is not None
             parameter.sub_(0.1 * parameter.grad)
-        trained = whole_weights(dense)
+        trained = _whole_weights(dense)
         for i, (module, name) in enumerate(weights_of(model)):
             mine, parts = local_values(module, orig_key(name)), indices[i]
             expected = trained[i].reshape(-1)[parts]
-            findings.wrong += far(f"{WEIGHTS[i]} after a step", mine, expected)
+            findings.wrong += _far(f"{WEIGHTS[i]} after a step", mine, expected)
             pruned = ~keeps[i].reshape(-1)[parts]
             if not np.array_equal(mine[pruned], values[i].reshape(-1)[parts][pruned]):
                 findings.wrong.append(f"a step changed pruned elements of {WEIGHTS[i]}")
         output = model(batch[rows])
-        expected = masked_output(dense, masks, batch)[rows]
-        findings.wrong += far("the output after a step", output, expected)
+        expected = _masked_output(dense, masks, batch)[rows]
+        findings.wrong += _far("the output after a step", output, expected)
     return findings
 
 
@@ -192,3 +187,82 @@ CHECKS: dict[str, Callable[[Case], Findings]] = {
 def _prune(model: nn.Module, amount: int | float) -> distprune.PruningReport:
     selected = distprune.select(model)
     return distprune.global_unstructured(selected, distprune.L1Unstructured, amount=amount)
+
+
+def _whole_weights(model: nn.Module) -> list[np.ndarray]:
+    """Copies of the weights of a model that is not wrapped."""
+    return [model.get_parameter(name).detach().clone().cpu().numpy() for name in WEIGHTS]
+
+
+def _wrong_masks(
+    model: nn.Module, keeps: list[np.ndarray], indices: list[np.ndarray], when: str
+) -> list[str]:
+    """Compare this rank's masks with its parts of the whole masks, bit for bit."""
+    wrong = []
+    pairs = weights_of(model)
+    for label, (module, name), keep, parts in zip(WEIGHTS, pairs, keeps, indices, strict=True):
+        if not hasattr(module, mask_key(name)):
+            wrong.append(f"{when}: {label} has no mask")
+            continue
+        mask, expected = local_values(module, mask_key(name)), keep.reshape(-1)[parts]
+        if mask.shape != expected.shape:
+            wrong.append(
+                f"{when}: the mask of {label} has shape {mask.shape}, expected {expected.shape}"
+            )
+            continue
+        differs = (mask != 0) != expected
+        if differs.any():
+            wrong.append(
+                f"{when}: {int(differs.sum())} of {differs.size} mask elements of {label} on this "
+                f"rank differ from the reference, the first at index {int(parts[differs][0])} of "
+                "the whole parameter"
+            )
+    return wrong
+
+
+def _masked_output(dense: nn.Module, masks: dict[str, Tensor], batch: Tensor) -> Tensor:
+    """The output of a dense model whose weights are multiplied by masks."""
+    masked = {name: dense.get_parameter(name) * mask for name, mask in masks.items()}
+    output: Tensor = torch.func.functional_call(dense, masked, (batch,))
+    return output
+
+
+def _far(what: str, actual: Any, expected: Any) -> list[str]:
+    """A problem if two arrays differ by more than rounding."""
+    actual, expected = (
+        values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+        for values in (actual, expected)
+    )
+    if actual.shape != expected.shape:
+        return [f"{what} has shape {actual.shape}, expected {expected.shape}"]
+    if np.allclose(actual, expected, rtol=_RTOL, atol=_ATOL):
+        return []
+    distance = float(np.abs(actual - expected).max())
+    return [f"{what} differs from the reference by up to {distance:.3g}"]
+
+
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything that a pruning may change, for comparison with ==."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        state[name] = [*module._parameters, *module._buffers, *module._forward_pre_hooks]
+    for module, name in weights_of(model):
+        if hasattr(module, name):
+            state[f"{id(module)} {name}"] = local_values(module, name).tobytes()
+    return state
+
+
+class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Counts the collectives that the dispatcher runs, and the bytes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_calls = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        if "c10d" in func.namespace and name not in ("wait_tensor", "monitored_barrier_"):
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            self.num_calls += 1
+            self.num_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))

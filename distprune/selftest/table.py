@@ -81,15 +81,12 @@ class Lines:
         """The line of one wrapping."""
         if results[0].check is None:
             return self._row(wrapping, [f"not tried: {results[0].detail}"])
-        by_check = {result.check: result for result in results}
-        cells = []
-        for check in self._checks:
-            result = by_check.get(check)
-            status = NOT_TRIED if result is None else result.status
-            cells.append("-" if status == NOT_TRIED else status)
-            if result is not None and status == OK:
-                cells[-1] = result.detail or OK
-        return self._row(wrapping, cells)
+        cells = {
+            result.check: (result.detail or OK) if result.status == OK else result.status
+            for result in results
+            if result.status != NOT_TRIED
+        }
+        return self._row(wrapping, [cells.get(check, "-") for check in self._checks])
 
     def end(self, report: Report) -> str:
         """The checks that were not tried, those that failed, and the conclusion."""
@@ -105,12 +102,10 @@ class Lines:
             lines += [f'FAILED: "{result.check}" on {result.wrapping}', *_indented(result.wrong)]
         if report.ended is not None:
             lines.append(f"ended early: {report.ended}")
-        num_tried = len(failed) + len(report.of_status(OK))
-        took = f"{report.seconds:.1f} s"
-        if report.holds:
-            lines.append(f"Everything that was tried holds: {num_tried} checks, {took}.")
-        else:
-            lines.append(f"{len(failed)} of {num_tried} checks FAILED, {took}.")
+        num_tried, took = len(failed) + len(report.of_status(OK)), f"{report.seconds:.1f} s"
+        holds = f"Everything that was tried holds: {num_tried} checks"
+        fails = f"{len(failed)} of {num_tried} checks FAILED"
+        lines.append(f"{holds if report.holds else fails}, {took}.")
         return "\n".join(lines).removeprefix("\n" if len(lines) == 1 else "")
 
     def _row(self, name: str, cells: Sequence[str]) -> str:
