@@ -1,7 +1,9 @@
-"""Memory: scratch arrays that are used again, and copies on a CPU that need no threads."""
+"""Memory: its peak, scratch arrays that are used again, and copies on a CPU without threads."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,3 +113,10 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     if all(takes_numpy(tensor.device) for tensor in filled):
         return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in filled]))
     return torch.cat([tensor.to(filled[0].device) for tensor in filled]).cpu()
+
+
+def peak_rss_bytes() -> int:
+    """The most memory of this process so far, or of the largest of its children that has ended."""
+    usages = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    peak = max(resource.getrusage(who).ru_maxrss for who in usages)
+    return peak if sys.platform == "darwin" else peak * 1024

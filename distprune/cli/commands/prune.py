@@ -180,6 +180,8 @@ def _check_plot(plot: Path | None) -> None:
 
 
 def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:
+    from distprune._common.memory import peak_rss_bytes
+
     if terminal.as_json:
         values = json.loads(report.result_json()) | sources.as_values(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run_json())})
@@ -200,9 +202,10 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     run = report.run
     seconds = sum(run.seconds.values())
     processes = "process" if run.num_ranks == 1 else "processes"
+    peak = max(*run.peak_rss_bytes, peak_rss_bytes())  # after the last file, too
     terminal.text(
         f"{destination}: {seconds:.1f} s on {run.num_ranks} {processes}, "
-        f"peak memory {format_size(max(run.peak_rss_bytes))}."
+        f"peak memory {format_size(peak)}."
     )
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 
 from distprune._common.attempts import attempt, error_of
+from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.journal import Journal
 from distprune.files.disk.open_files import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
@@ -156,7 +155,7 @@ class _Run:
         with self._timing("write"):
             self._write(finished, state["run"])
         peaks = torch.zeros(self._team.size, dtype=torch.int64)
-        peaks[self._team.index] = _peak_rss_bytes()
+        peaks[self._team.index] = peak_rss_bytes()
         run = RunFacts(
             num_ranks=self._team.size,
             seconds=self._seconds,
@@ -263,8 +262,3 @@ def versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "numpy": np.__version__,
     }
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
