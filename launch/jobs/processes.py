@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from distprune.language_models import RunProgress
 
 T = TypeVar("T")
+# accelerate sets MASTER_ADDR if it is asked for several processes, and RANK if it starts them.
+_ALONE = (
+    "Warning: this is the only rank, though a launcher was asked for several processes: it set "
+    "MASTER_ADDR and no RANK. `accelerate launch --cpu` starts one process, whatever "
+    "--num_processes says. For N processes on the CPU: ACCELERATE_USE_CPU=true accelerate launch "
+    "--multi_gpu --num_processes N SCRIPT, or torchrun --nproc-per-node N SCRIPT."
+)
 LAUNCH_FOLDER = Path(__file__).resolve().parent.parent
 
 
@@ -71,7 +78,7 @@ def join() -> Job:
     """Join torchrun's process group; without torchrun, be a group of one.
 
     Every rank gets its own GPU and NCCL where there are enough GPUs for this machine's
-    ranks, else all get the CPU and gloo.
+    ranks, else all get the CPU and gloo. Warns of a launcher that started too few.
     """
     started = time.monotonic()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -86,7 +93,10 @@ def join() -> Job:
         dist.init_process_group(backend)
     else:
         be_group_of_one(backend)
-    return Job(dist.get_rank(), dist.get_world_size(), device, started)
+    job = Job(dist.get_rank(), dist.get_world_size(), device, started)
+    if "RANK" not in os.environ and "MASTER_ADDR" in os.environ:
+        job.say(_ALONE)
+    return job
 
 
 def be_group_of_one(backend: str) -> None:

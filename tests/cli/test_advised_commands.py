@@ -415,7 +415,9 @@ RUN_BY = {
     "With --share they have them in common": (
         f"{SELFTEST}test_ranks_that_share_an_accelerator_use_gloo"
     ),
-    "call `accelerate launch --multi_gpu": "launch/test_examples.py::test_prune_accelerate",
+    "call `accelerate launch --multi_gpu": (
+        "launch/test_launchers.py::test_accelerate_that_starts_fewer_than_it_was_asked_for"
+    ),
 }
 # A part of a text -> why there is nothing to run.
 NOTHING_TO_RUN = {

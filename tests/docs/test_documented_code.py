@@ -136,6 +136,10 @@ def problem_of(words):
             files = [script, *(word for word in words if word.startswith(("examples/", "tests/")))]
             missing = [file for file in files if not (ROOT / file).exists()]
             return f"no {', '.join(missing)}" if missing else None
+        case ["accelerate", "launch", *options]:
+            scripts = [word for word in options if word.endswith(".py")]
+            missing = [file for file in scripts if not (ROOT / file).exists()]
+            return f"no {', '.join(missing)}" if missing or not scripts else None
         case ["pre-commit" | "git", *_]:
             return None
     return "an unknown program"

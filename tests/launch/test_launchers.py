@@ -1,7 +1,12 @@
 """The launchers start what they say, on one machine and on several, or stop and say why not."""
 
 import json
+import os
+import re
+import shlex
 import socket
+import subprocess
+import sys
 
 import pytest
 from shell import ROOT, run, start
@@ -51,6 +56,49 @@ def test_torchrun_on_several_machines_needs_a_place_to_meet():
     status, output = run("launch/torchrun.sh", "script.py", NNODES=2)
     assert status == 2
     assert "NNODES=2, but RDZV_ENDPOINT is not set" in output
+
+
+JOB = """
+from jobs.processes import join, quit_group
+job = join()
+job.say(f"{job.num_ranks} ranks")
+quit_group(0)
+"""
+
+
+def started_by(command, script):
+    """What a script printed under a command with variables before it."""
+    words = shlex.split(command)
+    variables = dict(word.split("=") for word in words if re.fullmatch("[A-Z_]+=.*", word))
+    arguments = words[len(variables) :]
+    assert arguments[:2] == ["accelerate", "launch"]
+    port = ["--main_process_port", str(free_port())]
+    drop = ("ACCELERATE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *port, *arguments[2:], script],
+        env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
+        | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_accelerate_that_starts_fewer_than_it_was_asked_for(tmp_path):
+    """The warning says so, and what it advises starts as many as were asked for."""
+    script = tmp_path / "script.py"
+    script.write_text(JOB)
+    printed = started_by("accelerate launch --cpu --num_processes 2 --num_machines 1", script)
+    assert "1 ranks" in printed and "Warning: this is the only rank" in printed
+    advised = re.search(r"on the CPU: (.*) N SCRIPT, or torchrun", printed)[1]
+    printed = started_by(f"{advised} 2", script)
+    assert "2 ranks" in printed and "Warning" not in printed
+    printed = started_by("accelerate launch --cpu --num_processes 1", script)
+    assert "1 ranks" in printed and "Warning" not in printed
 
 
 @pytest.mark.slow
