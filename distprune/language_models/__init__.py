@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from distprune.language_models.layers import load_tokenizer as load_tokenizer
     from distprune.language_models.loading import load_sharded as load_sharded
     from distprune.language_models.losses import BatchLosses as BatchLosses
+    from distprune.language_models.memory import MemoryEstimate as MemoryEstimate
+    from distprune.language_models.memory import estimate_memory as estimate_memory
     from distprune.language_models.running import DataRanks as DataRanks
     from distprune.language_models.running import RunProgress as RunProgress
     from distprune.language_models.running import data_ranks as data_ranks
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 # the function's place in this package.
 _MODULES = {
     "BatchLosses": "losses",
+    "MemoryEstimate": "memory",
     "PerplexityReport": "evaluating",
     "DataRanks": "running",
     "RunProgress": "running",
@@ -47,6 +50,7 @@ _MODULES = {
     "TextPerplexity": "evaluating",
     "TokenWindows": "text",
     "calibrate": "calibrating",
+    "estimate_memory": "memory",
     "linear_layers": "layers",
     "load_sharded": "loading",
     "load_tokenizer": "layers",
@@ -62,6 +66,7 @@ _MODULES = {
 __all__ = [
     "BatchLosses",
     "DataRanks",
+    "MemoryEstimate",
     "PerplexityReport",
     "RunProgress",
     "SavedModel",
@@ -70,6 +75,7 @@ __all__ = [
     "calibrate",
     "data_ranks",
     "decoder_blocks",
+    "estimate_memory",
     "linear_layers",
     "load_sharded",
     "load_tokenizer",

@@ -25,12 +25,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from distprune._common.collectives import resolved
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
 from distprune.language_models.layers import head_of
-from distprune.language_models.running import output_of
+from distprune.language_models.running import data_ranks, output_of
 from distprune.torch_private.wrapper import plain_class
 
-_SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
+SLICE = 1 << 24  # logits that there are at a time: 64 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ class BatchLosses:
         self._owner = next(
             (m for m in model.modules() if any(child is self._head for child in m.children())), None
         )
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether logits come in slices, as far as the batches until now have shown."""
+        if self._head is None or not is_dtensor(self._head.weight):
+            return self._head is not None
+        return data_ranks(self._model).size == world().size  # without tensor parallelism
 
     def mean(self, ids: Tensor) -> Tensor:
         """The model's own loss, with gradients: the mean over all tokens but the first ones.
@@ -189,7 +197,7 @@ def _sum_of_slices(states: Tensor, targets: Tensor, head: Head) -> Tensor:
     def loss(part: Tensor, expected: Tensor) -> Tensor:
         return functional.cross_entropy(head.logits(part).float(), expected, reduction="sum")
 
-    num_rows = max(1, _SLICE // head.weight.shape[0])
+    num_rows = max(1, SLICE // head.weight.shape[0])
     if num_rows >= len(states):
         return loss(states, targets)
     slices = zip(torch.split(states, num_rows), torch.split(targets, num_rows), strict=True)
@@ -211,7 +219,7 @@ def nll_of_windows(states: Tensor, ids: Tensor, head: Head | None = None) -> Ten
     Returns:
         float64 [windows], on the CPU.
     """
-    num_rows = max(1, _SLICE // (states.shape[2] if head is None else head.weight.shape[0]))
+    num_rows = max(1, SLICE // (states.shape[2] if head is None else head.weight.shape[0]))
     losses = torch.zeros(len(ids), dtype=torch.float64, device=states.device)
     for window, (given, targets) in enumerate(zip(states, ids[:, 1:], strict=True)):
         for start in range(0, len(targets), num_rows):

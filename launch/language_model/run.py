@@ -16,7 +16,7 @@ import distprune as prune
 from distprune import language_models
 from distprune.language_models import TokenWindows
 from jobs.checkpoints import Checkpoints
-from jobs.processes import Job
+from jobs.processes import Job, available_memory
 from jobs.ranking import Pairs
 from jobs.work import Folder, read_json
 
@@ -51,6 +51,7 @@ class Run:
         model = self.model
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         job.say(f"loaded {settings.model}: {job.num_ranks} ranks, {settings.wrap}, {dtype}")
+        self.say_memory()
         self.measure("dense")
         recovers_while_pruning = settings.schedule != "one_shot"
         if not recovers_while_pruning:
@@ -63,6 +64,29 @@ class Run:
             self.measure("recovered", model)
         self.save(model, rows)
         self.work.remove()
+
+    def say_memory(self) -> None:
+        """What a rank needs at most, beside what there is."""
+        settings, read, kept = self.settings, [], 0
+        if settings.recovery_steps and settings.lora is None:
+            read, kept = [p for p in self.model.parameters() if p.requires_grad], 2  # of AdamW
+        elif settings.criterion in ("taylor", "fisher"):
+            read, kept = [getattr(*pair) for pair in self.parameters], 1
+        estimate = language_models.estimate_memory(
+            self.model,
+            settings.batch_size * settings.length,
+            gradients_of=read,
+            values_kept=kept,
+        )
+        self.job.say(f"memory of a rank, estimated: {estimate}")
+        available = available_memory(self.job.device)
+        needed = estimate.total - estimate.parts["weights"]  # which are there
+        if available is not None and needed > available:
+            self.job.say(
+                f"WARNING: beside the weights a rank needs {needed / 1e9:.2f} GB, and has "
+                f"{available / 1e9:.2f} GB; the system may end the run. Expected more ranks or "
+                "machines with --wrap fsdp2, or a smaller --length or --batch-size"
+            )
 
     @cached_property
     def model(self) -> nn.Module:

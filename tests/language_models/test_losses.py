@@ -80,7 +80,7 @@ def test_they_are_the_models_own(family, monkeypatch):
         chances = model(input_ids=IDS, use_cache=False).logits.double().log_softmax(-1)
     of_windows = -chances[:, :-1].gather(2, IDS[:, 1:, None]).sum((1, 2))
 
-    monkeypatch.setattr(losses, "_SLICE", 3 * 40)
+    monkeypatch.setattr(losses, "SLICE", 3 * 40)
     with Rows() as rows:
         loss, found, nll = both(model, IDS)
     if family in WHOLE:
@@ -99,7 +99,7 @@ def test_they_are_the_models_own(family, monkeypatch):
 def on_ranks(wrapping, size):
     torch.set_num_threads(1)
     model = wrapped_llama(tiny_llama(), wrapping)
-    losses._SLICE = size
+    losses.SLICE = size
     made = losses.BatchLosses(model)
     with Traffic() as traffic:
         for _ in range(2):

@@ -67,7 +67,7 @@ def test_it_is_the_loss_that_the_model_itself_reports(folder):
 def test_slices_of_logits_and_half_precision(folder, monkeypatch):
     model, windows = tiny_llama(), read(folder, limit=4)
     whole = perplexity(model, windows)
-    monkeypatch.setattr(losses, "_SLICE", 264 * 4)
+    monkeypatch.setattr(losses, "SLICE", 264 * 4)
     assert perplexity(model, windows).total.nll == pytest.approx(whole.total.nll, rel=1e-6)
     # Logits of 8 bits are converted before the loss, not after.
     logits = torch.randn(1, 16, 264).bfloat16()

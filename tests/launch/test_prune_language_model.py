@@ -72,6 +72,9 @@ def test_every_sharding_prunes_the_same_weights(folder):
     calibration = ["--calibrate", folder / "train.txt", *how]
     status, printed = run(SCRIPT, *arguments(folder, "alone", "--wrap", "none", *calibration))
     assert status == 0, printed
+    assert "1 ranks, none, float32" in printed
+    assert "memory of a rank, estimated: 0.00 GB (weights 0.00 GB" in printed
+    assert "WARNING" not in printed
     statistics = ["--statistics", folder / "alone/distprune/statistics.safetensors"]
     prune(folder, "sharded", 2, *statistics, *how)
     prune(folder, "both", 4, *statistics, *how, "--wrap", "fsdp2_tp",
