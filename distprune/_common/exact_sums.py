@@ -154,6 +154,10 @@ def statistic(normalize: Normalization, total: int, exponent: int, num_elements:
         return math.inf
 
 
+class DivisorError(ValueError):
+    """Scores cannot be divided exactly by a statistic of them."""
+
+
 def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
     """Refuse a statistic that float64 holds in part only, or whose inverse it does.
 
@@ -166,11 +170,11 @@ def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
         label: the parameter or tensor, for the message.
 
     Raises:
-        ValueError: names it.
+        DivisorError: names it.
     """
     lowest, highest = 2.0**-1022, 2.0**1022
     if divisor and not lowest <= divisor <= highest:
-        raise ValueError(
+        raise DivisorError(
             f"{label}: normalize={normalize!r} would divide its scores by {divisor:.3g}; expected "
             f"a number between {lowest:.3g} and {highest:.3g}, which float64 holds with all its "
             "digits, as it does the inverse. Multiply the scores by a power of two, or rank them "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -13,18 +12,16 @@ from distprune._common.mask_bits import num_bytes_of
 from distprune.files.disk.destination import partial_folders
 from distprune.files.disk.space import folder_bytes, free_bytes
 from distprune.files.errors import OutputError
+from distprune.files.ranking.reads import bytes_to_count, bytes_to_count_alone
 
 if TYPE_CHECKING:
-    from distprune.files.planning import Plan, PlannedGroup
+    from distprune.files.planning import Plan
 
 # Bytes per second of one process, if the disk is not the limit.
 _SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
 _SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
 _WRITING_IS_SLOWER = 3  # than reading, on a bad disk
 _SAMPLE_SECONDS, _SAMPLE_BYTES, _CHUNK = 0.3, 64_000_000, 4_000_000
-# Larger layers that are ranked on their own are read once more; see ``files.ranking.streaming``.
-_MAX_IN_MEMORY = 8 << 19  # elements, or tiles
-_PASSES_OF_TILES = 4  # their sums have 64 bits, and one read settles 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
     """
     checkpoint = plan.checkpoint
     others = sum(file.size for file in checkpoint.others)
-    reads = checkpoint.num_bytes + others + _counted_bytes(plan)
+    reads = checkpoint.num_bytes + others + bytes_to_count(plan) + bytes_to_count_alone(plan)
     writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
     free, missing = None, writes
     if destination is not None:
@@ -79,43 +76,6 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
         most += (reads + _WRITING_IS_SLOWER * writes) / rate
     first, last = _SECONDS_TO_START
     return Cost(reads, writes, missing, free, rate, (least + first, most + last))
-
-
-def _counted_bytes(plan: Plan) -> int:
-    """Bytes to read before the pass that writes, to find the thresholds."""
-    return sum(_counted_of_group(plan, group) for group in plan.groups)
-
-
-def _counted_of_group(plan: Plan, group: PlannedGroup) -> int:
-    recipe, tensors = group.recipe, plan.tensors[group.first : group.last]
-    if recipe.score == "random":
-        return 0
-    if recipe.is_together:
-        # All are ranked in the widest format; one read settles 16 of its bits.
-        entries = [tensor.entry for tensor in tensors]
-        if plan.inputs.given is not None and recipe.score == "given":
-            entries = [plan.inputs.given.entries[entry.name] for entry in entries]
-        dtypes = {entry.dtype for entry in entries}
-        is_wide = recipe.needs_statistics  # then scores have 32 bits or more
-        if recipe.normalize is not None:
-            # One read finds the divisors; it is enough for scores of 16 bits.
-            wide = 1 + (4 if "F64" in dtypes else 2)
-            return sum(
-                (wide if is_wide or entry.dtype in ("F32", "F64") else 1) * entry.nbytes
-                for entry in entries
-            )
-        if recipe.tile is not None:
-            return _PASSES_OF_TILES * sum(entry.nbytes for entry in entries)
-        is_narrow = len(dtypes) == 1 and "F32" not in dtypes and not is_wide
-        passes = 4 if "F64" in dtypes else 1 if is_narrow else 2
-        return passes * sum(entry.nbytes for entry in entries)
-    if recipe.tile is not None and recipe.scope == "layer":
-        size = math.prod(recipe.tile)
-        large = (t.entry for t in tensors if t.entry.numel // size > _MAX_IN_MEMORY)
-        return _PASSES_OF_TILES * sum(entry.nbytes for entry in large)
-    if recipe.pattern is None and recipe.scope == "layer":
-        return sum(t.entry.nbytes for t in tensors if t.entry.numel > _MAX_IN_MEMORY)
-    return 0
 
 
 def _sidecar_bytes(plan: Plan) -> int:

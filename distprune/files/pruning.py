@@ -1,14 +1,13 @@
 """``prune``: carry out a plan, on one process or on all ranks together.
 
-plan --units--> find_cuts --thresholds and quotas--> Rewriter --> partial folder --> destination
-                (scope "global")                 (each unit once)       (one rename)
+plan --> find_cuts --cuts--> Rewriter --> partial folder --> destination
+         (scope "global")    (each unit once)       (one rename)
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.ranking.group_cuts import GroupCuts, bytes_to_count, find_cuts
-from distprune.files.ranking.streaming import Source
+from distprune.files.ranking.cuts import Cuts, find_cuts
+from distprune.files.ranking.reads import bytes_to_count
+from distprune.files.ranking.source import Source
 from distprune.files.ranking.units import prune_units
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import make_report
@@ -99,13 +99,11 @@ def prune(
         Interrupted: ``stop`` returned True.
         Each is raised on every rank that is left. The text says what is left on the disk.
 
-    Cost: reads 16-bit weights twice and writes them once (reads fp32 three times in scope "global",
-    or four to five times if normalised; row and N:M once; tiles five times in scope "global", else
-    once), and reads once what an interrupted run had done; a few hundred megabytes of memory per
-    process, whatever the size. Scores "wanda" and "stade" are made in these passes, one more of
-    16-bit weights in scope "global" and two if normalised, and take 4 bytes of memory for each
-    input of a layer. Communication: an
-    all-reduce of 32 bytes twice a second, and a few of up to 512 KiB.
+    Cost: reads weights twice and writes them once (row and N:M reads them once; scores of more than
+    16 bits four times if they are normalised, and three times if they are so many that the keys
+    around the cut do not fit into memory), and reads once what an interrupted run had done; a few
+    hundred megabytes of memory per process, whatever the size. Scores "wanda" and "stade" have 32
+    bits or more. Communication: an all-reduce of 32 bytes twice a second, and some of up to 32 KiB.
     """
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
@@ -140,38 +138,38 @@ class _Pruning:
         self._team = team
         self._plan = plan
         self._task = task
-        self._source = Source(plan)
-        self._prune_units = prune_units(plan)
-        self._group_cuts: GroupCuts | None = None
+        self._source = Source(plan, self._did_read)
+        self._is_counting = False
+        self._cuts: Cuts | None = None
 
     @property
     def sources(self) -> OpenFiles:
         return self._source.files
 
-    @property
-    def _is_ranked_together(self) -> bool:
-        return any(group.recipe.is_together for group in self._plan.groups)
-
     def bytes_to_prepare(self) -> int:
-        return bytes_to_count(self._plan, self._source, self._prune_units)
+        return bytes_to_count(self._plan)
 
     def prepare(self, partial: Partial, prepared: Any) -> None:
         """Find where groups that are ranked together are cut; once for all runs of a plan."""
-        if not self._is_ranked_together:
-            return
         if prepared is not None:
-            self._group_cuts = GroupCuts.from_json(prepared)
-            self._source.normalize(self._group_cuts.divisors)
+            self._cuts = Cuts.from_json(prepared)
+            self._source.divide(self._cuts.divisors)
             return
-        self._group_cuts = find_cuts(self._team, self._plan, self._source, self._prune_units)
-        self._team.from_leader(partial.finished_units.write_prepared, asdict(self._group_cuts))
+        self._team.begin("count", self.bytes_to_prepare())
+        self._is_counting = True
+        self._cuts = find_cuts(self._team, self._plan, self._source)
+        self._is_counting = False
+        if any(group.recipe.is_together for group in self._plan.groups):
+            self._team.from_leader(partial.finished_units.write_prepared, self._cuts.to_json())
 
     def worker(self, folder: Path) -> Rewriter:
-        return Rewriter(self._plan, self._source, folder, self._task.layout, self._group_cuts)
+        assert self._cuts is not None
+        return Rewriter(self._plan, self._source, folder, self._task.layout, self._cuts)
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
+        assert self._cuts is not None
         report = make_report(
-            self._plan, self._source, self._group_cuts, partial.finished_units.records(), run
+            self._plan, self._source, self._cuts, partial.finished_units.records(), run
         )
         recipe = self._plan.recipe.as_stored().to_yaml().encode()
         card = card_of(self._plan, report)
@@ -185,6 +183,10 @@ class _Pruning:
 
     def close(self) -> None:
         self._source.close()
+
+    def _did_read(self, num_bytes: int) -> None:
+        """Report reads: as progress, unless what is read is written too."""
+        self._team.did(num_bytes if self._is_counting else 0)
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.attempts import Failed, attempt, error_of
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Communicator, Op
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -129,6 +129,11 @@ class Team:
         self._pace = Pace()
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = {}
+        self._phase = ""
+        self._mine = 0  # bytes of the phase that this rank has processed
+        self._shared = 0  # and all ranks, when they last communicated
+        self._until: float | None = None  # when to communicate next; None: not at work
+        self._error_of_progress: BaseException | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -190,7 +195,7 @@ class Team:
         """Announce a phase, so that the progress covers all phases from the beginning.
 
         Args:
-            phase: the name that :meth:`work` will be called with.
+            phase: the name that :meth:`begin` will be called with.
             total_bytes: of the phase, over all ranks.
             num_done: bytes that an earlier run has finished.
         """
@@ -205,59 +210,104 @@ class Team:
             texts, indices = self._communicator.distinct_texts(json.dumps(value))
         return [json.loads(texts[index]) for index in indices]
 
-    def work(self, steps: Iterator[int], phase: str, num_done: int, total_bytes: int) -> None:
-        """Run steps on every rank until all have finished.
+    def begin(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
+        """Begin a phase: the bytes of :meth:`did` are of it from now on.
 
         Args:
-            steps: of this rank; each yields the number of bytes that it has processed.
             phase: for the progress.
-            num_done: bytes of the phase that an earlier run has finished, the same on every rank.
-            total_bytes: of the phase, over all ranks.
+            total_bytes: of the phase, over all ranks; about.
+            num_done: bytes that an earlier run has finished, the same on every rank.
+        """
+        if self._phase:
+            self._done[self._phase] = self._totals[self._phase]
+        self.expect(phase, total_bytes, num_done)
+        self._phase, self._mine, self._shared = phase, 0, 0
+        self._pace.begin()
+
+    def did(self, num_bytes: int) -> None:
+        """Report bytes that this rank has processed, often: all ranks communicate now and then.
+
+        Raises:
+            Interrupted: ``stop`` returned True on a rank; on every rank.
+            FilesError: of another rank that failed.
+        """
+        self._mine += num_bytes
+        if self._until is not None and (self._stop() or time.monotonic() >= self._until):
+            self._communicate(None, is_finished=False)
+            self._until = time.monotonic() + _ROUND_SECONDS
+            if self._error_of_progress is not None:
+                raise self._error_of_progress
+
+    def work(self, steps: Iterator[int]) -> None:
+        """Run steps on every rank until all have finished; each yields bytes for :meth:`did`.
 
         Raises:
             Interrupted: ``stop`` returned True on a rank; on every rank.
             Exception: the error of the first rank that failed, in a step, in ``progress`` or in
                 ``stop``; on every rank.
         """
-        self._pace.begin()
-        self.expect(phase, total_bytes, num_done)
-        previous_bytes = 0
-        mine, is_finished, is_stopped = 0, False, False
 
-        def advance() -> None:
-            nonlocal mine, is_finished, is_stopped
-            until = time.monotonic() + _ROUND_SECONDS
-            while True:
-                is_stopped = self._stop()
-                if is_stopped or is_finished or time.monotonic() >= until:
-                    return
-                step = next(steps, None)
-                is_finished = step is None
-                mine += step or 0
+        def run() -> None:
+            for num_bytes in steps:
+                self.did(num_bytes)
 
-        error: BaseException | None = None
-        while True:
-            error = error or error_of(attempt(advance))
-            facts = [error is not None, is_stopped, not is_finished, mine]
-            failed, stopped, unfinished, num_bytes = self.sum(
-                torch.tensor(facts, dtype=torch.int64)
-            ).tolist()
-            if failed:
-                self.check(error)
-            if stopped:
-                raise Interrupted("stopped as asked.")
-            self._pace.add(num_bytes - previous_bytes)
-            previous_bytes = num_bytes
-            self._done[phase] = num_done + num_bytes
+        self._run(run)
+
+    def reduce(self, size: int, step: Callable[[], Tensor], op: Op = "sum") -> Tensor:
+        """Run a local step on every rank, which may call :meth:`did`, and reduce what it returns.
+
+        Raises:
+            as :meth:`work`.
+        """
+        values = self._run(step)
+        return self.max(values) if op == "max" else self.sum(values)
+
+    def _run(self, function: Callable[[], T]) -> T:
+        """Run a function on every rank, and communicate until all ranks have finished."""
+        self._until = time.monotonic() + _ROUND_SECONDS
+        outcome = attempt(function)
+        error = error_of(outcome)
+        if self._until is None:  # all ranks have raised already
+            assert error is not None
+            raise error
+        is_over = False
+        while not is_over:
+            is_over = not self._communicate(error, is_finished=True)
+            error = self._error_of_progress
+        self._until = None
+        self.check(error)
+        assert not isinstance(outcome, Failed)  # _communicate has raised
+        return outcome
+
+    def _communicate(self, error: BaseException | None, *, is_finished: bool) -> bool:
+        """Share errors, stops and progress; whether a rank is still at work.
+
+        An error of ``progress`` is told in the next round.
+        """
+        stop = attempt(self._stop)
+        error = error or error_of(stop)
+        facts = [error is not None, stop is True, not is_finished, self._mine]
+        until, self._until = self._until, None  # if this raises, all ranks have raised
+        shared = self.sum(torch.tensor(facts, dtype=torch.int64)).tolist()
+        failed, stopped, unfinished, num_bytes = shared
+        if failed:
+            self.check(error)
+        if stopped:
+            raise Interrupted("stopped as asked.")
+        self._until = until
+        self._error_of_progress = None
+        if self._phase:
+            self._pace.add(num_bytes - self._shared)
+            self._shared = num_bytes
+            done = self._done[self._phase] + num_bytes
             if self._progress is not None:
-                error = error_of(attempt(self._progress, self._state(phase)))
-            if not unfinished:
-                self.check(error)
-                return
+                state = self._state(min(done, self._totals[self._phase]))
+                self._error_of_progress = error_of(attempt(self._progress, state))
+        return bool(unfinished)
 
-    def _state(self, phase: str) -> Progress:
-        done, total = sum(self._done.values()), sum(self._totals.values())
-        return Progress(phase, done, total, self._pace.bytes_per_second)
+    def _state(self, done_of_phase: int) -> Progress:
+        done = sum(self._done.values()) - self._done[self._phase] + done_of_phase
+        return Progress(self._phase, done, sum(self._totals.values()), self._pace.bytes_per_second)
 
 
 def _packed(error: BaseException, rank: int) -> str:

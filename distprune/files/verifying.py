@@ -1,11 +1,10 @@
 """``verify``: compare a pruned checkpoint with its source, byte by byte.
 
 Of what the run left behind, only the recipe, and statistics of activations if the scores are made
-from them, are trusted; the masks are a claim to be checked.
-Everything else is derived again: which tensors the recipe selects, how many elements are pruned,
-whether they were cut in the order of scores and where, and each number of the report.
+from them, are trusted. The source is ranked again, as ``prune`` ranks it; then masks and weights
+have to be those that ``prune`` writes, and so has the report.
 
- plan --units--> all ranks read source, result and masks --findings--> report --> compared
+ plan --> find_cuts --cuts--> all ranks read source, result and masks --findings--> report
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_layout
 from distprune.files.checks.claims import (
-    CUT_FIELDS,
     recipe_of,
     recipe_problems,
     report_problems,
@@ -30,13 +28,17 @@ from distprune.files.checks.contents import Contents, expected_sizes, look_throu
 from distprune.files.checks.findings import Findings
 from distprune.files.checks.side_by_side import SideBySide
 from distprune.files.disk.open_files import OpenFiles
-from distprune.files.errors import CheckpointError, Interrupted, SelectionError
+from distprune.files.errors import (
+    CheckpointError,
+    FilesError,
+    Interrupted,
+    NaNError,
+    SelectionError,
+)
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.ranking.group_cuts import GroupCuts
-from distprune.files.ranking.measuring import bytes_to_measure, measure
-from distprune.files.ranking.searching import Cut, TensorCut
-from distprune.files.ranking.streaming import Source
-from distprune.files.ranking.tallies import Tallies
+from distprune.files.ranking.cuts import Cuts, find_cuts
+from distprune.files.ranking.reads import bytes_to_count
+from distprune.files.ranking.source import Source
 from distprune.files.ranking.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import derive_report
@@ -81,12 +83,10 @@ def verify(
     """Check a pruned checkpoint against its source.
 
     The destination has to have the files that :func:`prune` writes, in full, and no others. Every
-    byte outside of the pruned elements has to be that of the source, and every pruned element +0;
-    the masks prune exactly as many elements as the recipe says, in all or in each group; and no
-    pruned element comes after a kept one in the order, ties included. Every value of
-    ``report.json`` is derived again from the source, the masks and the weights, and
-    ``recipe.yaml`` has to be the text of the recipe in it. ``run.json`` differs from run to run;
-    its values only have to be possible.
+    mask has to be the one that the recipe leads to, ties included; every byte outside of the pruned
+    elements has to be that of the source, and every pruned element +0. ``report.json`` and
+    ``recipe.yaml`` have to be those that :func:`prune` writes. ``run.json`` differs from run to
+    run; its values only have to be possible.
 
     Args:
         destination: a folder that :func:`prune` wrote, with masks; visible to every rank.
@@ -107,10 +107,8 @@ def verify(
         RanksError: the ranks were called with different folders, or one was lost.
         Each is raised on every rank that is left.
 
-    Cost: one read of source, result and masks; one more of the selected weights if they are
-    normalised, and up to two of those that have more than 16 bits; memory as for pruning.
-    Communication: an all-reduce of 32 bytes twice a second, and some hundred bytes per tensor at
-    the end.
+    Cost: the reads that :func:`prune` needs to rank the source, and one read of source, result and
+    masks; memory as for pruning. Communication as for pruning.
     """
     team = Team(communicator or world(), progress, stop)
     opened: _Opened = team.attempt(_Opened, Path(destination), source, scores)
@@ -120,6 +118,8 @@ def verify(
         return _Checking(team, opened).run()
     except Interrupted as error:
         raise Interrupted("stopped as asked; nothing was changed.") from error
+    except (NaNError, SelectionError) as error:
+        raise _misfit(destination, source, error) from error
 
 
 class _Opened:
@@ -142,10 +142,7 @@ class _Opened:
             located = _located(recipe, folder, scores)
             self.plan: Plan = plan(source, located, follow_links=True)
         except SelectionError as error:
-            raise CheckpointError(
-                f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error.headline}",
-                error.problems,
-            ) from error
+            raise _misfit(folder, source, error) from error
         source_checkpoint = self.plan.checkpoint
         entries = [tensor.entry for tensor in self.plan.tensors]
         self.layout: MaskLayout = mask_layout(entries, source_checkpoint.files)
@@ -174,14 +171,15 @@ class _Checking:
         self._team = team
         self._opened = opened
         self._plan = opened.plan
-        self._source = Source(opened.plan)
+        self._source = Source(opened.plan, self._did_read)
+        self._is_counting = True
         self._outputs = OpenFiles(os.O_RDONLY)
-        self._divisors: tuple[float | None, ...] = ()
 
     def run(self) -> VerifyReport:
         try:
-            findings = self._compare()
-            problems = self._team.from_leader(self._problems, findings)
+            cuts = self._find_cuts()
+            findings = self._compare(cuts)
+            problems = self._team.from_leader(self._problems, findings, cuts)
             return VerifyReport(
                 tuple(problems), findings.num_bytes, self._plan.num_elements, findings.num_pruned
             )
@@ -189,17 +187,29 @@ class _Checking:
             self._source.close()
             self._outputs.close()
 
-    def _compare(self) -> Findings:
+    def _find_cuts(self) -> Cuts:
+        """Where the recipe cuts the rankings of the source."""
+        self._team.expect("verify", sum(unit.num_bytes for _, unit in self._units()))
+        self._team.begin("count", bytes_to_count(self._plan))
+        cuts = find_cuts(self._team, self._plan, self._source)
+        self._is_counting = False
+        return cuts
+
+    def _did_read(self, num_bytes: int) -> None:
+        self._team.did(num_bytes if self._is_counting else 0)
+
+    def _compare(self, cuts: Cuts) -> Findings:
         """The findings of all ranks in all files."""
         units = [(number, unit) for number, unit in self._units() if self._is_readable(unit)]
         mine = set(units_by_rank(units, self._team.size)[self._team.index])
         total = sum(unit.num_bytes for _, unit in units)
-        self._divisors = self._measure(total)
+        opened = self._opened
         comparison = SideBySide(
-            self._plan, self._source, self._opened.folder, self._opened.layout, self._outputs
+            self._plan, self._source, cuts, opened.folder, opened.layout, self._outputs
         )
         steps = self._steps([unit for number, unit in units if number in mine], comparison)
-        self._team.work(steps, "verify", 0, total)
+        self._team.begin("verify", total)
+        self._team.work(steps)
         findings = comparison.findings
         for index, state in enumerate(self._team.gather(findings.state())):
             if index != self._team.index:
@@ -207,20 +217,6 @@ class _Checking:
         source = self._plan.checkpoint
         self._team.attempt(check_unchanged, source.folder, source.all_files)
         return findings
-
-    def _measure(self, total_bytes: int) -> tuple[float | None, ...]:
-        """What the magnitudes of each tensor are divided by; empty if that is nothing."""
-        if all(group.recipe.normalize is None for group in self._plan.groups):
-            return ()
-        units = prune_units(self._plan)
-        num_bytes = bytes_to_measure(self._plan, units)
-        self._team.expect("verify", total_bytes)
-        tallies = Tallies(self._source)
-        measured = measure(
-            self._team, self._plan, units, tallies, "count", num_bytes, refuse_nan=False
-        )
-        self._source.normalize(measured.divisors)
-        return measured.divisors
 
     def _units(self) -> list[tuple[int, Unit]]:
         rewritten = {tensor.entry.name for tensor in self._plan.tensors}
@@ -241,7 +237,7 @@ class _Checking:
             else:
                 yield from comparison.compare_pruned(unit)
 
-    def _problems(self, findings: Findings) -> list[str]:
+    def _problems(self, findings: Findings, cuts: Cuts) -> list[str]:
         """Everything that is wrong, in an order that does not depend on the ranks."""
         opened = self._opened
         problems = list(opened.contents.problems)
@@ -252,7 +248,7 @@ class _Checking:
         problems += findings.problems()
         if all(self._is_readable(unit) for unit in prune_units(self._plan)):
             problems += findings.count_problems()
-            problems_of_report = self._report_problems(findings)
+            problems_of_report = self._report_problems(findings, cuts)
             problems += problems_of_report
             # The card states numbers of the report.
             if not problems_of_report and CARD_FILE not in opened.contents.bad:
@@ -269,30 +265,13 @@ class _Checking:
             problems += recipe_problems(raw, opened.recipe)
         return problems
 
-    def _report_problems(self, findings: Findings) -> list[str]:
-        orders = findings.orders()
-        cuts: list[Cut | None] = []
-        tensors: list[TensorCut] = []
-        for number in range(len(self._plan.groups)):
-            # The cuts follow from the source and the masks; what a run recorded is not used.
-            cut, tensor_cuts = orders[number].cuts() if number in orders else (None, [])
-            cuts.append(cut)
-            tensors += tensor_cuts
-        num_nan = {
-            self._plan.tensors[position].entry.name: count
-            for position, count in findings.num_nan.items()
-            if self._plan.tensors[position].group in orders
-        }
-        group_cuts = None
-        if orders:
-            group_cuts = GroupCuts(tuple(cuts), (), tuple(tensors), num_nan, self._divisors)
+    def _report_problems(self, findings: Findings, cuts: Cuts) -> list[str]:
         opened = self._opened
         derived = derive_report(
-            self._plan, self._source, group_cuts, findings.records(), opened.report.run
+            self._plan, self._source, cuts, findings.records(), opened.report.run
         )
         derived = with_digest(derived, opened.report, self._plan)
-        are_cut = all(order.is_ordered for order in orders.values())
-        return report_problems(opened.report_text, derived, () if are_cut else CUT_FIELDS)
+        return report_problems(opened.report_text, derived)
 
 
 def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> FileRecipe:
@@ -309,6 +288,11 @@ def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> Fil
             "copy of them (--scores FOLDER)."
         )
     return replace(recipe, scores=str(scores))
+
+
+def _misfit(folder: str | Path, source: str | Path, error: FilesError) -> CheckpointError:
+    headline = f"the recipe in {folder}/{REPORT_FILE} does not fit {source}: {error.headline}"
+    return CheckpointError(headline, error.problems)
 
 
 def _check_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,9 +23,12 @@ from distprune.selection.keys import (
 )
 from distprune.selection.normalizing import Scored, normalized
 from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
+from distprune.selection.tallies import tallied
 from distprune.shards.factored import FactoredScores
 from distprune.shards.shard import LocalShard
 
+# Tallies take at most a byte for so many local elements: less than a mask does.
+_ELEMENTS_PER_BYTE = 50
 # The range of all keys, and for every shard of this rank the source of its keys.
 Keys = tuple[KeyRange, Sequence[KeySource]]
 # A local step that makes them.
@@ -66,6 +69,14 @@ class ByScore:
         are_compared = call.grouping is None or call.grouping.compares_parameters
         if call.normalize is not None and call.division is None and are_compared:
             scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
+            if self.order is Order.MAGNITUDE:
+                most_bytes = sum(len(part.counted) for part in scored) // _ELEMENTS_PER_BYTE
+                tallies = tallied(scored, call.communicator, most_bytes)
+                if tallies is not None:
+                    scored = [
+                        replace(part, scores=scores)
+                        for part, scores in zip(scored, tallies, strict=True)
+                    ]
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
         return lambda: self._keys(self.make_scores(call) if sources is None else sources)
 
@@ -138,7 +149,7 @@ def scores_or_values(
     sources: list[ScoreSource] = []
     for shard, given in zip(shards, scores, strict=True):
         if isinstance(given, FactoredScores):
-            sources.append(FactorScores(shard, given, are_signed=are_signed))
+            sources.append(FactorScores.of_shard(shard, given, are_signed=are_signed))
         else:
             sources.append(TensorScores(shard.flat(shard.values if given is None else given)))
     return sources

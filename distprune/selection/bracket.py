@@ -41,13 +41,17 @@ class Around:
         pivots: keys to count up to.
         interval: of keys to collect, if any.
         sample: the sample that suggested the interval, if one did.
-        share: which fraction of all elements lies in the interval, if there is no sample.
+        share: about which fraction of the elements of all ranks lies in the interval.
     """
 
     pivots: set[int]
     interval: Interval | None
     sample: _Sample | None = None
     share: float = 1.0
+
+    def most_of(self, total: int) -> float:
+        """How many of so many elements lie in the interval, about; the same on all ranks."""
+        return 0.0 if self.interval is None else self.share * total
 
     def expected_share(self) -> float:
         """About which fraction of this rank's elements lies in the interval."""
@@ -100,6 +104,7 @@ def bracket(
     margin = margin_of(centre, size)
     pivots: set[int] = set()
     first, last = low, high  # the interval to collect
+    num_edges = 0  # of the sample, keys at the edges of the interval
     for rank, is_lower in ((centre - margin, True), (centre + margin, False)):
         rank = math.floor(rank) if is_lower else math.ceil(rank)
         if not 0 <= rank < size:
@@ -107,6 +112,7 @@ def bracket(
         edge, count = yield from _order_statistic(drawn, histogram, descent.at(rank), margin / 5)
         # A key with much of the sample is counted, not collected.
         is_heavy = edge[0] == edge[1] and count > max(_HEAVY * size, margin / 5)
+        num_edges += 0 if is_heavy else count
         if is_lower:
             pivots.add(edge[0] - 1)
             first = edge[0]
@@ -124,7 +130,8 @@ def bracket(
         return Around(_eight_pivots(low, high), None)
     if first > last:
         return Around(pivots, None)
-    return Around(pivots, (first, last), drawn)
+    share = min(size, 2 * margin + num_edges) / size * num_inside / total
+    return Around(pivots, (first, last), drawn, share)
 
 
 def _order_statistic(

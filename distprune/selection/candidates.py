@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection.keys import Keys
+from distprune.selection.scores import Tally
 from distprune.shards.geometry import IndexMap
 
 # Closed interval of keys.
@@ -21,6 +22,9 @@ class KeySource(Protocol):
 
     is_thread_safe: bool
     dtype: torch.dtype
+
+    @property
+    def tally(self) -> Tally | None: ...
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys: ...
 

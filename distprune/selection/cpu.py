@@ -100,11 +100,18 @@ def write(
     previous: Tensor | None,
     scratch: Scratch,
 ) -> int:
-    keys = part.keys.load(span.start, span.stop, scratch).values.numpy()
-    threshold = keys.dtype.type(cut.threshold)
+    stay = kept_at(part, span, position, cut, scratch)
     target = out[span.start : span.stop]
     earlier = None if previous is None else previous[span.start : span.stop]
-    stay = scratch.array("keep", keys.size, bool)
+    _store(target, earlier, stay)
+    return stay.size - int(np.count_nonzero(stay))
+
+
+def kept_at(part: Candidates, span: range, position: int, cut: Cut, scratch: Scratch) -> Array:
+    """bool, 1-d: which elements of a chunk stay as they are; what does not compete does, too."""
+    keys = part.keys.load(span.start, span.stop, scratch).values.numpy()
+    threshold = keys.dtype.type(cut.threshold)
+    stay: Array = scratch.array("keep", keys.size, bool)
     # Up to here all ties are pruned.
     end = keys.size if position < cut.parameter else 0
     if position == cut.parameter and cut.index > 0 and part.index.is_ascending:
@@ -119,8 +126,7 @@ def write(
         # What does not compete stays as it is.
         live = _live(part.live[span.start : span.stop], scratch)
         np.greater_equal(stay, live, out=stay)
-    _store(target, earlier, stay)
-    return keys.size - int(np.count_nonzero(stay))
+    return stay
 
 
 def prune_collected(

@@ -15,14 +15,14 @@ A search that is repeated begins with step 2, around the key that it found befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Reducer
 from distprune.selection.bracket import COLLECT_ALL
 from distprune.selection.candidates import Candidates, Cut
 from distprune.selection.keys import KeyRange
@@ -30,6 +30,7 @@ from distprune.selection.kth_key import KthKeySearch
 from distprune.selection.passes import Scan
 from distprune.selection.radix import Search, Step, changed
 from distprune.selection.start import Start, next_start
+from distprune.selection.tallies import TallySearch, are_tallied
 from distprune.selection.ties import cut_ties
 
 T = TypeVar("T")
@@ -63,11 +64,12 @@ def select_lowest(
     num_live: Sequence[int],
     k: int,
     keys: KeyRange,
-    communicator: Communicator,
+    communicator: Reducer,
     *,
     refuse_nan: bool,
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
+    most_collected: int | None = None,
 ) -> Selection:
     """Cut the total order of all live elements after exactly ``k`` of them.
 
@@ -82,14 +84,15 @@ def select_lowest(
         drafts: flat masks, uninitialised, one per part, to draft during the scan;
             see passes.[Note: draft].
         count_each: whether to count ``Selection.num_before``, which is empty otherwise.
+        most_collected: keys that all ranks together may collect in memory; None: any number.
 
     Raises:
-        ValueError: a live score is NaN; names its parameters.
+        NaNScoresError: a live score is NaN; names its parameters.
         RuntimeError: the scores changed between two scans.
 
-    Cost: one scan of the scores (more when a bracket misses) and about ten
-    all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 % of
-    them at 10**8 elements and less above.
+    Cost: one scan of the scores (more when a bracket misses, or more keys lie in it than may be
+    collected) and about ten all-reduces of up to 32 KiB; memory for the collected keys, about 0.5 %
+    of them at 10**8 elements and less above. No scan if all parts have tallies.
     """
     search = search_lowest(
         parts,
@@ -100,6 +103,7 @@ def select_lowest(
         refuse_nan=refuse_nan,
         drafts=drafts,
         count_each=count_each,
+        most_collected=most_collected,
     )
     shared: Tensor | None = None  # a generator is started by sending None
     while True:
@@ -111,7 +115,7 @@ def select_lowest(
         shared = communicator.reduce(size, step)
 
 
-def search_together(searches: Sequence[Search[T]], communicator: Communicator) -> list[T]:
+def search_together(searches: Sequence[Search[T]], communicator: Reducer) -> list[T]:
     """Run the same searches on every rank, side by side; their results.
 
     The steps that all of them wait for share one all-reduce.
@@ -130,7 +134,7 @@ def search_together(searches: Sequence[Search[T]], communicator: Communicator) -
     return [results[number] for number in range(len(searches))]
 
 
-def _sum_together(steps: dict[int, Step], communicator: Communicator) -> dict[int, Tensor | None]:
+def _sum_together(steps: dict[int, Step], communicator: Reducer) -> dict[int, Tensor | None]:
     """The sums of all steps, by one all-reduce."""
 
     def take() -> Tensor:
@@ -152,17 +156,27 @@ def search_lowest(
     drafts: Sequence[Tensor] | None = None,
     count_each: bool = False,
     start: Start | None = None,
+    most_collected: int | None = None,
+    is_wanted: Callable[[list[int]], bool] | None = None,
 ) -> Search[Selection]:
     """:func:`select_lowest` as a search that can run beside others.
 
     Args:
         start: of an earlier search, where this one looks first; the same on all ranks. It does
             not change the result.
+        is_wanted: from ``Selection.num_before`` to whether the cut among ties is needed; it does
+            not lie among them otherwise, where it should. None: it is.
     """
     nothing = Selection(Cut(keys.low, 0, 0), 0, 0, [0] * len(parts))
     if k == 0 and not (refuse_nan and keys.is_float):
         return nothing
-    search = KthKeySearch(parts, names, num_live, keys, refuse_nan, drafts, start)
+    search: KthKeySearch | TallySearch
+    if are_tallied(parts):
+        search = TallySearch(parts, names, num_live, keys, refuse_nan)
+    else:
+        search = KthKeySearch(
+            parts, names, num_live, keys, refuse_nan, drafts, start, most_collected
+        )
     kth = yield from search.find(min(max(k, 1), sum(num_live)))
     if k == 0:
         return nothing
@@ -185,7 +199,10 @@ def search_lowest(
     if int(ties.sum()) != num_ties:
         raise changed()
     ties_before = torch.cat([torch.zeros(1, dtype=torch.int64), ties.cumsum(0)])
-    if num_ties_pruned == num_ties:
+    # Ties go parameter by parameter, until enough of them are pruned.
+    pruned_of_ties = torch.minimum((num_ties_pruned - ties_before[:-1]).clamp(min=0), ties)
+    num_before = (below[0] + pruned_of_ties).tolist() if below else []
+    if num_ties_pruned == num_ties or (is_wanted is not None and not is_wanted(num_before)):
         cut = Cut(kth.threshold, len(parts), 0)
     else:
         position = int(torch.searchsorted(ties_before[1:], num_ties_pruned))
@@ -196,7 +213,4 @@ def search_lowest(
             lambda: kth.indices_of_ties(parts[position], position),
         )
         cut = Cut(kth.threshold, position, index)
-    # Ties go parameter by parameter, until enough of them are pruned.
-    pruned_of_ties = torch.minimum((num_ties_pruned - ties_before[:-1]).clamp(min=0), ties)
-    num_before = (below[0] + pruned_of_ties).tolist() if below else []
     return Selection(cut, num_ties, num_ties_pruned, num_before, search.drafted, following)

@@ -40,7 +40,7 @@ from distprune.selection.group_places import (
 )
 from distprune.selection.kernels import kernels_on
 from distprune.selection.keys import KeyRange
-from distprune.selection.kth_key import nan_error
+from distprune.selection.kth_key import refuse_nan_in
 
 # As much as a pass needs for its chunks, to rank some has twice the memory for each element.
 _MEMORY_OF_RANKING = 2
@@ -101,7 +101,7 @@ def prune_in_groups(grouped: GroupedParts) -> list[int]:
         return torch.tensor(num_nan, dtype=torch.int64)
 
     num_nan = communicator.reduce(len(grouped.parts), write_whole).tolist()
-    _refuse_nan(grouped, num_nan)
+    refuse_nan_in(grouped.names, grouped.num_live, num_nan)
     for batch in _batches(_agree_on_cut(grouped, places)):
         several = [
             GroupsToCut(grouped.parts[position], position, groups, numbers, places[position].rest)
@@ -181,16 +181,6 @@ def _count_nan(part: Candidates, span: range, loaded: Tensor, keys: KeyRange) ->
     if not keys.is_float:
         return 0
     return int((loaded[part.counted_in(span)] > keys.largest_number).sum())
-
-
-def _refuse_nan(grouped: GroupedParts, num_nan: Sequence[int]) -> None:
-    where = [
-        f"{name} ({count} of {live})"
-        for name, live, count in zip(grouped.names, grouped.num_live, num_nan, strict=True)
-        if count
-    ]
-    if where:
-        raise nan_error(where)
 
 
 def _agree_on_cut(

@@ -31,7 +31,7 @@ from distprune.selection.keys import (
     ScoreKeys,
     key_range,
 )
-from distprune.selection.kth_key import nan_error
+from distprune.selection.kth_key import refuse_nan_in
 from distprune.selection.scores import TensorScores
 from distprune.selection.tile_places import NO_TILES, ListedIndex, TilePlaces, Tiling, tile_places
 from distprune.selection.tile_scores import LooseSums, TileReader, sums_and_live
@@ -177,7 +177,7 @@ def rank_tiles(tiled: TiledParts) -> RankedTiles:
         return torch.tensor(counts, dtype=torch.int64)
 
     num_nan = communicator.reduce(len(readers), read_whole).tolist()
-    _refuse_nan(tiled, num_nan)
+    refuse_nan_in(tiled.names, tiled.num_live, num_nan)
     loose = _sum_loose(tiled, readers, shared)
     is_random = tiled.keys is RANDOM_KEYS
     keys = RANDOM_KEYS if is_random else key_range(torch.float64, tiled.keys.order)
@@ -416,13 +416,3 @@ def _count_live(parts: Sequence[Candidates]) -> Tensor:
         ],
         dtype=torch.int64,
     )
-
-
-def _refuse_nan(tiled: TiledParts, num_nan: Sequence[int]) -> None:
-    where = [
-        f"{name} ({count} of {live})"
-        for name, live, count in zip(tiled.names, tiled.num_live, num_nan, strict=True)
-        if count
-    ]
-    if where:
-        raise nan_error(where)

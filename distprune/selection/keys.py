@@ -9,6 +9,7 @@ Comparing keys as integers is the only comparison that selection ever makes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from distprune._common import memory
 from distprune._common.float_formats import PLAIN_FLOATS, FloatFormat
 from distprune._common.hashing import LARGEST_HASH, hash_in_place, hash_keys
 from distprune._common.memory import INTEGERS, SERIAL, Array, Runs, Scratch
-from distprune.selection.scores import ScoreSource
+from distprune.selection.scores import ScoreSource, Tally
 from distprune.shards.geometry import IndexMap
 
 
@@ -130,6 +131,12 @@ class ScoreKeys:
         self.dtype = common.dtype
         self.is_thread_safe = scores.is_thread_safe
 
+    @functools.cached_property
+    def tally(self) -> Tally | None:
+        """The different keys, and how often each occurs, if the scores have a tally."""
+        own = self.scores.tally
+        return None if own is None else own._replace(scores=to_keys(own.scores, self.common))
+
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Keys:
         """Keys of positions [start, stop)."""
         return _keys(self.scores.load(start, stop, scratch), self.common, scratch)
@@ -150,6 +157,7 @@ class RandomKeys:
     """
 
     is_thread_safe = True
+    tally = None
     dtype = torch.int64
 
     def __init__(self, seed: int, offset: int, index: IndexMap, device: torch.device) -> None:

@@ -9,7 +9,7 @@ done before can begin at the key that was found then, without a sample (start.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from distprune._common.memory import concatenate, select
 from distprune.selection.bracket import COLLECT_ALL, Around, bracket
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange
-from distprune.selection.passes import Scan, scan
+from distprune.selection.passes import BinCounts, Scan, scan
 from distprune.selection.radix import (
     Search,
     changed,
@@ -77,6 +77,8 @@ class KthKeySearch:
     refuse_nan: bool
     drafts: Sequence[Tensor] | None
     start: Start | None = None  # where to look first
+    # Keys that all ranks together may collect; of more, the keys of an interval are only counted.
+    most_collected: int | None = None
     # Elements per key around the k-th one, once it is found among collected keys.
     density: float | None = None
     # The last scan that wrote drafts, and the last scan that collected keys.
@@ -100,7 +102,7 @@ class KthKeySearch:
         while high > low:
             inside = upto - below
             begins_at = None
-            if inside <= COLLECT_ALL:
+            if inside <= COLLECT_ALL or (num_rounds and inside <= (self.most_collected or 0)):
                 around = Around(set(), (low, high), share=inside / total)
             elif num_rounds == 0 and self.start is not None and self.start.keys == keys:
                 begins_at = self.start
@@ -118,7 +120,10 @@ class KthKeySearch:
                 )
             if num_rounds == 0 and self.refuse_nan and keys.is_float:
                 around.pivots.add(high)
-            counts, histogram = yield from self._scan_and_count(around, begins_at)
+            only_counts = self.most_collected is not None and (
+                around.most_of(total) > self.most_collected
+            )
+            counts, histogram = yield from self._scan_and_count(around, begins_at, only_counts)
             if counts.get(keys.largest_number, total) < total and self.refuse_nan:
                 yield from self._raise_nan()
             # Cumulative counts at the pivots: the k-th key lies between two neighbours.
@@ -136,7 +141,14 @@ class KthKeySearch:
                 assert histogram is not None
                 inside = counts.get(interval[1], upto) - counts.get(interval[0] - 1, below)
                 self.density = inside / (interval[1] - interval[0] + 1)
-                return (yield from self._descend(k - less, start + 1, end, less, histogram))
+                if not only_counts:
+                    return (yield from self._descend(k - less, start + 1, end, less, histogram))
+                if (start + 1, end) == interval:
+                    bins, upto = narrowed(descent_over(start + 1, end, k - less - 1), histogram)
+                    below = k - 1 - bins.rank
+                    low, high, upto = bins.low, bins.high, below + upto
+                    num_rounds += 1
+                    continue
             low, high, below, upto = start + 1, end, less, count
             num_rounds += 1
             num_missed += begins_at is None
@@ -159,12 +171,15 @@ class KthKeySearch:
             self.local_counts[pivot] = [row[j] for row in scanned.counts]
 
     def _scan_and_count(
-        self, around: Around, begins_at: Start | None
+        self, around: Around, begins_at: Start | None, only_counts: bool
     ) -> Search[tuple[dict[int, int], Tensor | None]]:
-        """Global counts per pivot, and the histogram of the collected keys.
+        """Global counts per pivot, and the histogram of the keys in the interval.
 
-        There is none if nothing is to be collected, or if some rank finds that the interval of a
+        There is none if there is no interval, or if some rank finds that the interval of a
         start has become too crowded; its elements are then counted at both ends only.
+
+        Args:
+            only_counts: do not collect the keys of the interval.
         """
         pivots, interval = sorted(around.pivots), around.interval
 
@@ -172,6 +187,13 @@ class KthKeySearch:
             collects = interval
             if begins_at is not None and interval is not None:
                 collects = None if begins_at.is_crowded(self.parts, interval) else interval
+            if only_counts:
+                assert interval is not None
+                in_bins = BinCounts(descent_over(*interval))
+                scanned = scan(self.parts, pivots, interval, bins=in_bins)
+                self._remember(scanned, pivots)
+                of_pivots = [sum(self.local_counts[pivot]) for pivot in pivots]
+                return torch.cat([torch.tensor([0, *of_pivots]), in_bins.counts])
             share = around.expected_share() if begins_at is None else begins_at.share
             scanned = scan(self.parts, pivots, collects, self.drafts, share)
             self.collected = scanned
@@ -227,28 +249,39 @@ class KthKeySearch:
 
     def _raise_nan(self) -> Search[None]:
         """Raise an error that names the parameters; all ranks call this."""
-        numbers = self.local_counts[self.keys.largest_number]
-        count = torch.tensor(numbers, dtype=torch.int64)
-        not_nan = (yield len(numbers), lambda: count).tolist()
-        where = [
-            f"{name} ({live - count} of {live})"
-            for name, live, count in zip(self.names, self.num_live, not_nan, strict=True)
-            if count < live
-        ]
-        raise nan_error(where)
+        local = torch.tensor(self.local_counts[self.keys.largest_number], dtype=torch.int64)
+        numbers = yield local.numel(), lambda: local
+        num_nan = torch.tensor(self.num_live) - numbers
+        refuse_nan_in(self.names, self.num_live, num_nan.tolist())
+        raise changed()
 
 
-def nan_error(where: Sequence[str]) -> ValueError:
-    """What to raise for live scores that are NaN.
+class NaNScoresError(ValueError):
+    """Live scores are NaN.
 
-    Args:
-        where: per parameter that has some, its name and how many.
+    Attributes:
+        names: of the parameters.
     """
-    return ValueError(
-        f"the scores of {', '.join(where)} are NaN; expected numbers for every unpruned "
-        "element. NaN has no place in a ranking: repair the weights, or mask them first "
-        "with custom_from_mask."
-    )
+
+    def __init__(self, where: Mapping[str, str]) -> None:
+        self.names = tuple(where)
+        parameters = ", ".join(f"{name} ({count})" for name, count in where.items())
+        super().__init__(
+            f"the scores of {parameters} are NaN; expected numbers for every unpruned "
+            "element. NaN has no place in a ranking: repair the weights, or mask them first "
+            "with custom_from_mask."
+        )
+
+
+def refuse_nan_in(names: Sequence[str], num_live: Sequence[int], num_nan: Sequence[int]) -> None:
+    """Raise NaNScoresError for the parameters that have NaN among their live elements."""
+    where = {
+        name: f"{nan} of {live}"
+        for name, live, nan in zip(names, num_live, num_nan, strict=True)
+        if nan
+    }
+    if where:
+        raise NaNScoresError(where)
 
 
 def _around(start: Start, low: int, high: int) -> Around:

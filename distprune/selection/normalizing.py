@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from distprune._common import exact_sums, memory
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Reducer
 from distprune._common.exact_sums import Normalization
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Count, Scratch, on_host
 from distprune.selection.chunks import call_all, num_threads, spans_of
 from distprune.selection.kernels import kernels_on
-from distprune.selection.scores import ScaledScores, ScoreSource, widened
+from distprune.selection.scores import ScaledScores, ScoreSource, Tally, widened
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Scored:
         live: flat mask in force; elements that are 1 count. None: all do.
         counted: the flat positions that this rank counts.
         device: of the scores.
+        keeps_nan: whether NaN are left out of statistics, because they are kept.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Scored:
     live: Tensor | None
     counted: range
     device: torch.device
+    keeps_nan: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,9 +56,26 @@ def normalized(
     parts: Sequence[Scored],
     normalize: Normalization,
     num_live: Sequence[int],
-    communicator: Communicator,
+    communicator: Reducer,
 ) -> list[ScoreSource]:
     """The scores of all parameters, each divided by its statistic. Collective.
+
+    Args, raises and cost: as :func:`divisors_of`.
+    """
+    divisors = divisors_of(parts, normalize, num_live, communicator)
+    return [
+        ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype))
+        for part, divisor in zip(parts, divisors, strict=True)
+    ]
+
+
+def divisors_of(
+    parts: Sequence[Scored],
+    normalize: Normalization,
+    num_live: Sequence[int],
+    communicator: Reducer,
+) -> list[float]:
+    """The statistic that the scores of each parameter are divided by. Collective.
 
     Args:
         parts: this rank's part of every parameter; the same list on all ranks.
@@ -65,12 +84,12 @@ def normalized(
         communicator: the ranks that have the parts.
 
     Raises:
-        ValueError: a live score is infinite, or a statistic is too small or too large for float64;
-            names the parameter.
+        InfiniteScoresError: a live score is infinite; names its parameter.
+        DivisorError: a statistic is too small or too large for float64; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
-    Cost: two reads of the scores; all-reduces of 8 and of 16 bytes per parameter. See
-    exact_sums.[Note: grid].
+    Cost: two reads of the scores, none of those that have tallies; all-reduces of 8 and of 16 bytes
+    per parameter. See exact_sums.[Note: grid].
     """
     what = f"normalize={normalize!r}"
     power = exact_sums.power_of(normalize)
@@ -78,16 +97,31 @@ def normalized(
     # NaN is not above 0 either: the ranking itself refuses it, by the name of the parameter.
     exponents = [exact_sums.exponent_of(value) if value > 0 else None for value in largest]
     totals = grid_sums(parts, exponents, power, communicator)
-    sources: list[ScoreSource] = []
+    divisors = []
     for part, total, exponent, number in zip(parts, totals, exponents, num_live, strict=True):
-        divisor = exact_sums.statistic(normalize, total, exponent or 0, number)
-        exact_sums.check_divisor(divisor, normalize, part.name)
-        sources.append(ScaledScores(part.scores, exact_sums.scale_of(divisor, part.dtype)))
-    return sources
+        divisors.append(exact_sums.statistic(normalize, total, exponent or 0, number))
+        exact_sums.check_divisor(divisors[-1], normalize, part.name)
+    return divisors
+
+
+class InfiniteScoresError(ValueError):
+    """Live scores are infinite, where a statistic needs finite ones.
+
+    Attributes:
+        names: of the parameters.
+    """
+
+    def __init__(self, names: Sequence[str], what: str, way_out: str) -> None:
+        self.names = tuple(names)
+        have = "has" if len(names) == 1 else "have"
+        super().__init__(
+            f"{', '.join(names)} {have} infinite scores, so {what} has no meaning; "
+            f"expected finite scores{way_out}."
+        )
 
 
 def largest_scores(
-    parts: Sequence[Scored], what: str, communicator: Communicator, way_out: str = ""
+    parts: Sequence[Scored], what: str, communicator: Reducer, way_out: str = ""
 ) -> list[float]:
     """The largest live |score| of each parameter over all ranks; NaN if there is one. Collective.
 
@@ -98,10 +132,10 @@ def largest_scores(
         way_out: how to do without finite scores, for messages.
 
     Raises:
-        ValueError: a live score is infinite; names its parameter.
+        InfiniteScoresError: a live score is infinite; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
-    Cost: a read of the scores; an all-reduce of 8 bytes per parameter.
+    Cost: a read of the scores that have no tally; an all-reduce of 8 bytes per parameter.
     """
 
     def find_largest() -> Tensor:
@@ -111,18 +145,17 @@ def largest_scores(
                     f"{part.name}: {what} of scores of dtype {part.scores.dtype}; expected "
                     "floating point."
                 )
-        values = [max(chunks, default=0) for chunks in per_chunk(parts, _largest_bits)]
+        count = len(parts)
+        found = per_chunk(parts, [_largest_bits] * count, [_largest_bits_of_tally] * count)
+        values = [max(chunks, default=0) for chunks in found]
         return torch.tensor(values, dtype=torch.int64)
 
     # The bits of non-negative float64 numbers are in their order; those of NaN are above inf's.
     bits = communicator.reduce(len(parts), find_largest, "max")
     largest: list[float] = bits.view(torch.float64).tolist()
-    for part, value in zip(parts, largest, strict=True):
-        if math.isinf(value):
-            raise ValueError(
-                f"{part.name} has infinite scores, so {what} has no meaning; "
-                f"expected finite scores{way_out}."
-            )
+    infinite = [p.name for p, value in zip(parts, largest, strict=True) if math.isinf(value)]
+    if infinite:
+        raise InfiniteScoresError(infinite, what, way_out)
     return largest
 
 
@@ -130,7 +163,7 @@ def grid_sums(
     parts: Sequence[Scored],
     exponents: Sequence[int | None],
     power: Literal[1, 2],
-    communicator: Communicator,
+    communicator: Reducer,
 ) -> list[int]:
     """Exact sums of |score|**power of each parameter over all ranks. Collective.
 
@@ -140,48 +173,73 @@ def grid_sums(
         power: 1 or 2.
         communicator: the ranks that have the parts.
 
-    Cost: a read of the scores; an all-reduce of 16 bytes per parameter.
+    Cost: a read of the scores that have no tally; an all-reduce of 16 bytes per parameter.
     """
 
     def add_up() -> Tensor:
-        functions = [
-            _nothing if exponent is None else partial(_grid_sum, exponent, power)
-            for exponent in exponents
-        ]
-        totals = [sum(chunks) for chunks in per_chunk(parts, functions)]
+        of_chunks: list[Measure] = []
+        of_tallies: list[MeasureTally] = []
+        for exponent in exponents:
+            if exponent is None:
+                of_chunks.append(lambda part, span, scratch: 0)
+                of_tallies.append(lambda part, tally: 0)
+            else:
+                of_chunks.append(partial(_grid_sum, exponent, power))
+                of_tallies.append(partial(_grid_sum_of_tally, exponent, power))
+        totals = [sum(chunks) for chunks in per_chunk(parts, of_chunks, of_tallies)]
         return torch.tensor([exact_sums.to_words(total) for total in totals]).view(-1)
 
     words = communicator.reduce(2 * len(parts), add_up).view(-1, 2).tolist()
     return [exact_sums.from_words(high, low) for high, low in words]
 
 
-# From a part, a chunk's scores and live flags to a number.
+# From a chunk of a part to a number; and from the tally of a whole part.
 Measure = Callable[[Scored, range, Scratch], Count]
+MeasureTally = Callable[[Scored, Tally], int]
 
 
-def per_chunk(parts: Sequence[Scored], measure: Measure | Sequence[Measure]) -> list[list[int]]:
-    """Per part, a number of each chunk of the elements that this rank counts."""
-    chunks = [
-        (position, span)
-        for position, part in enumerate(parts)
-        for span in spans_of(part.counted, part.device, part.dtype.itemsize)
-    ]
-    calls = [
-        partial(measure if callable(measure) else measure[position], parts[position], span)
-        for position, span in chunks
-    ]
+def per_chunk(
+    parts: Sequence[Scored],
+    measures: Sequence[Measure],
+    of_tallies: Sequence[MeasureTally] | None = None,
+) -> list[list[int]]:
+    """Per part, a number of each chunk of the elements that this rank counts.
+
+    Args:
+        measures: of the parts.
+        of_tallies: the number of a part that has a tally, which is not read then.
+    """
+    numbers: list[list[int]] = [[] for _ in parts]
+    chunks = []
+    for position, part in enumerate(parts):
+        tally = part.scores.tally
+        if tally is not None and of_tallies is not None:
+            numbers[position].append(of_tallies[position](part, tally))
+            continue
+        spans = spans_of(part.counted, part.device, part.dtype.itemsize)
+        chunks += [(position, span) for span in spans]
+    calls = [partial(measures[position], parts[position], span) for position, span in chunks]
     threads = 1
     if all(p.scores.is_thread_safe and kernels_on(p.device).USES_THREADS for p in parts):
         num_bytes = sum(len(span) * parts[position].dtype.itemsize for position, span in chunks)
         threads = num_threads(num_bytes, len(calls))
-    numbers: list[list[int]] = [[] for _ in parts]
     for (position, _), number in zip(chunks, on_host(call_all(calls, threads)), strict=True):
         numbers[position].append(number)
     return numbers
 
 
-def _nothing(part: Scored, span: range, scratch: Scratch) -> Count:
-    return 0
+def _wide_of_tally(part: Scored, tally: Tally) -> Array:
+    return _numbers(part, tally.scores.to(part.dtype).numpy())
+
+
+def _numbers(part: Scored, values: Array) -> Array:
+    """The values, or zero in place of NaN that are kept."""
+    return np.where(np.isnan(values), values.dtype.type(0), values) if part.keeps_nan else values
+
+
+def _largest_bits_of_tally(part: Scored, tally: Tally) -> int:
+    value = exact_sums.largest_of(_wide_of_tally(part, tally))
+    return int(np.float64(abs(value)).view(np.int64))
 
 
 def _largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
@@ -197,7 +255,7 @@ def _largest_bits(part: Scored, span: range, scratch: Scratch) -> Count:
     wide = widened(scores, scratch, part.dtype)
     if part.live is not None:
         wide = wide[live_array(part.live, span, scratch)]
-    value = exact_sums.largest_of(wide)
+    value = exact_sums.largest_of(_numbers(part, wide))
     return int(np.float64(abs(value)).view(np.int64))
 
 
@@ -209,7 +267,12 @@ def _grid_sum(
         return exact_sums.grid_sum_on_device(scores, exponent, power, live_flags(part, span))
     live = None if part.live is None else live_array(part.live, span, scratch)
     wide = widened(scores, scratch, part.dtype)
-    return exact_sums.grid_sum(wide, exponent, power, scratch, live)
+    return exact_sums.grid_sum(_numbers(part, wide), exponent, power, scratch, live)
+
+
+def _grid_sum_of_tally(exponent: int, power: Literal[1, 2], part: Scored, tally: Tally) -> int:
+    values = _wide_of_tally(part, tally)
+    return exact_sums.grid_sum_of_counts(values, tally.counts, exponent, power, Scratch())
 
 
 def live_flags(part: Scored, span: range) -> Tensor | None:

@@ -17,8 +17,9 @@ Drafts are new tensors until all ranks have theirs, so they can be thrown away.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -45,6 +46,8 @@ from distprune.selection.chunks import (
     spans_of,
 )
 from distprune.selection.kernels import FusedKernels, fused_on, kernels_on
+from distprune.selection.native_keys import natively
+from distprune.selection.radix import histogram_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,25 @@ class Scan:
     collected: list[list[Collected]]
     keys: Tensor
     sizes: list[int]
+
+
+class BinCounts:
+    """Counts keys in the bins of a descent, chunk by chunk, on any number of threads.
+
+    Attributes:
+        counts: int64 [descent.num_bins].
+    """
+
+    def __init__(self, descent: Descent) -> None:
+        self._descent = descent
+        self._lock = threading.Lock()
+        self.counts = torch.zeros(descent.num_bins, dtype=torch.int64)
+
+    def add(self, keys: Tensor) -> None:
+        """Count keys of the interval."""
+        counts = histogram_of(keys, self._descent)
+        with self._lock:
+            self.counts += counts
 
 
 def count_live(live: Tensor | None, counted: range) -> int:
@@ -99,6 +121,7 @@ def scan(
     interval: Interval | None,
     drafts: Sequence[Tensor] | None = None,
     expected_share: float = 1.0,
+    bins: BinCounts | None = None,
 ) -> Scan:
     """One pass over the counted elements, or over all local ones if there are drafts to write.
 
@@ -110,6 +133,7 @@ def scan(
             an interval.
         expected_share: about which fraction of all elements lies in the interval. A chunk in which
             a device meets many more is scanned again.
+        bins: counts the keys of the interval, which are not collected then.
     """
     outs = drafts if drafts is not None and interval is not None else None
     totals = [[0] * (1 + len(pivots)) for _ in parts]
@@ -139,7 +163,8 @@ def scan(
         out = None if outs is None else outs[position]
         capacity = min(len(span), int(4 * expected_share * len(span)) + 1024)
         kernel = kernels_on(part.device).scan
-        calls.append(partial(kernel, part, span, pivots, interval, out, capacity=capacity))
+        call = partial(kernel, part, span, pivots, interval, out, capacity=capacity)
+        calls.append(call if bins is None else partial(_scan_into, call, bins))
     results = call_all(calls, num_threads_for(parts, chunks))
     rows = _on_host(results, 2 + len(pivots))
     for (position, _), call, result, (number, *row) in zip(
@@ -147,6 +172,8 @@ def scan(
     ):
         elements = result.collected
         add(position, elements, row)
+        if bins is not None:
+            continue
         if elements is not None and number > elements.positions.numel():
             elements = call(Scratch(), capacity=None).collected
         if elements is not None and number:
@@ -160,6 +187,17 @@ def scan(
         concatenate([keys for of_part in counted for keys in of_part]),
         [sum(keys.numel() for keys in of_part) for of_part in counted],
     )
+
+
+def _scan_into(
+    call: Callable[[Scratch], ChunkScan], bins: BinCounts, scratch: Scratch
+) -> ChunkScan:
+    """Count what a scan collects, and forget it."""
+    result = call(scratch)
+    assert result.collected is not None
+    bins.add(result.collected.keys)
+    empty = result.collected.first(0)
+    return replace(result, collected=empty)
 
 
 def _fused_for(
@@ -229,8 +267,9 @@ def write_masks(
         numbers = fused.write(parts, chunks, at, outs)
         for position in anew:
             counts[position] = numbers[position]
-    for position, (part, own) in enumerate(zip(parts, cuts, strict=True)):
+    for position, pair in enumerate(zip(parts, cuts, strict=True)):
         if counts[position] is None:
+            part, own = natively(*pair)
             counts[position] = write_keep(part, own.position, own.cut, outs[position], part.live)
     return on_host([count for count in counts if count is not None])
 

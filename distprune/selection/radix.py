@@ -75,9 +75,13 @@ def narrowed(descent: Descent, histogram: Tensor) -> tuple[Descent, int]:
     return descent, int(histogram[number])
 
 
-def changed() -> RuntimeError:
+class ChangedError(RuntimeError):
+    """The scores changed between two reads."""
+
+
+def changed() -> ChangedError:
     """What to raise where counts of the same elements differ."""
-    return RuntimeError(
+    return ChangedError(
         "the counts of the scores disagree between two reads; expected scores that do not "
         "change during the call. Stop asynchronous updates, and make score functions pure."
     )

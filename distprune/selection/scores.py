@@ -7,7 +7,7 @@ stores a score per element.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,26 @@ from distprune.shards.shard import LocalShard
 _USE = "keys"
 
 
+class Tally(NamedTuple):
+    """The different |scores| of the live elements that a rank counts, and how often each occurs.
+
+    Attributes:
+        scores: 1-d [m], ascending; NaN last.
+        counts_of_blocks: integers [blocks, m], of consecutive blocks of the whole parameter.
+        block: elements of a block.
+    """
+
+    scores: Tensor
+    counts_of_blocks: Array
+    block: int
+
+    @property
+    def counts(self) -> Array:
+        """int64 [m]."""
+        counts: Array = self.counts_of_blocks.sum(axis=0, dtype=np.int64)
+        return counts
+
+
 class ScoreSource(Protocol):
     """Scores of one local shard.
 
@@ -36,6 +56,11 @@ class ScoreSource(Protocol):
     dtype: torch.dtype
     is_thread_safe: bool
     is_in_memory: bool
+
+    @property
+    def tally(self) -> Tally | None:
+        """Answers passes that only count, without a read; None if there is none."""
+        ...
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         """Scores of flat positions [start, stop), 1-d; valid until the scratch is used again."""
@@ -55,6 +80,7 @@ class TensorScores:
 
     is_thread_safe = True
     is_in_memory = True
+    tally = None
 
     def __init__(self, scores: Tensor) -> None:
         self._scores = scores.detach()
@@ -79,6 +105,7 @@ class ComputedScores:
     # Calls a user's function.
     is_thread_safe = False
     is_in_memory = False
+    tally = None
 
     def __init__(
         self, values: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -94,49 +121,93 @@ class ComputedScores:
         return self._function(runs.of(self._values)).detach()
 
 
-class FactorScores:
-    """Scores |w| * m of ``FactoredScores``: m is a sum of products of small factors.
+class TalliedScores:
+    """Scores of another source, with a tally of them.
 
     Args:
-        shard: the parameter's local part.
-        factored: the terms of m.
-        are_signed: whether the order of signed scores matters. If only that of |score| does, the
-            scores are w * m, which saves a pass.
-
-    Raises:
-        NotImplementedError: values that are no floating-point numbers.
+        scores: of the elements.
+        tally: of those that are counted.
     """
 
-    is_thread_safe = True
-    is_in_memory = False
+    def __init__(self, scores: ScoreSource, tally: Tally) -> None:
+        self._scores = scores
+        self.tally = tally
+        self.dtype = scores.dtype
+        self.is_thread_safe = scores.is_thread_safe
+        self.is_in_memory = scores.is_in_memory
 
-    def __init__(self, shard: LocalShard, factored: FactoredScores, *, are_signed: bool) -> None:
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        return self._scores.load(start, stop, scratch)
+
+    def gather(self, runs: Runs) -> Tensor:
+        return self._scores.gather(runs)
+
+
+class FactorScores:
+    """Scores |w| * m: m is a sum of products of small factors.
+
+    Args:
+        values: the elements w.
+        matrix: how they lie in the matrices that the factors broadcast to.
+        make_terms: returns the terms of m, each a list of factors
+            [matrices or 1, rows or 1, columns or 1] of the dtype of the scores.
+        are_signed: whether the order of signed scores matters. If only that of |score| does, the
+            scores are w * m, which saves a pass.
+    """
+
+    is_in_memory = False
+    tally = None
+
+    def __init__(
+        self,
+        values: ScoreSource,
+        matrix: MatrixRun,
+        make_terms: Callable[[], list[list[Tensor]]],
+        *,
+        are_signed: bool,
+    ) -> None:
+        self.dtype = torch.promote_types(values.dtype, torch.float32)
+        self.is_thread_safe = values.is_thread_safe
+        self._are_signed = are_signed
+        self._values = values
+        self._matrix = matrix
+        self._make_terms = make_terms
+
+    @classmethod
+    def of_shard(
+        cls, shard: LocalShard, factored: FactoredScores, *, are_signed: bool
+    ) -> FactorScores:
+        """The scores of ``FactoredScores`` for a local shard.
+
+        Raises:
+            NotImplementedError: values that are no floating-point numbers.
+        """
         if not shard.values.dtype.is_floating_point:
             raise NotImplementedError(
                 f"{shard.name}: FactoredScores of values of dtype {shard.values.dtype}; expected "
                 "floating point."
             )
-        self.dtype = torch.promote_types(shard.values.dtype, torch.float32)
-        self._are_signed = are_signed
-        self._values = shard.flat(shard.values)
-        factors = [factor for term in factored.terms for factor in term]
-        self._matrix = MatrixRun.of(shard.index, factors)
+        dtype = torch.promote_types(shard.values.dtype, torch.float32)
+        matrix = MatrixRun.of(shard.index, [factor for term in factored.terms for factor in term])
         device = shard.values.device
-        self._terms = [
+        terms = [
             _products(
                 [
-                    self._matrix.matrix_of(factor.detach().to(device, self.dtype), shard.shape)
+                    matrix.matrix_of(factor.detach().to(device, dtype), shard.shape)
                     for factor in term
                 ]
             )
             for term in factored.terms
         ]
+        values = TensorScores(shard.flat(shard.values))
+        return cls(values, matrix, lambda: terms, are_signed=are_signed)
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        values = self._values[start:stop]
+        scratch = scratch or Scratch()
+        values = self._values.load(start, stop, scratch)
         if not memory.takes_numpy(values.device):
             return self._at(values, torch.arange(start, stop, device=values.device))
-        scratch = scratch or Scratch()
+        terms = self._make_terms()
         scores = float_array(scratch, values.numel(), self.dtype)
         weights = widened(values, scratch, self.dtype)
         if self._are_signed:
@@ -144,18 +215,20 @@ class FactorScores:
         for block in self._matrix.blocks(start, stop):
             shape = (block.rows.stop - block.rows.start, block.columns.stop - block.columns.start)
             part = slice(block.start, block.stop)
-            self._score(block, weights[part].reshape(shape), scores[part].reshape(shape), scratch)
+            out = scores[part].reshape(shape)
+            _score(terms, block, weights[part].reshape(shape), out, scratch)
         return torch.from_numpy(scores)
 
     def gather(self, runs: Runs) -> Tensor:
-        return self._at(runs.of(self._values), runs.positions(self._values.device))
+        values = self._values.gather(runs)
+        return self._at(values, runs.positions(values.device))
 
     def _at(self, values: Tensor, positions: Tensor) -> Tensor:
         if not values.numel():  # then a factor may have no elements to index
             return values.to(self.dtype)
         matrices, rows, columns = self._matrix.places(positions)
         multiplier: Tensor | None = None
-        for term in self._terms:
+        for term in self._make_terms():
             product: Tensor | None = None
             for factor in term:
                 part = factor[
@@ -169,21 +242,6 @@ class FactorScores:
         assert multiplier is not None
         return multiplier * (values.abs() if self._are_signed else values).to(self.dtype)
 
-    def _score(self, block: Block, weights: Array, out: Array, scratch: Scratch) -> None:
-        """Write the scores of a block: all arrays are [rows, columns]."""
-        terms = [[_slice(factor, block) for factor in term] for term in self._terms]
-        if len(terms) == 1 and len(terms[0]) == 1:
-            np.multiply(weights, terms[0][0], out=out)
-            return
-        _multiply(terms[0], out)
-        for factors in terms[1:]:
-            product = factors[0]
-            if len(factors) > 1:
-                product = scratch.array("term", out.size, out.dtype).reshape(out.shape)
-                _multiply(factors, product)
-            np.add(out, product, out=out)
-        np.multiply(weights, out, out=out)
-
 
 class ScaledScores:
     """Scores of another source times a number, rounded once to float32 or float64.
@@ -191,18 +249,35 @@ class ScaledScores:
     Args:
         scores: floating point.
         scale: :func:`scale_of` the dtype of the result.
+
+    Attributes:
+        unscaled: the other source.
     """
 
     is_in_memory = False
 
     def __init__(self, scores: ScoreSource, scale: float) -> None:
-        self._scores = scores
+        self.unscaled = scores
         self._scale = scale
         self.dtype = torch.promote_types(scores.dtype, torch.float32)
         self.is_thread_safe = scores.is_thread_safe
 
+    def of(self, scores: ScoreSource) -> ScaledScores:
+        """Other scores, times the same number."""
+        return ScaledScores(scores, self._scale)
+
+    @property
+    def tally(self) -> Tally | None:
+        """The tally of the other source, times the number."""
+        own = self.unscaled.tally
+        if own is None:
+            return None
+        wide = own.scores.to(self.dtype).numpy()
+        scaled = scale_scores(wide, self._scale, np.empty_like(wide))
+        return own._replace(scores=torch.from_numpy(scaled))
+
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        scores = self._scores.load(start, stop, scratch)
+        scores = self.unscaled.load(start, stop, scratch)
         if not memory.takes_numpy(scores.device):
             return self._scaled(scores)
         scratch = scratch or Scratch()
@@ -212,7 +287,7 @@ class ScaledScores:
         )
 
     def gather(self, runs: Runs) -> Tensor:
-        return self._scaled(self._scores.gather(runs))
+        return self._scaled(self.unscaled.gather(runs))
 
     def _scaled(self, scores: Tensor) -> Tensor:
         product = scores.to(product_dtype(self._scale, self.dtype)) * self._scale
@@ -246,7 +321,7 @@ def widened(scores: Tensor, scratch: Scratch, dtype: torch.dtype) -> Array:
 
 def scores_in_memory(shard: LocalShard, factored: FactoredScores) -> Tensor:
     """Factored scores as a tensor of the local shape, for methods that do not read in chunks."""
-    source = FactorScores(shard, factored, are_signed=True)
+    source = FactorScores.of_shard(shard, factored, are_signed=True)
     flat = source.load(0, shard.values.numel())
     ordered = [shard.values.shape[dim] for dim in shard.order]
     inverse = sorted(range(len(shard.order)), key=shard.order.__getitem__)
@@ -260,6 +335,24 @@ def _slice(factor: Tensor, block: Block) -> Array:
     columns = block.columns if factor.shape[2] > 1 else slice(None)
     part: Array = factor[matrix, rows, columns].numpy()
     return part
+
+
+def _score(
+    all_terms: list[list[Tensor]], block: Block, weights: Array, out: Array, scratch: Scratch
+) -> None:
+    """Write the scores of a block: all arrays are [rows, columns]."""
+    terms = [[_slice(factor, block) for factor in term] for term in all_terms]
+    if len(terms) == 1 and len(terms[0]) == 1:
+        np.multiply(weights, terms[0][0], out=out)
+        return
+    _multiply(terms[0], out)
+    for factors in terms[1:]:
+        product = factors[0]
+        if len(factors) > 1:
+            product = scratch.array("term", out.size, out.dtype).reshape(out.shape)
+            _multiply(factors, product)
+        np.add(out, product, out=out)
+    np.multiply(weights, out, out=out)
 
 
 def _multiply(factors: list[Array], out: Array) -> None:

@@ -18,14 +18,14 @@ sums that all ranks share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distprune._common.bounds import CEILING, FLOOR, Bounds, violated_bound
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Reducer
 from distprune.selection.bracket import COLLECT_ALL, sample_size
 from distprune.selection.candidates import Candidates, Cut, PartCut
-from distprune.selection.cut import Selection, search_lowest, search_together, select_lowest
+from distprune.selection.cut import Selection, search_lowest, search_together
 from distprune.selection.keys import KeyRange
 
 # Keys that searches side by side may store, over all ranks.
@@ -76,13 +76,17 @@ def select_within(
     num_live: Sequence[int],
     k: int,
     keys: KeyRange,
-    communicator: Communicator,
+    communicator: Reducer,
     limits: Limits,
+    *,
+    refuse_nan: bool = True,
+    most_collected: int | None = None,
 ) -> tuple[list[PartCut], Selection | None]:
     """Choose exactly ``k`` elements in total order, each parameter within its limits.
 
     Args:
-        parts, names, num_live, k, keys, communicator: as for ``select_lowest``.
+        parts, names, num_live, k, keys, communicator, refuse_nan, most_collected: as for
+            ``select_lowest``.
         limits: as :func:`limits_for` makes it.
 
     Returns:
@@ -106,24 +110,40 @@ def select_within(
         bound_of = {i: (FLOOR, count) for i, count in enumerate(limits.lowest)}
         free = []
     while free:
-        among = [parts[i] for i in free]
-        selection = select_lowest(
-            among,
+        search = search_lowest(
+            [parts[i] for i in free],
             [names[i] for i in free],
             [num_live[i] for i in free],
             left,
             keys,
-            communicator,
-            refuse_nan=not bound_of,  # the first round reads everything
+            refuse_nan=refuse_nan and not bound_of,  # the first round reads everything
             count_each=True,
+            most_collected=most_collected,
+            is_wanted=lambda counts: not _beyond_limits(free, counts, limits),  # noqa: B023
         )
+        (selection,) = search_together([search], communicator)
         fixed = _beyond_limits(free, selection.num_before, limits)
         if not fixed:
             break
         bound_of |= fixed
         free = [i for i in free if i not in bound_of]
         left = k - sum(count for _, count in bound_of.values())
-    cuts = _cuts_at_bounds(parts, names, num_live, keys, communicator, bound_of, is_decided)
+    searches = {
+        i: search_lowest(
+            [parts[i]],
+            [names[i]],
+            [num_live[i]],
+            count,
+            keys,
+            refuse_nan=refuse_nan and is_decided,
+            most_collected=most_collected,
+        )
+        for i, (_, count) in bound_of.items()
+    }
+    cuts: dict[int, Cut] = {}
+    for batch in _batches(parts, list(bound_of)):
+        selections = search_together([searches[i] for i in batch], communicator)
+        cuts |= {i: selection.cut for i, selection in zip(batch, selections, strict=True)}
     part_cuts = {i: PartCut(0, cut, bound_of[i][0]) for i, cut in cuts.items()}
     for position, i in enumerate(free):
         assert selection is not None
@@ -146,29 +166,6 @@ def _beyond_limits(
     if missing == excess:
         return floors | ceilings
     return floors if missing > excess else ceilings
-
-
-def _cuts_at_bounds(
-    parts: Sequence[Candidates],
-    names: Sequence[str],
-    num_live: Sequence[int],
-    keys: KeyRange,
-    communicator: Communicator,
-    bound_of: Mapping[int, tuple[str, int]],
-    refuse_nan: bool,
-) -> dict[int, Cut]:
-    """A separate cut for every parameter whose bound decides how many elements are pruned."""
-    cuts: dict[int, Cut] = {}
-    for batch in _batches(parts, list(bound_of)):
-        searches = [
-            search_lowest(
-                [parts[i]], [names[i]], [num_live[i]], bound_of[i][1], keys, refuse_nan=refuse_nan
-            )
-            for i in batch
-        ]
-        selections = search_together(searches, communicator)
-        cuts |= {i: selection.cut for i, selection in zip(batch, selections, strict=True)}
-    return cuts
 
 
 def _batches(parts: Sequence[Candidates], positions: Sequence[int]) -> Iterator[list[int]]:

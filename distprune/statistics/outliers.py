@@ -91,7 +91,7 @@ def _scored(target: Target, scores: FactoredScores) -> Scored:
     shard = target.shard
     source: ScoreSource
     if target.places:
-        source = FactorScores(shard, scores, are_signed=True)
+        source = FactorScores.of_shard(shard, scores, are_signed=True)
     else:  # of other ranks: no element of it is here
         source = TensorScores(shard.values)
     return Scored(

@@ -435,6 +435,7 @@ NOTHING_TO_RUN = {
     "the default of --include": "help of an option",
     "one with --folder": "needs machines without a common folder",
     "aws s3 cp --recursive": "needs a network",
+    "or --dtype float32": "needs a CPU without instructions for 16 bits",
     "Check --num_processes, --num_machines": "needs a launcher that is wrong",
     "script by `accelerate launch` or torchrun": "tests/launch starts scripts in both ways",
     "call torch's fully_shard under torchrun": "tests/launch runs examples under torchrun",

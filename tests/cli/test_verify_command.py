@@ -47,7 +47,7 @@ def test_a_result_is_good_or_all_that_is_wrong_is_listed(run, made):
     damage(out)
     done = run("verify", out, "--against", source)
     assert done.code == 3 and len(done.out.splitlines()) == 2
-    assert "tokenizer.json has " in done.out and "num_pruned is" in done.out
+    assert "tokenizer.json has " in done.out and "report.json is not" in done.out
     found = run("verify", out, "--against", source, "--json")
     assert found.code == 3 and found.json["problems"] == done.out.splitlines()
     assert found.json["is_good"] is False and found.json["num_pruned"] == 360

@@ -5,13 +5,10 @@ import torch
 from kinds_of_recipes import RECIPES, tensors
 
 from distprune.files import planning, pruning
-from distprune.files.checks import side_by_side
 from distprune.files.errors import CheckpointError
-from distprune.files.ranking import streaming, tile_runs
-from distprune.files.results import rewriting
 from distprune.files.verifying import verify
 from helpers import tiny_checkpoints
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -19,9 +16,7 @@ def made(request, tmp_path_factory):
     """(source, destination), made of many small pieces."""
     folder = tmp_path_factory.mktemp("mutations")
     with pytest.MonkeyPatch.context() as patch, small_units(num_elements=40):
-        for module in (streaming, rewriting, side_by_side, tile_runs):
-            patch.setattr(module, "CHUNK", 24)
-            patch.setattr(module, "MAX_IN_MEMORY", 50)
+        small_chunks(patch, 24, 50)
         recipe = RECIPES[request.param]
         dtypes = [torch.bfloat16]
         if request.param in ("global", "normalised", "layer"):

@@ -9,17 +9,15 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checks import group_order, side_by_side
 from distprune.files.errors import SelectionError
-from distprune.files.ranking import streaming
+from distprune.files.ranking.source import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.stored import read_report
-from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.disk_crashes import Steps, kill_self, run_forked
 from helpers.sampling import every
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -118,9 +116,7 @@ def _matches(name, pattern):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, parts of tensors, spans and chunks, as large tensors have them."""
-    for module in (streaming, rewriting, side_by_side):
-        monkeypatch.setattr(module, "CHUNK", 24)
-        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    small_chunks(monkeypatch, 24, 12)
     with small_units(num_elements=44, copy_bytes=100):
         yield
 
@@ -145,31 +141,39 @@ def check(tensors, recipe, source, target):
 
 def check_cuts(plan, report, source, masks):
     """The weights and the masks alone tell where each ranking was cut, and what limits held."""
-    stored = streaming.Source(plan)
-    for number, (group, told) in enumerate(zip(plan.groups, report.groups, strict=True)):
+    stored = Source(plan)
+    for group, told in zip(plan.groups, report.groups, strict=True):
         if not group.recipe.is_together:
             continue
-        found = group_order.GroupOrder(plan, number)
-        for position in range(group.last - 1, group.first - 1, -1):  # in any order
+        positions, form = range(group.first, group.last), stored.key_range(group.first)
+        keys, pruned = {}, {}
+        for position in positions:
             entry = plan.tensors[position].entry
-            keep = masks[entry.name].flatten().numpy()
-            for first in range(0, entry.numel, 50):
-                last = min(first + 50, entry.numel)
-                keys = stored.read_keys(position, first, last)
-                found.add(position, first, keys, keep[first:last])
-        assert found.problems() == []
-        cut, tensors = found.cuts()
-        bits = None if cut is None else hex(cut.threshold)
-        assert bits == told.threshold_bits
+            keys[position] = stored.part(position).keys.load(0, entry.numel).values
+            pruned[position] = ~masks[entry.name].flatten()
+        free = [p for p in positions if report.tensors[p].held_at is None]
+        # The last of the free elements that is pruned: its key, its tensor, its place.
+        cut = max(
+            ((int(keys[p][i]), p, i) for p in free for i in pruned[p].nonzero().flatten().tolist()),
+            default=None,
+        )
+        assert told.threshold_bits == (None if cut is None else hex(cut[0]))
         if cut is not None:
-            assert (cut.num_ties, cut.num_ties_pruned) == (told.num_ties, told.num_ties_pruned)
-        held = {t.name: t.held_at for t in report.tensors if t.group == number and t.limits}
-        assert {plan.tensors[t.position].entry.name: t.held_at for t in tensors} == held
-        form = stored.group_format(number)
-        for each in tensors:
+            ties = [keys[p] == cut[0] for p in free]
+            gone = [tied & pruned[p] for tied, p in zip(ties, free, strict=True)]
+            counts = sum(int(tied.sum()) for tied in ties), sum(int(each.sum()) for each in gone)
+            assert (told.num_ties, told.num_ties_pruned) == counts
+        for position in positions:
+            tensor, each = plan.tensors[position], report.tensors[position]
             if each.held_at is not None:
-                told_of = report.tensors[each.position].threshold
-                assert told_of == (form.magnitude_of(each.threshold) if each.num_ties else None)
+                own = keys[position][pruned[position]]
+                is_number = form.is_float and len(own)
+                assert each.threshold == (form.score_of(int(own.max())) if is_number else None)
+            if cut is not None:
+                before = sum((k, position, i) <= cut for i, k in enumerate(keys[position].tolist()))
+                beyond = {"min_sparsity": before < tensor.lowest}
+                beyond["max_sparsity"] = before > tensor.highest
+                assert each.held_at == next((bound for bound in beyond if beyond[bound]), None)
     stored.close()
 
 
@@ -191,8 +195,7 @@ def test_groups_equal_the_oracle(tmp_path, kind, which, small_pieces):
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_limits_equal_the_oracle(tmp_path, kind, ties, monkeypatch):
-    for module in (streaming, rewriting, side_by_side):
-        monkeypatch.setattr(module, "CHUNK", 24)
+    small_chunks(monkeypatch, 24)
     tensors = llama(kind, ties=ties, seed=1)
     source = save(tmp_path / "source", tensors)
     turn = list(DTYPES).index(kind) + ties
@@ -259,28 +262,6 @@ def test_killed_at_any_step_it_goes_on_and_ends_the_same(tmp_path):
             assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
             pruning.prune(planning.plan(source, MIDWAY), target)
             assert tree_digest(target, RUN) == expected
-
-
-def test_16_bit_weights_are_counted_in_one_read(tmp_path, monkeypatch, small_pieces):
-    tensors = llama("bf16")
-    source = save(tmp_path / "source", tensors)
-    recipes = [
-        FileRecipe(groups=GROUPS["kinds"]),
-        FileRecipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
-    ]
-    for number, recipe in enumerate(recipes):
-        plan = planning.plan(source, recipe)
-        read = []
-        original = streaming.Source.read_bits
-
-        def read_bits(self, position, first, last, read=read, original=original):
-            read.append(last - first)
-            return original(self, position, first, last)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(streaming.Source, "read_bits", read_bits)
-            pruning.prune(plan, tmp_path / str(number))
-        assert sum(read) == 2 * plan.num_elements  # once to count, once to write
 
 
 def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):

@@ -10,7 +10,7 @@ from test_meets_the_library import masks_of
 from distprune.files import planning, pruning
 from distprune.files.errors import SelectionError
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
-from distprune.files.ranking import streaming
+from distprune.files.ranking.source import Source
 from distprune.files.recipe import FileRecipe
 from helpers.tiny_checkpoints import save
 
@@ -163,7 +163,7 @@ def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
     weights = whole_experts(on_disk, dtype)
     plan = plan_of(tmp_path, weights, statistics_in(in_model))
     wide = torch.promote_types(dtype, torch.float32)
-    files, draws = streaming.Source(plan), random.Random(0)
+    files, draws = Source(plan), random.Random(0)
     for position, tensor in enumerate(plan.tensors):
         of_one = statistics_in("experts")[tensor.entry.name]
         factor = (torch.from_numpy(of_one.squares) / torch.tensor([[5.0], [9], [2]])).sqrt()
@@ -173,8 +173,8 @@ def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
         numel = tensor.entry.numel
         ranges = [sorted(draws.choices(range(numel + 1), k=2)) for _ in range(60)]
         for first, last in [(0, numel), *ranges]:
-            bits = files.read_raw_bits(position, first, last)
-            assert torch.from_numpy(bits.view(f"f{bits.itemsize}")).equal(expected[first:last])
+            found = files.raw_scores(position).load(first, last)
+            assert found.equal(expected[first:last])
     files.close()
     assert len(plan.tensors) == 2
 

@@ -9,16 +9,13 @@ from distprune._common import lowest_of_groups
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
-from distprune.files.checks import side_by_side
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
-from distprune.files.ranking import columns, streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.results import rewriting
 from distprune.files.selecting.layouts import Layouts
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 WAYS = [
@@ -96,9 +93,7 @@ def sizes(request, monkeypatch):
     if request.param != "in pieces":
         yield
         return
-    for module in (streaming, rewriting, side_by_side, columns):
-        monkeypatch.setattr(module, "CHUNK", 24)
-        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    small_chunks(monkeypatch, 24, 12)
     with small_units(num_elements=44, copy_bytes=100):
         yield
 
@@ -132,13 +127,9 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
 
 @small_units(num_elements=40)
 def prune_in_pieces(source, target, way):
-    for module in (streaming, rewriting, columns):
-        module.CHUNK, module.MAX_IN_MEMORY = 24, 12
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch, 24, 12)
         return pruning.prune(pruning.plan_together(source, FileRecipe(**way)), target).num_pruned
-    finally:
-        for module in (streaming, rewriting, columns):
-            module.CHUNK, module.MAX_IN_MEMORY = 1 << 19, 1 << 22
 
 
 def test_inspect_counts_along_the_inputs(tmp_path):

@@ -11,14 +11,12 @@ from torch.distributed.fsdp import fully_shard
 import distprune
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError
-from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.results import rewriting
 from distprune.recipe import parse_recipe
 from distprune.recipes.checkpoints import file_recipe
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 
 WIDTHS = [7, 12, 16, 9, 24, 5]
 
@@ -65,8 +63,7 @@ CALLS = [
 def prune_files(source, folder, calls, chunk):
     """On every rank."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (streaming, rewriting):
-            patch.setattr(module, "CHUNK", chunk)
+        small_chunks(patch, chunk)
         for number, keywords in enumerate(calls):
             others = {name: value for name, value in keywords.items() if name != "amount"}
             recipe = FileRecipe(keywords["amount"], **others)

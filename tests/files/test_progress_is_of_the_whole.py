@@ -36,10 +36,15 @@ def steps(clock, num_bytes, per_second):
         yield GB
 
 
+def work(crew, steps, phase, num_done, total_bytes):
+    crew.begin(phase, total_bytes, num_done)
+    crew.work(steps)
+
+
 def test_bytes_of_an_earlier_run_are_not_in_the_rate(clock):
     seen = []
     crew = Team(world(), seen.append)
-    crew.work(steps(clock, 10 * GB, GB), "write", 18 * GB, 28 * GB)
+    work(crew, steps(clock, 10 * GB, GB), "write", 18 * GB, 28 * GB)
     assert all(state.bytes_per_second == pytest.approx(GB) for state in seen)
     assert [state.num_bytes for state in seen] == [GB * n for n in (*range(19, 29), 28)]
     assert seen[0].seconds_left == pytest.approx(9)
@@ -50,7 +55,7 @@ def test_later_passes_begin_anew(clock):
     seen = []
     crew = Team(world(), seen.append)
     for done in (0, 10, 20):
-        crew.work(steps(clock, 10 * GB, GB), "count", done * GB, 30 * GB)
+        work(crew, steps(clock, 10 * GB, GB), "count", done * GB, 30 * GB)
         clock.now += 500  # in which the ranks wait for one another
     assert all(state.bytes_per_second == pytest.approx(GB) for state in seen)
     assert seen[-2].seconds_left == pytest.approx(0)
@@ -63,11 +68,11 @@ def test_all_phases_are_one_whole(clock):
     crew.expect("check", 4 * GB)
     crew.expect("count", 10 * GB)
     crew.expect("write", 12 * GB, 4 * GB)
-    crew.work(steps(clock, 4 * GB, 2 * GB), "check", 0, 4 * GB)
+    work(crew, steps(clock, 4 * GB, 2 * GB), "check", 0, 4 * GB)
     assert seen[0] == Progress("check", 5 * GB, 26 * GB, 2 * GB)
     assert seen[0].seconds_left == pytest.approx(10.5)
-    crew.work(steps(clock, 10 * GB, GB), "count", 0, 10 * GB)
-    crew.work(steps(clock, 8 * GB, GB), "write", 4 * GB, 12 * GB)
+    work(crew, steps(clock, 10 * GB, GB), "count", 0, 10 * GB)
+    work(crew, steps(clock, 8 * GB, GB), "write", 4 * GB, 12 * GB)
     done = [state.num_bytes for state in seen]
     assert done == sorted(done) and done[-1] == 26 * GB
     assert {state.total_bytes for state in seen} == {26 * GB}
@@ -77,7 +82,7 @@ def test_what_turns_out_to_be_damaged_is_work_again(clock):
     seen = []
     crew = Team(world(), seen.append)
     crew.expect("write", 12 * GB, 4 * GB)
-    crew.work(steps(clock, 9 * GB, GB), "write", 3 * GB, 12 * GB)
+    work(crew, steps(clock, 9 * GB, GB), "write", 3 * GB, 12 * GB)
     assert seen[0].num_bytes == 4 * GB and seen[-1].num_bytes == 12 * GB
 
 
@@ -89,7 +94,7 @@ def test_the_rate_is_that_of_the_last_half_minute(clock):
         yield from steps(clock, 600 * GB, 10 * GB)
         yield from steps(clock, 40 * GB, GB)
 
-    crew.work(slowing_down(), "write", 0, 1000 * GB)
+    work(crew, slowing_down(), "write", 0, 1000 * GB)
     assert seen[-1].bytes_per_second == pytest.approx(GB, rel=0.05)
     assert seen[-1].seconds_left == pytest.approx(360, rel=0.05)
 

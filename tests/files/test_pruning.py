@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
-from distprune.files.checks import side_by_side
-from distprune.files.errors import FilesError, SelectionError
-from distprune.files.ranking import streaming
+from distprune.files.errors import CheckpointError, FilesError, SelectionError
+from distprune.files.ranking import cuts, values
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.stored import read_report
-from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -73,11 +71,22 @@ def expected(tensors, way, names=SELECTED):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Many units, spans and chunks, as large tensors have them."""
-    for module in (streaming, rewriting, side_by_side):
-        monkeypatch.setattr(module, "CHUNK", 24)
-        monkeypatch.setattr(module, "MAX_IN_MEMORY", 12)
+    small_chunks(monkeypatch, 24, 12)
     with small_units(num_elements=44, copy_bytes=100):  # no multiple of 8
         yield
+
+
+def check(tensors, source, target, way):
+    """Prune, and compare everything with the oracle."""
+    plan = planning.plan(source, FileRecipe(**way))
+    report = pruning.prune(plan, target)
+    masks = expected(tensors, way)
+    file_oracle.check(source, target, masks, load)
+    counts = {name: int((~keep).sum()) for name, keep in masks.items()}
+    assert report.num_pruned == plan.num_to_prune == sum(counts.values())
+    assert {t.name: t.num_pruned for t in report.tensors} == counts
+    checked = verifying.verify(target, source)
+    assert checked.problems == () and checked.num_pruned == report.num_pruned
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,19 +101,17 @@ def test_equals_the_oracle(tmp_path, kind, small_pieces):
     )
     before = tree_digest(source)
     for which, way in enumerate(WAYS):
-        target = tmp_path / f"target{which}"
-        plan = planning.plan(source, FileRecipe(**way))
-        report = pruning.prune(plan, target)
-        masks = expected(tensors, way)
-        file_oracle.check(source, target, masks, load)
-        num_pruned = sum(int((~keep).sum()) for keep in masks.values())
-        assert report.num_pruned == plan.num_to_prune == num_pruned
-        assert {t.name: t.num_pruned for t in report.tensors} == {
-            name: int((~keep).sum()) for name, keep in masks.items()
-        }
-        checked = verifying.verify(target, source)
-        assert checked.problems == () and checked.num_pruned == num_pruned
+        check(tensors, source, tmp_path / f"target{which}", way)
     assert tree_digest(source) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tallies_and_keys_that_do_not_fit_into_memory(tmp_path, monkeypatch, kind, small_pieces):
+    monkeypatch.setattr(cuts, "_TALLY_BYTES", 0)
+    monkeypatch.setattr(cuts, "_MOST_COLLECTED", 7)
+    source = tiny_checkpoints.save(tmp_path / "source", KINDS[kind])
+    for which in (0, 1, 5):
+        check(KINDS[kind], source, tmp_path / f"target{which}", WAYS[which])
 
 
 @small_units(num_elements=40)
@@ -225,3 +232,20 @@ def test_masks_can_be_left_out(tmp_path):
     assert not (tmp_path / "a" / "distprune" / "masks.safetensors").exists()
     same = {(tmp_path / x / "model.safetensors").read_bytes() for x in "ab"}
     assert len(same) == 1
+
+
+def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monkeypatch):
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(20, 40) + 9})
+    monkeypatch.setattr(cuts, "_MOST_COLLECTED", 0)  # the second read goes on from the first
+    num_reads, read_into = [], values.read_into
+
+    def changing(files, path, offset, buffer):
+        read_into(files, path, offset, buffer)
+        num_reads.append(1)
+        if len(num_reads) > 1:
+            buffer[:] = bytes(len(buffer))
+
+    monkeypatch.setattr(values, "read_into", changing)
+    with pytest.raises(CheckpointError, match="The weights changed while they were read"):
+        pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

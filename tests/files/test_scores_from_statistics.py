@@ -13,14 +13,13 @@ from torch.distributed.tensor import distribute_tensor
 import distprune
 from distprune.files import planning, pruning
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
-from distprune.files.ranking import columns, streaming, tile_runs
+from distprune.files.ranking.source import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.results import rewriting
 from distprune.files.verifying import verify
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 EXCLUDED = "layers.4"  # has no statistics
@@ -138,13 +137,8 @@ def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
 @small_units(num_elements=44)
 def prune_files(source, folder, statistics, scores, chunk):
     """On every rank."""
-    modules = streaming, rewriting, columns, tile_runs
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(module, "CHUNK", chunk)
-        if chunk < 100:
-            for module in modules:
-                patch.setattr(module, "MAX_IN_MEMORY", 8 * chunk)
+        small_chunks(patch, chunk, 8 * chunk)
         for number, call in enumerate(CALLS):
             keywords = {name: value for name, value in call.items() if name != "amount"}
             keywords["scores" if call["score"] == "given" else "statistics"] = (
@@ -218,7 +212,7 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
         0.5, score=score, statistics=statistics, include=("layers.*",), exclude=excluded
     )
     plan = planning.plan(source, recipe)
-    files = streaming.Source(plan)
+    files = Source(plan)
     weights = {pair.fqn: pair[0].weight.detach() for pair in live}
     factors = {pair.fqn: factored.terms[0][0] for pair, factored in live.items()}
     draws = random.Random(0)
@@ -228,8 +222,7 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
         expected = (weight.to(wide) * factor.to(wide)).flatten()
         ranges = [sorted(draws.choices(range(tensor.entry.numel + 1), k=2)) for _ in range(60)]
         for first, last in [(0, tensor.entry.numel), *ranges]:
-            bits = files.read_raw_bits(position, first, last)
-            found = torch.from_numpy(bits.view(f"f{bits.itemsize}"))
+            found = files.raw_scores(position).load(first, last)
             assert found.dtype is wide and torch.equal(found, expected[first:last])
     files.close()
     assert len(plan.tensors) == 5

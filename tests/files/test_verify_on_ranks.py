@@ -3,7 +3,6 @@
 import os
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,6 @@ from distprune._common.process_groups import world
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.checks import side_by_side
-from distprune.files.checks.boundary import Boundary
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
 from distprune.files.formats.header import read_header
 from distprune.files.recipe import FileRecipe
@@ -19,7 +17,7 @@ from distprune.files.reports.report import REPORT_FILE
 from distprune.files.verifying import verify
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
-from helpers.small_work_units import small_units
+from helpers.small_work_units import small_chunks, small_units
 
 WAYS = [
     {"sparsity": 0.5},
@@ -55,8 +53,9 @@ def found_here(target, source):
     """On every rank: how verify ends."""
     with (
         small_units(num_elements=44, copy_bytes=100),
-        mock.patch.object(side_by_side, "CHUNK", 24),
+        pytest.MonkeyPatch.context() as patch,
     ):
+        small_chunks(patch, 24)
         try:
             found = verify(target, source)
             return found.problems, found.num_bytes, found.num_pruned
@@ -135,44 +134,48 @@ def test_progress_counts_every_byte_once_and_a_stop_is_obeyed(make):
     seen = []
     found = verify(target, source, progress=seen.append)
     assert seen[-1].phase == "verify" and seen[-1].num_bytes == seen[-1].total_bytes
-    assert seen[-1].num_bytes == found.num_bytes
+    assert seen[-1].num_bytes == found.num_bytes + 9 * 6 * 20 * 2  # ranked again
     before = tiny_checkpoints.tree_digest(target)
     with pytest.raises(Interrupted, match="nothing was changed"):
         verify(target, source, stop=lambda: True)
     assert tiny_checkpoints.tree_digest(target) == before
 
 
-def test_source_and_result_are_read_once(make, monkeypatch):
-    """Layers that are too large to hold as well: the order needs no other read."""
-    for way in WAYS:
-        monkeypatch.setattr(side_by_side, "MAX_IN_MEMORY", 10**9)
-        source, target = make(way, "-".join(map(str, way.values())))
-        monkeypatch.setattr(side_by_side, "MAX_IN_MEMORY", 50)
-        counts = {}
-        preadv = os.preadv
+@pytest.mark.parametrize(
+    ("way", "in_memory", "num_reads"),
+    [
+        (WAYS[0], 50, 2),
+        (WAYS[1], 10**9, 1),
+        (WAYS[1], 50, 2),
+        (WAYS[2], 50, 1),
+        (WAYS[3], 50, 1),
+    ],
+)
+def test_the_result_is_read_once_and_the_source_as_prune_reads_it(
+    make, monkeypatch, way, in_memory, num_reads
+):
+    """Large layers, and what is ranked together, are counted before they are compared.
 
-        def counting(descriptor, buffers, offset, preadv=preadv, counts=counts):
-            count = preadv(descriptor, buffers, offset)
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            counts[path] = counts.get(path, 0) + count
-            return count
+    And blocks of ties that a cut divides are read for the places of these.
+    """
+    small_chunks(monkeypatch, 24, in_memory)
+    source, target = make(way)
+    counts = {}
+    preadv = os.preadv
 
-        monkeypatch.setattr(os, "preadv", counting)
-        assert verify(target, source).is_good
-        monkeypatch.setattr(os, "preadv", preadv)
-        for folder in (source, target):
-            for path in folder.glob("*.safetensors"):
-                assert counts[str(path)] == path.stat().st_size
-        assert counts[str(target / MASK_FILE)] <= (target / MASK_FILE).stat().st_size
+    def counting(descriptor, buffers, offset):
+        count = preadv(descriptor, buffers, offset)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        counts[path] = counts.get(path, 0) + count
+        return count
 
-
-def test_findings_of_ranks_add_up_in_any_order():
-    """A merged boundary forgets no tie of either."""
-    kept, pruned = Boundary(), Boundary()
-    kept.add(np.array([5, 7], np.uint16), np.array([True, True]), 0)
-    pruned.add(np.array([5, 3], np.uint16), np.array([False, False]), 10)
-    for one, other in ((kept, pruned), (pruned, kept)):
-        both = Boundary.from_state(one.state())
-        both.merge(other)
-        assert not both.is_ordered and both.num_pruned == 2
-        assert (both.last_pruned, both.first_kept) == ((5, 10, 1), (5, 0, 1))
+    monkeypatch.setattr(os, "preadv", counting)
+    assert verify(target, source).is_good
+    for path in source.glob("*.safetensors"):
+        names = [t for t in read_header(path).tensors if t.name.startswith("layers")]
+        again = (num_reads - 1) * sum(tensor.nbytes for tensor in names)
+        ties = sum(tensor.nbytes for tensor in names) if again else 0
+        assert 0 <= counts[str(path)] - path.stat().st_size - again <= ties
+        result = target / path.name
+        assert counts[str(result)] == result.stat().st_size
+    assert counts[str(target / MASK_FILE)] <= (target / MASK_FILE).stat().st_size

@@ -8,15 +8,14 @@ import torch
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.checks import side_by_side
 from distprune.files.errors import CheckpointError
 from distprune.files.formats.header import read_header
-from distprune.files.ranking import streaming
 from distprune.files.recipe import FileRecipe
-from distprune.files.results import rewriting
 from helpers import tiny_checkpoints
+from helpers.small_work_units import small_chunks, small_units
 
 MODEL = "model.safetensors"
+TWO = "2 elements are pruned or kept against the order of scores; the first is number"
 RECIPES = {
     "global": FileRecipe(0.5),
     "layer": FileRecipe(0.5, "layer"),
@@ -29,9 +28,7 @@ RECIPES = {
 @pytest.fixture(params=RECIPES)
 def pruned(request, tmp_path, monkeypatch):
     """(source, destination) with many ties, in small pieces; whole layers in two reads."""
-    for module in (streaming, rewriting, side_by_side):
-        monkeypatch.setattr(module, "CHUNK", 100)
-        monkeypatch.setattr(module, "MAX_IN_MEMORY", 200)
+    small_chunks(monkeypatch, 100, 200)
     g = torch.Generator().manual_seed(0)
     tensors = {
         "a.weight": (torch.randn(16, 40, generator=g) * 2).round().bfloat16() + 1e-30,
@@ -75,24 +72,33 @@ def test_finds_a_changed_copy_and_a_missing_one(pruned):
     assert problems[0] == "tokenizer.json is missing." and "config.json: byte 3" in problems[1]
 
 
-def set_mask(source, folder, index, keep):
-    """Change an element of b.weight's mask, and its value with it."""
-    masks = open_masks(folder)
-    flip(folder / MASK_FILE, masks.starts["b.weight"] + index // 8, 1 << index % 8)
-    where = entry(folder, "b.weight").start + 2 * index
+def set_mask(source, folder, index, keep, name="b.weight"):
+    """Change an element of a mask, and its value with it."""
+    assert keeps(folder, name)[index] != keep
+    flip(folder / MASK_FILE, open_masks(folder).starts[name] + index // 8, 1 << index % 8)
+    tensor = entry(folder, name)
+    size = tensor.nbytes // tensor.numel
+    where = slice(tensor.start + size * index, tensor.start + size * (index + 1))
     raw = bytearray((folder / MODEL).read_bytes())
-    raw[where : where + 2] = (source / MODEL).read_bytes()[where : where + 2] if keep else b"\0\0"
+    raw[where] = (source / MODEL).read_bytes()[where] if keep else bytes(size)
     (folder / MODEL).write_bytes(raw)
 
 
-def keeps(source, folder):
-    masks = open_masks(folder)
-    raw = (folder / MASK_FILE).read_bytes()[masks.starts["b.weight"] :][:80]
-    return np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").astype(bool)
+def keeps(folder, name="b.weight"):
+    raw = (folder / MASK_FILE).read_bytes()[open_masks(folder).starts[name] :]
+    numel = entry(folder, name).numel
+    return np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")[:numel].astype(bool)
+
+
+def exchange(source, folder, back, out):
+    """Keep the first pruned element of one tensor, and prune the last kept one of another."""
+    for name, is_kept, which in ((back, False, 0), (out, True, -1)):
+        index = int(np.flatnonzero(keeps(folder, name) == is_kept)[which])
+        set_mask(source, folder, index, not is_kept, name)
 
 
 def test_finds_a_wrong_count(pruned):
-    set_mask(*pruned, int(np.flatnonzero(keeps(*pruned))[5]), keep=False)
+    set_mask(*pruned, int(np.flatnonzero(keeps(pruned[1]))[5]), keep=False)
     assert any(
         "641 elements are pruned in all" in p for p in verifying.verify(*pruned[::-1]).problems
     )
@@ -101,7 +107,7 @@ def test_finds_a_wrong_count(pruned):
 def test_finds_a_wrong_order_even_among_ties(pruned, request):
     """Swap two equal elements of a group: only the order of ties tells."""
     values = tiny_checkpoints.load(pruned[0])["b.weight"].flatten().abs()
-    kept = keeps(*pruned)
+    kept = keeps(pruned[1])
     recipe = request.node.callspec.params["pruned"]
     group = {"pattern": 4, "row": 40}.get(recipe, 640)
     i, j = next(
@@ -113,7 +119,53 @@ def test_finds_a_wrong_order_even_among_ties(pruned, request):
     set_mask(*pruned, i, keep=True)
     set_mask(*pruned, j, keep=False)
     (problem,) = verifying.verify(*pruned[::-1]).problems
-    assert "order of scores" in problem
+    assert problem == f"b.weight: {TWO} {i}."
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("apart", [1, 24, 25, 90, 200])
+def test_finds_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
+    """All elements are equal: the last pruned one stays, and a later one goes in its place."""
+    small_chunks(monkeypatch, 24, 12)
+    with small_units(num_elements=64):
+        tensors = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
+        source = tiny_checkpoints.save(tmp_path / "source", tensors)
+        folder = tmp_path / "target"
+        pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), folder)
+        last = {"global": 199, "layer": 99}[scope]
+        for index, keep in ((last, True), (last + apart, False)):
+            set_mask(source, folder, index, keep, "a.weight")
+        (problem,) = verifying.verify(folder, source).problems
+    assert problem == f"a.weight: {TWO} {last}."
+
+
+@pytest.mark.parametrize("change", ["within", "between", "limit"])
+def test_finds_an_exchange_in_a_group(tmp_path, change):
+    """As many elements are pruned as before, but others."""
+    g = torch.Generator().manual_seed(0)
+    names = ["a.0.weight", "a.1.weight", "b.weight"]
+    tensors = {n: (torch.randn(4, 40, generator=g) * 4).round() / 4 + 9 for n in names}
+    tensors["a.1.weight"] += 50 if change == "limit" else 1
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    groups = (
+        FileRecipe(0.5, include=("a*",), max_sparsity=0.8 if change == "limit" else 1.0),
+        FileRecipe(0.25, include=("b*",)),
+    )
+    target = tmp_path / "target"
+    pruning.prune(planning.plan(source, FileRecipe(groups=groups)), target)
+    assert verifying.verify(target, source).is_good
+    pair = {
+        "within": ("a.0.weight", "a.0.weight"),
+        "between": ("a.0.weight", "b.weight"),
+        "limit": ("a.1.weight", "a.0.weight"),  # a.0 is at its ceiling
+    }[change]
+    exchange(source, target, *pair)
+    problems = verifying.verify(target, source).problems
+    for name in pair:
+        count = pair.count(name)
+        text = f"{name}: {count} elements are pruned or kept against the order of scores;"
+        assert any(problem.startswith(text) for problem in problems), problems
+    assert not any("neither kept" in problem for problem in problems)
 
 
 def test_refuses_what_does_not_belong_together(pruned, tmp_path):

@@ -45,7 +45,7 @@ def prune(source, target, **kwargs):
     return pruning.prune(planning.plan(source, FileRecipe(0.5)), target, **kwargs)
 
 
-def stopped(source, target, after=60):
+def stopped(source, target, after=30):
     """The error of a run that stops after so many steps."""
     with pytest.raises(Interrupted) as error:
         prune(source, target, stop=stop_after(after))
@@ -76,7 +76,7 @@ def test_a_resumed_run_says_what_is_done_already(source, target):
 
 
 def test_a_resumed_run_says_what_was_damaged(source, target):
-    stopped(source, target, 70)
+    stopped(source, target, 35)
     (folder,) = target.parent.glob("target.partial-*")
     os.truncate(folder / "model.safetensors", 0)
     said = []

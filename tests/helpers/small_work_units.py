@@ -1,11 +1,12 @@
-"""Split the work on files into many small units, as for large checkpoints."""
+"""Split the work on files into many small units and chunks, as for large checkpoints."""
 
 import contextlib
 from unittest import mock
 
 from distprune.files.disk import journal
-from distprune.files.ranking import units
+from distprune.files.ranking import columns, lowest, tiles, units
 from distprune.files.results import masking
+from distprune.selection import cpu
 
 
 @contextlib.contextmanager
@@ -18,3 +19,18 @@ def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
         mock.patch.object(journal, "_FLUSH_BYTES", flush_bytes),
     ):
         yield
+
+
+def small_chunks(monkeypatch, elements, in_memory=None):
+    """Read and rank a few elements at a time, as of large tensors.
+
+    Args:
+        elements: of a chunk.
+        in_memory: of the largest group that is ranked in memory.
+    """
+    monkeypatch.setattr(cpu, "CHUNK_BYTES", 4 * elements)
+    monkeypatch.setattr(tiles, "_SUMMED", elements)
+    for module in (lowest, columns):
+        monkeypatch.setattr(module, "CHUNK", elements)
+        if in_memory is not None:
+            monkeypatch.setattr(module, "MAX_IN_MEMORY", in_memory)

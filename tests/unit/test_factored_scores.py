@@ -78,7 +78,7 @@ def test_chunks_of_any_shard_have_the_scores_of_the_formula(shape, dtype, seed):
     memory_dims = generator.sample(range(len(shape)), len(shape))
     for shard in shards_of(values, memory_dims, generator):
         size = shard.values.numel()
-        source = FactorScores(shard, factored, are_signed=True)
+        source = FactorScores.of_shard(shard, factored, are_signed=True)
         scratch, chunks = Scratch(), []
         cuts = sorted({0, size, *(generator.randrange(size + 1) for _ in range(3))})
         for start, stop in itertools.pairwise(cuts):
@@ -86,10 +86,10 @@ def test_chunks_of_any_shard_have_the_scores_of_the_formula(shape, dtype, seed):
         scores = torch.cat(chunks) if chunks else torch.empty(0, dtype=expected.dtype)
         positions = shard.index(torch.arange(size))
         torch.testing.assert_close(scores, expected[positions], rtol=1e-6, atol=0)
-        whole = FactorScores(shard, factored, are_signed=True).load(0, size)
+        whole = FactorScores.of_shard(shard, factored, are_signed=True).load(0, size)
         assert torch.equal(scores, whole)
         # The order of |score| alone needs no |w|; samples are the same numbers.
-        unsigned = FactorScores(shard, factored, are_signed=False)
+        unsigned = FactorScores.of_shard(shard, factored, are_signed=False)
         assert torch.equal(unsigned.load(0, size).abs(), whole.abs())
         runs = Runs(0, size, 1, torch.arange(size))
         assert torch.equal(source.gather(runs), whole)
@@ -186,8 +186,8 @@ def test_factors_of_fused_experts_stay_small(experts, sizes):
     index = index_map(shape, coordinates, (0, 1, 2))
     shard = LocalShard("w", part, part, None, shape, coordinates, (0, 1, 2), index)
     factor = torch.rand(sizes)
-    source = FactorScores(shard, prune.FactoredScores([[factor]]), are_signed=False)
-    held = [each.numel() for term in source._terms for each in term]
+    source = FactorScores.of_shard(shard, prune.FactoredScores([[factor]]), are_signed=False)
+    held = [each.numel() for term in source._make_terms() for each in term]
     assert held == [factor[experts.start : experts.stop].numel()]
     expected = factor[experts.start : experts.stop].expand(part.shape).flatten()
     assert torch.equal(source.load(0, part.numel()), expected)

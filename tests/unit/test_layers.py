@@ -24,7 +24,7 @@ ROOMS = {
     "_version": set(),
     "_transformers": {"_common"},
     "_recipe_form": {"_common"},
-    "files": {"_common", "_version", "_recipe_form"},
+    "files": {"_common", "_version", "_recipe_form", "shards", "selection"},
     "api": {
         "_common", "torch_private", "_transformers", "shards", "selection", "masks", "budgets",
         "call", "methods", "files",

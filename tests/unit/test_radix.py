@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.radix import Descent, RankOutsideError
-from distprune.files.errors import CheckpointError
-from distprune.files.ranking.histograms import descent_to, narrowed
+from distprune.selection.radix import ChangedError, descent_over, narrowed
 
 
 def histogram_of(keys, descent):
@@ -40,20 +40,6 @@ def test_finds_the_key_of_every_rank(data):
     assert steps <= -(-(high - low).bit_length() // bits)
 
 
-@pytest.mark.parametrize("width", [16, 32, 64])
-def test_keys_whose_highest_bit_is_0_are_cut_at_multiples_of_16_bits(width):
-    """What the command line reads from disk: 2**15 bins first, 2**16 afterwards."""
-    descent = Descent(0, (1 << (width - 1)) - 1, 0, 16, width - 16)
-    shifts, bins = [], []
-    while not descent.is_done:
-        shifts.append(descent.shift)
-        bins.append(descent.num_bins)
-        descent = descent.inside(descent.num_bins - 1, 0)
-    assert shifts == list(range(width - 16, -1, -16))
-    assert bins == [1 << 15, *[1 << 16] * (len(bins) - 1)]
-    assert descent.low == (1 << (width - 1)) - 1
-
-
 @pytest.mark.parametrize("rank", [-1, 3, 4])
 def test_refuses_a_rank_that_the_histogram_does_not_hold(rank):
     descent = Descent.over(0, 7, rank, 3)
@@ -61,11 +47,11 @@ def test_refuses_a_rank_that_the_histogram_does_not_hold(rank):
         descent.narrowed(np.array([1, 0, 0, 2, 0, 0, 0, 0]))
 
 
-def test_weights_that_change_between_two_passes_over_a_file_are_an_error():
-    descent = descent_to(32, k=3)
-    histogram = np.zeros(descent.num_bins, dtype=np.int64)
+def test_scores_that_change_between_two_reads_are_an_error():
+    descent = descent_over(0, 1 << 20, 3)
+    histogram = torch.zeros(descent.num_bins, dtype=torch.int64)
     histogram[7] = 5
-    descent, number = narrowed(descent, histogram)
-    assert number == 7 and descent.num_bins == 1 << 16
-    with pytest.raises(CheckpointError, match="The weights changed while they were read"):
-        narrowed(descent, np.zeros(descent.num_bins, dtype=np.int64))
+    descent, count = narrowed(descent, histogram)
+    assert count == 5
+    with pytest.raises(ChangedError):
+        narrowed(descent, torch.zeros(descent.num_bins, dtype=torch.int64))

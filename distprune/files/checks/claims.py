@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterator
-from typing import Any
 
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.formats.strict_json import load_json
@@ -16,10 +14,6 @@ from distprune.files.reports.building import mtimes_of
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
 from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.text import printable
-
-_MAX_PROBLEMS = 30  # of one file
-# Fields that depend on where a ranking was cut.
-CUT_FIELDS = ("threshold", "threshold_bits", "num_ties", "num_ties_pruned", "groups")
 
 
 def recipe_of(report: Report, folder: str) -> FileRecipe:
@@ -72,31 +66,20 @@ def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
     return dataclasses.replace(report, mtimes_ns=mtimes, digest=digest, inputs=inputs or None)
 
 
-def report_problems(raw: bytes, derived: Report, leave_out: Collection[str] = ()) -> list[str]:
-    """Sentences on the values of report.json that differ from the derived ones.
+def report_problems(raw: bytes, derived: Report) -> list[str]:
+    """A sentence if report.json is not the report that prune writes; else nothing.
 
     Args:
         raw: the bytes of report.json, which :func:`parse_report` accepts.
-        derived: from the source, the masks and the weights.
-        leave_out: fields that could not be derived.
+        derived: from the source and the recipe.
     """
-    derived_raw = derived.result_json()
-    if raw == derived_raw:
+    if raw == derived.result_json():
         return []
     stored = load_json(raw, REPORT_FILE)
-    expected = json.loads(derived_raw)
-    for field in leave_out:
-        stored.pop(field, None)
-        expected.pop(field, None)
-    problems: list[str] = []
-    for problem in _differences(stored, expected, ""):
-        if len(problems) == _MAX_PROBLEMS:
-            problems.append(f"{REPORT_FILE}: more values differ.")
-            break
-        problems.append(f"{REPORT_FILE}: {problem}")
-    if not problems and not leave_out:
-        return [f"{REPORT_FILE} holds the right values, but not the bytes that prune writes."]
-    return problems
+    expected = json.loads(derived.result_json())
+    fields = [key for key in expected | stored if stored.get(key) != expected.get(key)]
+    what = f" ({', '.join(map(printable, fields))})" if fields else ", to the byte"
+    return [f"{REPORT_FILE} is not the report of this result{what}."]
 
 
 def recipe_problems(raw: bytes, recipe: FileRecipe) -> list[str]:
@@ -130,32 +113,3 @@ def run_problems(raw: bytes, stored: Report, num_bytes: int) -> list[str]:
         (run.num_bytes == num_bytes, f"num_bytes is {run.num_bytes}; expected {num_bytes}"),
     ]
     return [f"{RUN_FILE}: {problem}." for is_good, problem in checks if not is_good]
-
-
-def _differences(stored: Any, expected: Any, where: str) -> Iterator[str]:
-    if isinstance(stored, dict) and isinstance(expected, dict):
-        for key in [*expected, *(key for key in stored if key not in expected)]:
-            path = f"{where}.{key}" if where else key
-            if key not in stored:
-                yield f"{printable(path)} is missing; expected {_short(expected[key])}."
-            elif key not in expected:
-                yield f"{printable(path)} is {_short(stored[key])}; expected no such field."
-            else:
-                yield from _differences(stored[key], expected[key], path)
-    elif isinstance(stored, list) and isinstance(expected, list):
-        if len(stored) != len(expected):
-            yield f"{printable(where)} has {len(stored)} entries; expected {len(expected)}."
-        for index, (item, other) in enumerate(zip(stored, expected, strict=False)):
-            yield from _differences(item, other, f"{where}[{_label(other, index)}]")
-    elif type(stored) is not type(expected) or stored != expected:
-        yield f"{printable(where)} is {_short(stored)}; expected {_short(expected)}."
-
-
-def _label(value: Any, index: int) -> str:
-    """The index of a list's item in messages; for tensors, their name."""
-    return json.dumps(value["name"]) if isinstance(value, dict) and "name" in value else str(index)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -7,13 +7,12 @@ elements equal to it are pruned. Then the block is read once more, in its order,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from distprune._common.element_groups import Groups
-from distprune.files.ranking.keys import Array
-from distprune.files.ranking.streaming import CHUNK, MAX_IN_MEMORY, Source
+from distprune._common.memory import Array, Scratch
+from distprune.files.ranking.reads import CHUNK, MAX_IN_MEMORY
+from distprune.selection.candidates import Candidates
 
 
 def is_too_large(groups: Groups) -> bool:
@@ -29,32 +28,32 @@ class ColumnCuts:
     """The cuts of all columns of one block, found and then applied.
 
     Args:
-        source: of the plan.
-        position: of the tensor.
-        first: index of the block's first element.
+        part: the tensor.
+        first: index of the block's first item.
         groups: of the tensor.
+
+    Cost: one read of the block.
+
+    Raises:
+        CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, source: Source, position: int, first: int, groups: Groups) -> None:
-        self._source = source
-        self._position = position
+    def __init__(self, part: Candidates, first: int, groups: Groups) -> None:
+        self._part = part
         self._first = first
         self._groups = groups
-        dtype = source.format_of(position).dtype
+        dtype = np.dtype(f"i{part.keys.dtype.itemsize}")
         self._thresholds = np.zeros((groups.columns, 1), dtype=dtype)
         self._num_ties = np.zeros(groups.columns, dtype=np.int64)
+        self._find()
 
     @property
     def step(self) -> int:
         """How many elements to pass to :meth:`lowest` at a time: whole rows, about a chunk."""
         return max(CHUNK // self._groups.stride, 1) * self._groups.stride
 
-    def find(self) -> Iterator[None]:
-        """Read the block once, column by column; yields after every few megabytes.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+    def _find(self) -> None:
+        """Read the block once, column by column."""
         groups = self._groups
         if groups.num_pruned == 0:
             return
@@ -71,7 +70,6 @@ class ColumnCuts:
                 self._thresholds[columns] = thresholds
                 num_below = np.count_nonzero(rows < thresholds, axis=1)
                 self._num_ties[columns] = groups.num_pruned - num_below
-            yield None
 
     def lowest(self, keys: Array) -> Array:
         """Which of the next elements are pruned.
@@ -100,11 +98,11 @@ class ColumnCuts:
 
     def _columns(self, first: int, last: int) -> Array:
         """Keys [length, columns, kernel] of some columns."""
-        groups, source = self._groups, self._source
+        groups, scratch = self._groups, Scratch()
         size = (last - first) * groups.kernel
         keys = np.empty((groups.length, size), dtype=self._thresholds.dtype)
         start = self._first + first * groups.kernel
         for row in keys:
-            row[:] = source.read_keys(self._position, start, start + size)
+            row[:] = self._part.keys.load(start, start + size, scratch).values.numpy()
             start += groups.stride
         return keys.reshape(groups.length, last - first, groups.kernel)

@@ -1,52 +1,178 @@
-"""The lowest elements of a ranking whose threshold is known."""
+"""Which elements are pruned, span by span, once the rankings of a plan are cut."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
 import numpy as np
 
-from distprune.files.ranking.keys import Array
+from distprune._common.element_groups import Groups
+from distprune._common.lowest_of_groups import lowest_of
+from distprune._common.memory import Array, Scratch
+from distprune.files.errors import SelectionError
+from distprune.files.planning import Plan
+from distprune.files.ranking.columns import ColumnCuts, is_too_large
+from distprune.files.ranking.cuts import Cuts, cut_of_one_group, nan_error
+from distprune.files.ranking.groups import groups_of
+from distprune.files.ranking.reads import CHUNK, MAX_IN_MEMORY
+from distprune.files.ranking.source import Source
+from distprune.files.ranking.units import Span
+from distprune.selection import cpu
+from distprune.selection.candidates import Candidates, PartCut
+from distprune.selection.native_keys import natively
 
 
-class Quota:
-    """How many ties may still be pruned; several thresholds may share it."""
+class Piece(NamedTuple):
+    """Consecutive elements of a tensor.
 
-    def __init__(self, num_left: int) -> None:
-        self.num_left = num_left
-
-    def take(self, most: int) -> int:
-        """Take as many as there are left, at most ``most``."""
-        taken = min(most, self.num_left)
-        self.num_left -= taken
-        return taken
-
-
-class Threshold:
-    """A cut of the total order: it prunes smaller keys, and the first of those that tie with it.
-
-    Pass the elements to :meth:`lowest` in their order.
-
-    Args:
-        key: smaller ones are pruned.
-        quota: how many of the ties are pruned.
-        stop: keys from ``key`` to this one, without it, tie; None: only ``key`` itself.
+    Attributes:
+        first: index of the first one.
+        bits: as they are stored.
+        lowest: bool, which of them are pruned; valid until the next piece.
     """
 
-    def __init__(self, key: int, quota: Quota, stop: int | None = None) -> None:
-        self._key = key
-        self._stop = stop
-        self._quota = quota
+    first: int
+    bits: Array
+    lowest: Array
 
-    def lowest(self, keys: Array) -> Array:
-        """bool, like keys, 1-d: which of the next elements are pruned."""
-        lowest: Array = keys < keys.dtype.type(self._key)
-        if self._quota.num_left:
-            ties = self._ties(keys)
-            lowest[ties[: self._quota.take(len(ties))]] = True
+
+class _Stretch(NamedTuple):
+    """Items [first, last) of a tensor that are decided by one function, so many at a time."""
+
+    first: int
+    last: int
+    step: int
+    decide: Callable[[range], Array]
+
+
+class LowestElements:
+    """Applies the cuts of a plan, and ranks the groups that are ranked on their own.
+
+    Args:
+        plan: what to prune.
+        source: of the plan.
+        cuts: of the groups that are ranked together.
+
+    Attributes:
+        num_nan: by position, the NaN in the pieces so far, of tensors that are ranked on their own.
+        thresholds: by position, the largest key that was pruned so far, of tensors that are one
+            group.
+    """
+
+    def __init__(self, plan: Plan, source: Source, cuts: Cuts) -> None:
+        self._plan = plan
+        self._source = source
+        self._cuts = cuts
+        self._scratch = Scratch()
+        self.num_nan: dict[int, int] = {}
+        self.thresholds: dict[int, int] = {}
+
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """The elements of a span, in their order.
+
+        Raises:
+            NaNError, SelectionError: of a tensor that is ranked on its own.
+            CheckpointError: the source cannot be read, or has changed.
+        """
+        source, position = self._source, span.position
+        bands = source.bands(position)
+        size = 1 if bands is None else bands.tile_size
+        for first, last, step, decide in self._stretches(
+            position, span.first // size, span.last // size
+        ):
+            for start in range(first, last, step):
+                items = range(start, min(start + step, last))
+                if bands is None:
+                    bits = source.read_bits(position, items.start, items.stop)
+                    with source.holding(position, items.start, bits):
+                        lowest = decide(items)
+                    yield Piece(items.start, bits, lowest)
+                    continue
+                # A run of many tiles has more elements than fit into memory.
+                for index, lowest in bands.spread(decide(items), items.start * size, CHUNK):
+                    bits = source.read_bits(position, index, index + len(lowest))
+                    yield Piece(index, bits, lowest)
+
+    def _stretches(self, position: int, first: int, last: int) -> Iterator[_Stretch]:
+        tensor, recipe = self._plan.tensors[position], self._plan.recipe_of(position)
+        bands = self._source.bands(position)
+        part = self._source.part(position)
+        step, whole = CHUNK, 1
+        if bands is not None:
+            step, whole = max(CHUNK // bands.size, 1) * bands.num_tiles, bands.tile_size
+        if recipe.is_together:
+            cut = self._cuts.tensors[position]
+            assert cut is not None
+            yield _Stretch(first, last, step, functools.partial(self._before, *natively(part, cut)))
+            return
+        groups = groups_of(tensor, recipe)
+        if is_too_large(groups):
+            for start in range(first, last, groups.block):
+                columns = ColumnCuts(part, start, groups)
+                rows = step if bands is not None else columns.step
+                decide = functools.partial(self._in_columns, part, position, columns)
+                yield _Stretch(start, start + groups.block, rows, decide)
+        elif groups.size <= MAX_IN_MEMORY:
+            step = max(CHUNK // (groups.block * whole), 1) * groups.block
+            decide = functools.partial(self._in_memory, part, position, groups)
+            yield _Stretch(first, last, step, decide)
+        else:
+            for start in range(first, last, groups.size):
+                group = range(start, start + groups.size)
+                cut = cut_of_one_group(self._plan, self._source, position, group, groups.num_pruned)
+                if tensor.num_groups == 1 and groups.num_pruned:
+                    self.thresholds[position] = cut.cut.threshold
+                decide = functools.partial(self._before_in_group, part, position, cut)
+                yield _Stretch(group.start, group.stop, step, decide)
+
+    def _before(self, part: Candidates, cut: PartCut, items: range) -> Array:
+        keep = cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
+        lowest: Array = np.logical_not(keep, out=keep)
         return lowest
 
-    def _ties(self, keys: Array) -> Array:
-        """The indices of keys that tie with the threshold."""
-        key = keys.dtype.type(self._key)
-        if self._stop is None:
-            return np.flatnonzero(keys == key)
-        return np.flatnonzero((keys >= key) & (keys < keys.dtype.type(self._stop)))
+    def _before_in_group(
+        self, part: Candidates, position: int, cut: PartCut, items: range
+    ) -> Array:
+        lowest = self._before(part, cut, items)
+        if self._plan.recipe.nan == "keep":
+            self._count_nan(position, self._keys(part, items), lowest)
+        return lowest
+
+    def _in_memory(self, part: Candidates, position: int, groups: Groups, items: range) -> Array:
+        keys = self._keys(part, items)
+        return self._checked(position, keys, lowest_of(groups, keys, self._scratch))
+
+    def _in_columns(
+        self, part: Candidates, position: int, columns: ColumnCuts, items: range
+    ) -> Array:
+        keys = self._keys(part, items)
+        return self._checked(position, keys, columns.lowest(keys))
+
+    def _keys(self, part: Candidates, items: range) -> Array:
+        keys: Array = part.keys.load(items.start, items.stop, self._scratch).values.numpy()
+        return keys
+
+    def _checked(self, position: int, keys: Array, lowest: Array) -> Array:
+        """Refuse or count NaN in a tensor that is ranked on its own, and note its threshold."""
+        self._count_nan(position, keys, lowest)
+        if self._plan.tensors[position].num_groups == 1 and lowest.any():
+            largest = max(self.thresholds.get(position, 0), int(keys[lowest].max()))
+            self.thresholds[position] = largest
+        return lowest
+
+    def _count_nan(self, position: int, keys: Array, lowest: Array) -> None:
+        key_range = self._source.key_range(position)
+        is_nan = keys > key_range.largest_number
+        num_nan = int(np.count_nonzero(is_nan)) if key_range.is_float else 0
+        if not num_nan:
+            return
+        if self._plan.recipe.nan == "error":
+            raise nan_error(self._plan, [position])
+        self.num_nan[position] = self.num_nan.get(position, 0) + num_nan
+        if (is_nan & lowest).any():
+            raise SelectionError(
+                f"{self._plan.tensors[position].entry.name}: more of a group is to be pruned than "
+                "is no NaN, and NaN are kept. Lower the sparsity, or exclude the tensor."
+            )

@@ -1,4 +1,4 @@
-"""The tiles of a tensor: where they lie in its row-major order, and the keys of their sums.
+"""The tiles of a tensor: where they lie in its row-major order, and their sums.
 
 A tensor is a sequence of bands of whole tiles. With kernel 1, height 2 and width 3, a band is::
 
@@ -10,21 +10,20 @@ So tiles are in the row-major order of their grid, as in ``selection.tile_places
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from distprune._common.element_groups import Layout
-from distprune._common.float_formats import magnitude_mask
+from distprune._common.memory import Array, Runs, Scratch
 from distprune._common.tile_sums import added, sums_of_tiles
-from distprune.files.ranking.keys import Array, KeyFormat
-from distprune.files.ranking.scales import magnitudes
+from distprune.selection.scores import ScoreSource
 
-SUMS = KeyFormat(64, "F64")  # of the keys of tiles
-
-# Bits of a significand, by format.
-_SIGNIFICANDS = {"BF16": 8, "F16": 11, "F32": 24, "F64": 53}
+_SUMMED = 1 << 16  # elements whose tiles are summed at a time: they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -71,28 +70,26 @@ class Bands:
         """Tiles of a band."""
         return self.length // self.width * self.kernel
 
-    def keys(self, bits: Array, dtype: str) -> Array:
-        """The keys of the sums of tiles' scores; those of tiles with a NaN are above inf.
+    def sums(self, values: Array, num_bits: int) -> Array:
+        """The sums of tiles' |scores|, float64; NaN of tiles with a NaN.
 
         Args:
-            bits: the scores of whole bands, or of whole tiles of one band of this height.
-            dtype: of the scores.
+            values: float64, of whole bands, or of whole tiles of one band of this height.
+            num_bits: of the significand of a score.
 
         Memory: about 40 bytes for each element.
         """
-        values = magnitudes(bits, dtype).astype(np.float64, copy=False)
-        values = values.reshape(-1, self.height, self.length, self.kernel)
+        values = np.abs(values).reshape(-1, self.height, self.length, self.kernel)
         sizes = (1, self.height, self.width, 1)
         is_nan = np.isnan(values)
         if is_nan.any():
             values[is_nan] = 0.0
-            sums = sums_of_tiles(values, sizes, _SIGNIFICANDS[dtype])
+            sums = sums_of_tiles(values, sizes, num_bits)
             sums[added(is_nan.astype(np.int64), sizes) > 0] = np.nan
         else:
-            sums = sums_of_tiles(values, sizes, _SIGNIFICANDS[dtype])
-        bits_of_sums = np.ascontiguousarray(sums).reshape(-1).view(np.uint64)
-        keys: Array = bits_of_sums & np.uint64(magnitude_mask(64))
-        return keys
+            sums = sums_of_tiles(values, sizes, num_bits)
+        flat: Array = np.ascontiguousarray(sums).reshape(-1)
+        return flat
 
     def strip(self, num_columns: int) -> Bands:
         """Bands of ``num_columns`` columns of tiles."""
@@ -142,21 +139,50 @@ class Bands:
                 rows[start - offset : stop - offset].reshape(-1),
             )
 
-    def collapse(self, flags: Array) -> tuple[Array, int]:
-        """Which tiles of whole bands have a flag that is True, and how many have others, too.
 
-        Args:
-            flags: bool, 1-d, of the elements of whole bands.
-        """
-        rows = flags.reshape(-1, self.height, self.length, self.kernel)
-        has_any, has_all = rows[:, 0].copy(), rows[:, 0].copy()
-        for number in range(1, self.height):
-            has_any |= rows[:, number]
-            has_all &= rows[:, number]
-        shape = (-1, self.length // self.width, self.width, self.kernel)
-        columns, whole = has_any.reshape(shape), has_all.reshape(shape)
-        tiles, is_whole = columns[:, :, 0].copy(), whole[:, :, 0].copy()
-        for number in range(1, self.width):
-            tiles |= columns[:, :, number]
-            is_whole &= whole[:, :, number]
-        return tiles.reshape(-1), int(np.count_nonzero(tiles & ~is_whole))
+class TileScores:
+    """The sums of the scores of a tensor's tiles: see ``selection.scores.ScoreSource``.
+
+    Args:
+        scores: of the elements.
+        bands: of the tensor.
+    """
+
+    is_in_memory = False
+    tally = None
+    dtype = torch.float64
+
+    def __init__(self, scores: ScoreSource, bands: Bands) -> None:
+        self.is_thread_safe = scores.is_thread_safe
+        self._scores = scores
+        self._bands = bands
+        self._num_bits = 1 - int(math.log2(torch.finfo(scores.dtype).eps))
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        """The sums of the tiles [start, stop), about a chunk of elements at a time."""
+        kernel = self._bands.kernel  # columns of tiles are not cut
+        first, last = start // kernel * kernel, -(-stop // kernel) * kernel
+        pieces = [self._sums(*piece) for piece in self._bands.split(first, last, _SUMMED)]
+        sums = np.concatenate(pieces)
+        return torch.from_numpy(sums[start - first : stop - first])
+
+    def gather(self, runs: Runs) -> Tensor:
+        starts = (runs.start + runs.numbers * runs.length).tolist()
+        return torch.cat([self.load(start, start + runs.length) for start in starts])
+
+    def _sums(self, first: int, last: int) -> Array:
+        """The sums of tiles that :meth:`Bands.split` yields."""
+        bands = self._bands
+        number, inside = divmod(first, bands.num_tiles)
+        num_bands, rest = divmod(last - first, bands.num_tiles)
+        start = number * bands.size
+        if not inside and not rest:
+            values = self._scores.load(start, start + num_bands * bands.size)
+            return bands.sums(values.double().numpy(), self._num_bits)
+        strip = bands.strip((last - first) // bands.kernel)
+        start += inside // bands.kernel * bands.width * bands.kernel
+        rows = [
+            self._scores.load(row, row + strip.row_size).double()
+            for row in range(start, start + bands.size, bands.row_size)
+        ]
+        return strip.sums(torch.cat(rows).numpy(), self._num_bits)

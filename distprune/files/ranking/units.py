@@ -99,11 +99,7 @@ def prune_units(plan: Plan) -> list[PruneUnit]:
     units: list[PruneUnit] = []
     for number, group in enumerate(plan.groups):
         positions = range(group.first, group.last)
-        if group.has_limits:
-            # A unit may end before it is full; twice the size bounds their number all the same.
-            runs = _whole_tensors(entries, positions, 2 * size)
-        else:
-            runs = full_runs(((p, entries[p].numel, _grain(plan, p)) for p in positions), size)
+        runs = full_runs(((p, entries[p].numel, _grain(plan, p)) for p in positions), size)
         units += [PruneUnit(tuple(spans), span_bytes(spans, entries), number) for spans in runs]
     return units
 
@@ -128,36 +124,6 @@ def full_runs(tensors: Iterable[tuple[int, int, int]], size: int) -> Iterator[li
             if num_missing <= 0:
                 yield spans
                 spans, num_missing = [], size
-    if spans:
-        yield spans
-
-
-def _whole_tensors(
-    entries: Sequence[TensorEntry], positions: range, size: int
-) -> Iterator[list[Span]]:
-    """Runs of whole tensors, and of large ones parts: a limit is counted within one unit.
-
-    At most 2 n / size + 1 of them for n elements: a tensor that is cut has at least 1.5 ``size``,
-    becomes at most 4/3 as many parts, and ends one run before it is full.
-    """
-    spans: list[Span] = []
-    num_elements = 0
-    for position in positions:
-        numel = entries[position].numel
-        num_parts = (2 * numel + size) // (2 * size)  # rounded, halves up
-        if num_parts > 1:
-            if spans:
-                yield spans
-            step = math.ceil(numel / num_parts / 8) * 8
-            for first in range(0, numel, step):
-                yield [Span(position, first, min(first + step, numel))]
-            spans, num_elements = [], 0
-            continue
-        spans.append(Span(position, 0, numel))
-        num_elements += numel
-        if num_elements >= size:
-            yield spans
-            spans, num_elements = [], 0
     if spans:
         yield spans
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from distprune._common.bounds import FLOOR
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
-from distprune.files.ranking.group_cuts import GroupCuts
-from distprune.files.ranking.keys import KeyFormat
-from distprune.files.ranking.streaming import Source
+from distprune.files.ranking.cuts import Cuts
+from distprune.files.ranking.source import Source
 from distprune.files.reports.records import Record, summed
 from distprune.files.reports.report import (
     GroupReport,
@@ -19,12 +19,13 @@ from distprune.files.reports.report import (
     identity_of,
 )
 from distprune.files.reports.warning import warnings_about
+from distprune.selection.keys import KeyRange
 
 
 def make_report(
     plan: Plan,
     source: Source,
-    group_cuts: GroupCuts | None,
+    cuts: Cuts,
     records: Sequence[Record],
     run: RunFacts,
 ) -> Report:
@@ -33,14 +34,14 @@ def make_report(
     Args:
         plan: what was done.
         source: of the plan.
-        group_cuts: of the groups that are ranked together; None if there are none.
+        cuts: of the groups that are ranked together.
         records: of all units, each once.
         run: how the result was made.
 
     Raises:
         OutputError: the records do not add up to what was planned.
     """
-    report = derive_report(plan, source, group_cuts, records, run)
+    report = derive_report(plan, source, cuts, records, run)
     for group, planned in zip(report.groups, plan.groups, strict=True):
         if group.num_pruned != planned.num_to_prune:
             raise OutputError(
@@ -54,13 +55,13 @@ def make_report(
 def derive_report(
     plan: Plan,
     source: Source,
-    group_cuts: GroupCuts | None,
+    cuts: Cuts,
     records: Sequence[Record],
     run: RunFacts,
 ) -> Report:
     """:func:`make_report` for counts that may differ from those of the plan."""
-    tensors = _tensor_reports(plan, source, group_cuts, records)
-    groups = [_group_report(plan, source, group_cuts, i, tensors) for i in range(len(plan.groups))]
+    tensors = _tensor_reports(plan, source, cuts, records)
+    groups = [_group_report(plan, source, cuts, i, tensors) for i in range(len(plan.groups))]
     only = groups[0] if len(groups) == 1 else None
     return Report(
         digest=plan.digest,
@@ -90,16 +91,15 @@ def mtimes_of(plan: Plan) -> dict[str, int]:
 
 
 def _tensor_reports(
-    plan: Plan, source: Source, group_cuts: GroupCuts | None, records: Sequence[Record]
+    plan: Plan, source: Source, cuts: Cuts, records: Sequence[Record]
 ) -> list[TensorReport]:
     num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
-    thresholds = _thresholds(source, group_cuts, records)
-    divisors = dict(enumerate(group_cuts.divisors if group_cuts is not None else ()))
+    thresholds = _thresholds(plan, source, cuts, records)
     tensors = []
     for position, tensor in enumerate(plan.tensors):
         entry, group = tensor.entry, plan.groups[tensor.group]
-        if group.recipe.is_together and group_cuts is not None:
-            num_nan[position] = group_cuts.num_nan.get(entry.name, 0)
+        if group.recipe.is_together:
+            num_nan[position] = cuts.num_nan.get(entry.name, 0)
         threshold, held_at = thresholds.get(position, (None, None))
         tensors.append(
             TensorReport(
@@ -115,7 +115,7 @@ def _tensor_reports(
                 group=tensor.group,
                 limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
                 held_at=held_at,
-                divisor=divisors.get(position),
+                divisor=cuts.divisors[position],
             )
         )
     return tensors
@@ -124,17 +124,17 @@ def _tensor_reports(
 def _group_report(
     plan: Plan,
     source: Source,
-    group_cuts: GroupCuts | None,
+    cuts: Cuts,
     index: int,
     tensors: Sequence[TensorReport],
 ) -> GroupReport:
     group = plan.groups[index]
-    cut = None if group_cuts is None else group_cuts.cuts[index]
+    cut = cuts.groups[index]
     return GroupReport(
         index=index,
         num_elements=group.num_elements,
         num_pruned=sum(tensor.num_pruned for tensor in tensors[group.first : group.last]),
-        threshold=None if cut is None else _magnitude(source.group_format(index), cut.threshold),
+        threshold=None if cut is None else _score(source.key_range(group.first), cut.threshold),
         threshold_bits=None if cut is None else hex(cut.threshold),
         num_ties=None if cut is None else cut.num_ties,
         num_ties_pruned=None if cut is None else cut.num_ties_pruned,
@@ -142,23 +142,24 @@ def _group_report(
 
 
 def _thresholds(
-    source: Source, group_cuts: GroupCuts | None, records: Sequence[Record]
+    plan: Plan, source: Source, cuts: Cuts, records: Sequence[Record]
 ) -> dict[int, tuple[float | None, str | None]]:
     """Of tensors with a threshold of their own, by position: it, and the limit that set it."""
     thresholds: dict[int, tuple[float | None, str | None]] = {}
     for record in records:
         for text, key in record.get("threshold", {}).items():
             position = int(text)
-            thresholds[position] = _magnitude(source.format_of(position), key), None
-    for cut in group_cuts.tensors if group_cuts is not None else ():
-        if cut.held_at is not None:
-            key_format = source.format_of(cut.position)
-            magnitude = _magnitude(key_format, cut.threshold) if cut.num_ties else None
-            thresholds[cut.position] = magnitude, cut.held_at
+            thresholds[position] = _score(source.key_range(position), key), None
+    for position, cut in enumerate(cuts.tensors):
+        if cut is not None and cut.bound is not None:
+            tensor = plan.tensors[position]
+            num_pruned = tensor.lowest if cut.bound == FLOOR else tensor.highest
+            score = _score(source.key_range(position), cut.cut.threshold) if num_pruned else None
+            thresholds[position] = score, cut.bound
     return thresholds
 
 
-def _magnitude(key_format: KeyFormat, key: int) -> float | None:
-    """The magnitude of a key; None if it has none, or JSON cannot hold it (inf)."""
-    magnitude = key_format.magnitude_of(key)
-    return None if magnitude is None or math.isinf(magnitude) else magnitude
+def _score(keys: KeyRange, key: int) -> float | None:
+    """The score of a key; None if it has none, or JSON cannot hold it (inf)."""
+    score = keys.score_of(key) if keys.is_float else math.inf
+    return None if math.isinf(score) else score

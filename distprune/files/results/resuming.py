@@ -172,7 +172,8 @@ class _Run:
         checker = Rechecker(self._task, self._partial.folder, self._work.sources)
         try:
             steps = checker.steps([(number, checksums[number]) for number in mine])
-            self._team.work(steps, "check", 0, num_bytes)
+            self._team.begin("check", num_bytes)
+            self._team.work(steps)
         finally:
             checker.close()
         damaged = torch.zeros(len(self._task.units), dtype=torch.int64)
@@ -201,7 +202,8 @@ class _Run:
         num_finished = total - sum(unit.num_bytes for _, unit in missing)
         try:
             try:
-                self._team.work(self._steps(mine, worker, journal), "write", num_finished, total)
+                self._team.begin("write", total, num_finished)
+                self._team.work(self._steps(mine, worker, journal))
             finally:
                 # Record the finished units, whatever stopped the others; that error comes first.
                 error = error_of(attempt(journal.flush))

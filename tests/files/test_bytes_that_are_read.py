@@ -1,0 +1,128 @@
+"""How many bytes a ranking reads, as multiples of the tensors' bytes; random scores read none."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from distprune.files import planning, pruning
+from distprune.files.formats.header import read_header
+from distprune.files.ranking import columns, values
+from distprune.files.ranking.columns import ColumnCuts
+from distprune.files.ranking.cuts import find_cuts
+from distprune.files.ranking.groups import groups_of
+from distprune.files.ranking.reads import bytes_to_count
+from distprune.files.ranking.source import Source
+from distprune.files.recipe import FileRecipe
+from distprune.files.team import Team
+from helpers import file_oracle, tiny_checkpoints
+from helpers.small_work_units import small_chunks
+from helpers.virtual_ranks import run_virtual_ranks
+
+RECIPES = {
+    "raw": {},
+    "rms": {"normalize": "rms"},
+    "limits": {"min_sparsity": 0.45, "max_sparsity": 0.55},
+    "random": {"score": "random", "seed": 3},
+}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def num_read(monkeypatch):
+    """Bytes of tensors that were read, read by read."""
+    sizes, read_into = [], values.read_into
+
+    def counting(files, path, offset, buffer):
+        sizes.append(len(buffer))
+        read_into(files, path, offset, buffer)
+
+    monkeypatch.setattr(values, "read_into", counting)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "least", "most"),
+    [
+        # Where a cut divides ties, a block of 2**14 elements is read to find their places.
+        ("raw", BF16, 1.0, 1.01),
+        ("rms", BF16, 1.0, 1.01),
+        ("limits", BF16, 1.0, 1.03),
+        ("random", BF16, 0.0, 0.0),
+        ("raw", FP32, 1.0, 1.1),
+        ("rms", FP32, 3.0, 3.1),
+        ("random", FP32, 0.0, 0.0),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_search_reads_no_more_than_it_has_to(
+    tmp_path, num_read, recipe, dtype, least, most, num_ranks
+):
+    g = torch.Generator().manual_seed(0)
+    tensors = {}
+    for scale in (1, 2, 3, 4):
+        weight = torch.randn(1000, 600, generator=g) * scale
+        tensors[f"{scale}.weight"] = weight.to(dtype)
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    plan = planning.plan(source, FileRecipe(0.5, **RECIPES[recipe]))
+
+    def find(communicator):
+        stored = Source(plan)
+        found = find_cuts(Team(communicator), plan, stored)
+        stored.close()
+        return found
+
+    first, *others = run_virtual_ranks(find, num_ranks)
+    assert all(found == first for found in others)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert least <= sum(num_read) / num_bytes <= most
+    assert bytes_to_count(plan) == least * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "reads"),
+    [
+        # To count and to write; and one of the two tensors, for the places of its ties.
+        ({"sparsity": 0.5}, 2.5),
+        ({"sparsity": 0.5, "normalize": "rms"}, 2.5),
+        ({"sparsity": 0.5, "scope": "layer"}, 3),
+        ({"sparsity": 0.5, "scope": "row"}, 1),
+        ({"pattern": "2:4"}, 1),
+        ({"sparsity": 0.5, "score": "random"}, 1),
+    ],
+    ids=str,
+)
+def test_16_bits_are_read_to_count_and_to_write(tmp_path, monkeypatch, num_read, fields, reads):
+    """The tensors are too large for memory; rows and patterns fit, and are counted as they go."""
+    small_chunks(monkeypatch, 24, 100)
+    tensors = {f"{n}.weight": (torch.arange(800).view(20, 40) % 9 + 1).bfloat16() for n in "ab"}
+    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    pruning.prune(planning.plan(source, FileRecipe(**fields)), tmp_path / "target")
+    assert sum(num_read) == reads * 2 * 2 * 20 * 40
+
+
+def test_columns_are_cut_without_reading_them(tmp_path, monkeypatch):
+    """The weights are cut off the file: any read of them would fail."""
+    small_chunks(monkeypatch, 24, 12)
+    name = "h.0.mlp.c_fc.weight"
+    weight = torch.ones(24, 32)
+    source = tiny_checkpoints.save(
+        tmp_path / "source", {name: weight}, config={"model_type": "gpt2"}
+    )
+    plan = planning.plan(source, FileRecipe(0.4, "row", score="random", seed=3))
+    groups = groups_of(plan.tensors[0], plan.recipe_of(0))
+    assert columns.is_too_large(groups)
+    path = source / "model.safetensors"
+    os.truncate(path, min(entry.start for entry in read_header(path).tensors))
+
+    reader = Source(plan)
+    part = reader.part(0)
+    cuts = ColumnCuts(part, 0, groups)
+    keys = part.keys.load(0, weight.numel()).values.numpy()
+    pruned = [cuts.lowest(part) for part in np.split(keys, range(cuts.step, len(keys), cuts.step))]
+    reader.close()
+
+    scores = file_oracle._scores({name: weight}, [name], 3)[name]
+    keep = file_oracle.masks({name: scores.T}, [name], sparsity=0.4, scope="row")[name].T
+    assert np.array_equal(np.concatenate(pruned), ~keep.flatten().numpy())
