@@ -50,7 +50,7 @@ TakeOver = Annotated[
     bool,
     typer.Option(
         "--take-over",
-        help="Take over at once from a run that ended on another machine; else after 2 minutes.",
+        help="Take over the lock of a run that was killed on another machine.",
     ),
 ]
 Discard = Annotated[

@@ -402,7 +402,6 @@ RUN_BY = {
     "Every command has a --help": "test_every_command_has_help",
     "(`distprune recipe ls`)": "test_every_command_has_help",
     "pip install": "test_extras_that_messages_name_exist",
-    "at once with --take-over": f"{GOING_ON}test_a_lock_of_a_machine_that_is_gone",
     "add --take-over": f"{GOING_ON}test_a_lock_of_a_machine_that_is_gone",
     "add --discard to that command": f"{GOING_ON}test_discard_gives_up",
     "with --discard, and then again without": f"{GOING_ON}test_discard_gives_up",

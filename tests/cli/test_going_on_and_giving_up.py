@@ -1,8 +1,6 @@
 """``prune`` and ``apply`` after an interruption: messages, --discard, --take-over."""
 
 import json
-import os
-import time
 
 import pytest
 import torch
@@ -95,14 +93,6 @@ def test_a_lock_of_a_machine_that_is_gone(run, command, tmp_path):
     assert "--take-over" in done.err and lock.exists()
     assert run(*command, "--take-over").code == 0
     assert not lock.exists()
-
-
-def test_a_lock_of_a_machine_that_is_long_gone_is_no_obstacle(run, command, tmp_path):
-    command, _out = command
-    lock = tmp_path / "out.partial.lock"
-    lock.write_text(json.dumps({"host": "gone", "boot": "x", "pid": 7, "token": "t"}))
-    os.utime(lock, (time.time() - 200,) * 2)
-    assert run(*command).code == 0 and not lock.exists()
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distprune.files.disk import lock_owner, locking
+from distprune.files.disk import access, locking
 from distprune.files.disk.locking import Lock
 from distprune.files.errors import OutputError
 from helpers.disk_crashes import run_forked
@@ -25,7 +25,6 @@ DEAD = int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"
 @pytest.fixture(params=[None, *UNSUPPORTED], ids=["flock", *map(errno.errorcode.get, UNSUPPORTED)])
 def flock(request, monkeypatch):
     """Whether the file system has flock."""
-    monkeypatch.setattr(locking, "_SETTLE_SECONDS", 0.01)
     if request.param is None:
         return True
 
@@ -56,26 +55,19 @@ def held(target, **kwargs):
         lock.release()
 
 
-def owner(target, seconds_ago, **facts):
-    """A lock that somebody left, with a heartbeat of that age."""
+def owner(target, **facts):
+    """A lock that somebody left."""
     path_of(target).write_text(json.dumps(facts))
-    now = time.time()
-    os.utime(path_of(target), (now - seconds_ago, now - seconds_ago))
 
 
 def elsewhere(**more):
-    return {"host": "elsewhere", "boot": "another", "processes": 1, "pid": 1, "token": "x", **more}
+    since = "2026-01-02 03:04:05+00:00"
+    return {"host": "elsewhere", "boot": "another", "pid": 1, "since": since, "token": "x", **more}
 
 
 def here(**more):
-    return {
-        "host": socket.gethostname(),
-        "boot": lock_owner.boot_id(),
-        "processes": lock_owner.process_namespace(),
-        "pid": DEAD,
-        "token": "x",
-        **more,
-    }
+    boot = locking._boot_id()
+    return {"host": socket.gethostname(), "boot": boot, "pid": DEAD, "token": "x", **more}
 
 
 def test_it_is_there_while_held_and_gone_afterwards(flock, target):
@@ -98,69 +90,51 @@ def test_a_second_one_is_refused_by_the_name_of_the_first(flock, target):
         pass
 
 
-def test_a_dead_process_of_this_machine_holds_nothing(flock, target):
-    owner(target, 0, **here())
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"pid": os.getpid()}, {"boot": "an earlier one"}, {"host": "another container"}],
+    ids=["dead", "a pid that is used again", "before a restart", "another container"],
+)
+def test_who_held_flock_on_this_machine_holds_nothing_now(target, facts):
+    owner(target, **here(**facts))
     with held(target):
         pass
     assert list(target.parent.iterdir()) == []
 
 
-def test_a_number_that_is_this_process_after_a_restart_holds_nothing(flock, target):
-    owner(target, 0, **here(pid=os.getpid()))
-    with held(target):
-        pass
-
-
-def test_a_killed_owner_holds_nothing(flock, target):
+def test_a_killed_owner_needs_take_over_only_without_flock(flock, target):
     def take_and_die():
         Lock(target).acquire()
         os._exit(7)
 
     assert run_forked(take_and_die) != 0
     assert path_of(target).exists()
-    with held(target):
+    if not flock:
+        with pytest.raises(OutputError, match=r"\(since 20.*add --take-over"):
+            Lock(target).acquire()
+    with held(target, take_over=not flock):
         pass
 
 
-def test_another_host_is_at_work_while_its_heart_beats(flock, target):
-    owner(target, 30, **elsewhere())
-    with pytest.raises(OutputError, match=r"process 1 on elsewhere was at work .* in (89|90) sec"):
+def test_another_host_is_refused_until_the_user_says_that_it_has_ended(flock, target):
+    owner(target, **elsewhere())
+    words = (
+        r"process 1 on elsewhere \(since 2026-01-02 03:04:05\+00:00\) was at work .* --take-over"
+    )
+    with pytest.raises(OutputError, match=words):
         Lock(target).acquire()
     assert json.loads(path_of(target).read_text())["host"] == "elsewhere"
-
-
-def test_another_host_whose_heart_stopped_needs_no_rm(flock, target):
-    owner(target, 130, **elsewhere())
-    with held(target) as lock:
-        lock.confirm()
+    with held(target, take_over=True) as lock:
+        lock.check()
     assert list(target.parent.iterdir()) == []
 
 
-def test_this_host_before_its_last_start_is_judged_by_the_heartbeat(flock, target):
-    owner(target, 30, **here(boot="an earlier one"))
-    with pytest.raises(OutputError, match="was at work"):
-        Lock(target).acquire()
-    owner(target, 130, **here(boot="an earlier one"))
-    with held(target):
-        pass
-
-
-def test_take_over_does_not_wait(flock, target):
-    owner(target, 0, **elsewhere())
-    with held(target, take_over=True) as lock:
-        lock.confirm()
-
-
-def test_an_owner_that_was_taken_over_stops_and_leaves_the_lock_alone(target, monkeypatch):
-    monkeypatch.setattr(locking, "_BEAT_SECONDS", 0.05)
+def test_an_owner_that_was_taken_over_stops_and_leaves_the_lock_alone(flock, target):
     lock = Lock(target)
     lock.acquire()
-    owner(target, 0, **elsewhere(token="new"))
-    until = time.monotonic() + 30
-    with pytest.raises(OutputError, match="process 1 on elsewhere has taken over"):
-        while time.monotonic() < until:
-            lock.check()
-            time.sleep(0.02)
+    owner(target, **elsewhere(token="new"))
+    with pytest.raises(OutputError, match=r"process 1 on elsewhere \(since .* has taken over"):
+        lock.check()
     lock.release()
     assert json.loads(path_of(target).read_text())["token"] == "new"
 
@@ -170,25 +144,8 @@ def test_a_removed_lock_is_noticed_before_what_cannot_be_undone(flock, target):
     lock.acquire()
     path_of(target).unlink()
     with pytest.raises(OutputError, match="removed"):
-        lock.confirm()
+        lock.check()
     lock.release()
-
-
-def test_the_heart_beats(flock, target, monkeypatch):
-    monkeypatch.setattr(locking, "_BEAT_SECONDS", 0.05)
-    with held(target):
-        os.utime(path_of(target), (1, 1))
-        until = time.monotonic() + 30
-        while path_of(target).stat().st_mtime < 1000 and time.monotonic() < until:
-            time.sleep(0.02)
-        assert path_of(target).stat().st_mtime > 1000
-
-
-def test_the_clock_of_this_machine_does_not_matter(flock, target, monkeypatch):
-    owner(target, 30, **elsewhere())
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    with pytest.raises(OutputError, match=r"was at work on this destination 3. seconds ago"):
-        Lock(target).acquire()
 
 
 def test_a_running_process_of_this_machine_is_not_taken_over(target):
@@ -198,12 +155,12 @@ def test_a_running_process_of_this_machine_is_not_taken_over(target):
 
     with held(target) as lock:
         assert run_forked(second) == 0
-        lock.confirm()
+        lock.check()
 
 
 def test_a_lock_that_a_server_keeps_for_a_lost_host_is_replaced(target, monkeypatch):
     """flock says that another host has it; with --take-over there is a new file."""
-    owner(target, 0, **elsewhere())
+    owner(target, **elsewhere())
     old, really = os.stat(path_of(target)).st_ino, fcntl.flock
 
     def server(descriptor, how):
@@ -216,33 +173,66 @@ def test_a_lock_that_a_server_keeps_for_a_lost_host_is_replaced(target, monkeypa
     with pytest.raises(OutputError, match="add --take-over"):
         Lock(target).acquire()
     with held(target, take_over=True) as lock:
-        lock.confirm()
+        lock.check()
     keep.close()
 
 
 def test_whatever_the_file_holds_is_no_traceback(flock, target):
-    for raw in (b"", b"\0" * 50, b"{", b"[1]", b'{"pid": {}}', b"\xff" * 5000):
+    for raw in (b"", b"\0" * 50, b"{", b"[1]", b'{"pid": {}}', b"\xff" * 5000, b"[" * 9999):
         path_of(target).write_bytes(raw)
-        os.utime(path_of(target), (1, 1))
-        with held(target):
+        with held(target, take_over=True):
             pass
 
 
-def test_two_that_sign_at_once_are_not_both_owners(target, monkeypatch):
-    """Without flock, the last one that signs the file has it."""
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "")))
+def test_a_file_that_was_never_signed_holds_nothing(target):
+    path_of(target).touch()
+    with held(target):
+        pass
 
-    def other_signs(_):
-        owner(target, 0, **elsewhere(token="the other"))
 
-    owner(target, 500, **elsewhere())
-    monkeypatch.setattr(time, "sleep", other_signs)
-    with pytest.raises(OutputError, match="was at work"):
-        Lock(target).acquire()
+def test_two_that_take_over_at_once_are_not_both_owners(flock, target):
+    """The later one replaces the file of the earlier one, which stops."""
+    owner(target, **elsewhere())
+    earlier = Lock(target)
+    earlier.acquire(take_over=True)
+    if flock:
+        with pytest.raises(OutputError, match="A running process is not taken over"):
+            Lock(target).acquire(take_over=True)
+        earlier.check()
+    else:
+        with held(target, take_over=True) as later:
+            with pytest.raises(OutputError, match=f"process {os.getpid()} .* has taken over"):
+                earlier.check()
+            earlier.release()
+            later.check()
+    earlier.release()
+
+
+def test_many_that_want_it_at_once_have_it_one_after_the_other(target):
+    """No two have the lock at the same time, and each gets it at last."""
+    owner(target, **here())
+    inside = target.with_name("inside")
+
+    def take(_):
+        for _ in range(100):
+            lock = Lock(target)
+            while True:
+                try:
+                    lock.acquire()
+                    break
+                except OutputError as error:
+                    assert "at work" in str(error)
+            inside.mkdir()
+            inside.rmdir()
+            lock.release()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(take, range(3)))
+    assert list(target.parent.iterdir()) == []
 
 
 def test_a_lock_does_not_speak_to_the_terminal(target):
-    owner(target, 0, **elsewhere(host="\x1b[2J", pid="\x1b]0;x\x07"))
+    owner(target, **elsewhere(host="\x1b[2J", pid="\x1b]0;x\x07"))
     with pytest.raises(OutputError) as error:
         Lock(target).acquire()
     assert str(error.value).isprintable()
@@ -254,6 +244,6 @@ def test_a_lock_that_cannot_be_read_for_a_while_is_not_lost(target, monkeypatch)
 
     with held(target) as lock:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pread", fail)
-            lock.confirm()
-        lock.confirm()
+            patch.setattr(access, "read_small", fail)
+            lock.check()
+        lock.check()

@@ -154,7 +154,7 @@ class Partial:
             OutputError: the destination exists by now, another run has taken over, a file was
                 changed, or the folder cannot be written.
         """
-        self.lock.confirm()
+        self.lock.check()
         self._check_contents(is_complete=True)
         check_free(self._destination)
         with writing(self._destination):

@@ -85,7 +85,7 @@ def new_folder(
                 make_folders(folders, folder)
             check_free_bytes(folder, num_bytes, destination)
             yield folder
-            lock.confirm()
+            lock.check()
             with writing(destination):
                 for path, _, _ in os.walk(folder):
                     sync_folder(path)
