@@ -59,11 +59,10 @@ def draw_layers(rows: Rows, file: Path) -> None:
 def card(settings: Settings, stages: Stages, rows: Rows) -> str:
     """The README.md of the result: what was done, above the card of the source."""
     file = settings.model / "README.md"
-    block, below = front_matter.split(file.read_bytes() if file.exists() else b"")
-    parts = (None if block is None else front_matter.parse(block)) or []
-    parts = front_matter.with_tags(front_matter.without(parts, ["model-index"]), _TAGS)
+    metadata, below = front_matter.split(file.read_bytes() if file.exists() else b"")
+    kept = {key: value for key, value in (metadata or {}).items() if key != "model-index"}
     counts = [sum(row[name] for row in rows) for name in ("num_pruned", "num_elements")]
-    text = f"""{front_matter.join(parts)}
+    text = f"""{front_matter.join(front_matter.with_tags(kept, _TAGS))}
 # Pruned: {_number(100 * counts[0] / counts[1])} % of the weights of {len(rows)} layers are zero
 
 {counts[0]:,} of {counts[1]:,} weights were pruned with distprune {__version__}

@@ -56,8 +56,8 @@ def prune(source, target, recipe=FileRecipe(0.5)):  # noqa: B008
 
 
 def metadata(card):
-    block, below = front_matter.split(card)
-    return yaml.safe_load(block), below.decode()
+    values, below = front_matter.split(card)
+    return values, below.decode()
 
 
 def test_a_card_says_what_was_done(tmp_path):
@@ -107,7 +107,13 @@ def test_the_base_model_is_the_source(tmp_path, place, config, wanted):
     assert verifying.verify(tmp_path / "out", tmp_path / "moved").problems == ()
 
 
-@pytest.mark.parametrize("card", [None, "", "# Only text\n", "---\nnot: [a\nmapping\n---\ntext\n"])
+@pytest.mark.parametrize(
+    "card",
+    [
+        None, "", "# Only text\n", "---\nnot: [a\nmapping\n---\ntext\n",
+        "---\na: &a [1]\nb: *a\n---\n", "---\na: 2024-13-32\n---\n",
+    ],
+)  # fmt: skip
 def test_a_source_without_metadata(tmp_path, card):
     found = prune(source_of(tmp_path / "source", card), tmp_path / "out")
     assert metadata(found)[0] == {"tags": ["pruned", "sparse"]}
@@ -202,6 +208,16 @@ def test_another_version_of_distprune_wrote_it(tmp_path, monkeypatch):
     monkeypatch.setattr(model_card, "Names", lambda base, version="9.9.dev1": names(base, version))
     assert b"distprune 9.9.dev1," in prune(source, tmp_path / "out")
     monkeypatch.undo()
+    assert verifying.verify(tmp_path / "out", source).problems == ()
+
+
+def test_another_version_of_pyyaml_wrote_it(tmp_path):
+    """Where lines are broken, and which quotes there are, is no matter of content."""
+    source = source_of(tmp_path / "source")
+    found = prune(source, tmp_path / "out")
+    values, below = front_matter.split(found)
+    text = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, default_style='"')
+    (tmp_path / "out" / "README.md").write_bytes(f"---\n{text}---\n".encode() + below)
     assert verifying.verify(tmp_path / "out", source).problems == ()
 
 

@@ -1,119 +1,63 @@
-"""The metadata of a model card: the YAML block at its beginning, edited as text.
-
-A YAML library would reorder and reformat the author's text, and the result would depend on the
-version of the library. So top-level keys are found line by line, and lines that this module cannot
-parse are left alone.
-"""
+"""The metadata of a model card: the YAML mapping between lines of dashes at its beginning."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
 
 _BLOCK = re.compile(
     rb"\A(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE
 )
-_KEY = re.compile(
-    r"""(?:"([^"\\]+)"|'([^']+)'|([A-Za-z0-9_][^\s:#'"{}\[\],]*))[ \t]*:(?=\s|$)(.*)"""
-)
-_ITEM = re.compile(r"([ \t]*)-[ \t]+(\S.*)")
-_PLAIN = re.compile(r"[A-Za-z0-9_][\w./ +-]*")
-
-# A key, or None for the lines before the first key; its lines.
-Part = tuple[str | None, list[str]]
+_MAX_BYTES, _MAX_DEPTH = 1 << 18, 32  # of metadata; PyYAML reads some 200 KB per second
 
 
-def split(card: bytes) -> tuple[str | None, bytes]:
-    """Split a card into its metadata and its text.
+def split(card: bytes) -> tuple[dict[Any, Any] | None, bytes]:
+    """The metadata of a card, and the text below.
 
     Returns:
-        The block between the lines of three dashes; None if there is none, or it is not UTF-8.
-        The rest, unchanged: without a block, all of the card.
+        None and all of the card if it has no metadata, or none that can be read: no UTF-8, no
+        mapping, very long, deeply nested, or with aliases.
     """
     match = _BLOCK.match(card)
-    if match is None:
+    if match is None or len(match[1]) > _MAX_BYTES:
         return None, card
     try:
-        return match[1].decode("utf-8").replace("\r\n", "\n"), card[match.end() :]
-    except UnicodeDecodeError:
+        block = match[1].decode("utf-8")
+        if not _is_plain(block):
+            return None, card
+        metadata = yaml.safe_load(block)
+    except Exception:  # PyYAML raises anything for dates, numbers and tags that cannot be
         return None, card
+    if metadata is None:
+        metadata = {}
+    return (metadata, card[match.end() :]) if isinstance(metadata, dict) else (None, card)
 
 
-def parse(block: str) -> list[Part] | None:
-    """Cut a block into its top-level keys; None if it is not a plain mapping."""
-    parts: list[Part] = [(None, [])]
-    for line in block.split("\n")[: -1 if block.endswith("\n") else None]:
-        match = _KEY.match(line)
-        if match:
-            parts.append((match[1] or match[2] or match[3], [line]))
-        elif not line.strip() or line[0] in " \t#" or (line[0] == "-" and line[1:2] in ("", " ")):
-            is_content = line.strip() and not line.lstrip().startswith("#")
-            if is_content and parts[-1][0] is None:
-                return None
-            parts[-1][1].append(line)
-        else:
-            return None
-    keys = [key for key, _ in parts if key is not None]
-    return parts if len(set(keys)) == len(keys) else None
+def _is_plain(block: str) -> bool:
+    """Whether YAML has no aliases, which make much of a little text, and is not deeply nested."""
+    depth = 0
+    for event in yaml.parse(block, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+            return False
+    return True
 
 
-def without(parts: Sequence[Part], keys: Collection[str]) -> list[Part]:
-    """The parts without some keys."""
-    return [part for part in parts if part[0] not in keys]
+def join(metadata: dict[Any, Any]) -> str:
+    """The metadata as the beginning of a card, in the order of its keys."""
+    text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True) if metadata else ""
+    return f"---\n{text}---\n"
 
 
-def with_tags(parts: Sequence[Part], tags: Sequence[str]) -> list[Part]:
-    """Add missing tags to the list of tags; a list in an unknown form is left alone."""
-    lines_of_tags = [lines for key, lines in parts if key == "tags"]
-    if not lines_of_tags:
-        return [*parts, ("tags", ["tags:", *(f"- {tag}" for tag in tags)])]
-    edited = _tagged(lines_of_tags[0], tags)
-    return [(key, edited) if key == "tags" else (key, lines) for key, lines in parts]
-
-
-def value_of(parts: Sequence[Part], key: str) -> str | None:
-    """A value that is one plain or quoted word on the key's own line; None for anything else."""
-    for name, lines in parts:
-        match = _KEY.match(lines[0]) if name == key else None
-        if match and not any(line.strip() for line in lines[1:]):
-            text = _unquoted(match[4].strip())
-            return text if text and not set(text) & set(" \t#&*!|>{}[]'\"") else None
-    return None
-
-
-def join(parts: Sequence[Part]) -> str:
-    """The block with its lines of dashes."""
-    lines = [line for _, part in parts for line in part]
-    return "\n".join(["---", *lines, "---"]) + "\n"
-
-
-def as_value(text: str) -> str:
-    """A word as a YAML value: quoted unless YAML can only read it as a string."""
-    return text if "/" in text and _PLAIN.fullmatch(text) else json.dumps(text)
-
-
-def _tagged(lines: list[str], tags: Sequence[str]) -> list[str]:
-    match = _KEY.match(lines[0])
-    assert match is not None
-    value, rest = match[4].strip(), [line for line in lines[1:] if line.strip()]
-    if value in ("", "null", "~") and not rest:
-        return ["tags:", *(f"- {tag}" for tag in tags)]
-    items = [_ITEM.fullmatch(line) for line in rest]
-    if value == "" and all(items) and len({item[1] for item in items if item}) == 1:
-        present = {_unquoted(item[2].strip()) for item in items if item}
-        indent = items[0][1] if items[0] else ""
-        return [lines[0], *rest, *(f"{indent}- {tag}" for tag in tags if tag not in present)]
-    inner = re.fullmatch(r"\[([^\[\]{}#\"']*)\]", value)
-    if inner and not rest:
-        words = [word.strip() for word in inner[1].split(",") if word.strip()]
-        return [f"tags: [{', '.join([*words, *(t for t in tags if t not in words)])}]"]
-    if _PLAIN.fullmatch(value) and not rest:
-        return ["tags:", f"- {value}", *(f"- {tag}" for tag in tags if tag != value)]
-    return lines
-
-
-def _unquoted(text: str) -> str:
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return text
+def with_tags(metadata: dict[Any, Any], tags: Sequence[str]) -> dict[Any, Any]:
+    """The metadata with more tags; tags that are neither a list nor a word are left alone."""
+    present = metadata.get("tags") or []
+    if isinstance(present, str):
+        present = [present]
+    if not isinstance(present, list):
+        return metadata
+    return {**metadata, "tags": [*present, *(tag for tag in tags if tag not in present)]}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
@@ -75,11 +76,8 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
     if names is None:
         names = Names(name_of_source(plan.checkpoint))
     source = _card_of_source(plan)
-    block, below = front_matter.split(source)
-    parts = None if block is None else front_matter.parse(block)
-    if parts is None:  # kept as text
-        below = source
-    head = front_matter.join(_metadata(parts or [], names.base_model))
+    metadata, below = front_matter.split(source)
+    head = front_matter.join(_metadata(metadata or {}, names.base_model))
     text = head + "\n" + "\n".join(_section(plan, report, names)) + "\n"
     if below.strip():
         text += (
@@ -126,11 +124,13 @@ def is_card(card: bytes, plan: Plan, report: Report) -> bool:
     """
     version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
     version_text = version[1].decode() if version else __version__
-    parts = front_matter.parse(front_matter.split(card)[0] or "")
-    name = front_matter.value_of(parts or [], "base_model")
+    metadata, below = front_matter.split(card)
     candidates = [name_of_source(plan.checkpoint), None]
-    if name is not None and _ID.fullmatch(name):
-        candidates.append(name)
+    if metadata is not None:
+        name = metadata.get("base_model")
+        if isinstance(name, str) and _ID.fullmatch(name):
+            candidates.append(name)
+        card = front_matter.join(metadata).encode() + below  # as this version of PyYAML writes it
     return any(card == card_of(plan, report, Names(base, version_text)) for base in candidates)
 
 
@@ -164,13 +164,13 @@ def _card_of_source(plan: Plan) -> bytes:
     return b""
 
 
-def _metadata(
-    parts: Sequence[front_matter.Part], base_model: str | None
-) -> list[front_matter.Part]:
-    kept = front_matter.without(parts, _NOT_OF_THE_RESULT)
+def _metadata(metadata: dict[Any, Any], base_model: str | None) -> dict[Any, Any]:
+    left_out = list(_NOT_OF_THE_RESULT)
     if base_model is not None:  # else the base of the source stays: it is a base of the result, too
-        kept = front_matter.without(kept, ("base_model", "base_model_relation"))
-        kept.append(("base_model", [f"base_model: {front_matter.as_value(base_model)}"]))
+        left_out += ["base_model", "base_model_relation"]
+    kept = {key: value for key, value in metadata.items() if key not in left_out}
+    if base_model is not None:
+        kept["base_model"] = base_model
     return front_matter.with_tags(kept, _TAGS)
 
 
