@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distprune._common.mask_bits import num_bytes_of
-from distprune.files.disk.destination import partial_folders
-from distprune.files.disk.space import folder_bytes, free_bytes
+from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError
 from distprune.files.ranking.reads import bytes_to_count, bytes_to_count_alone
 

@@ -26,9 +26,8 @@ from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring.inputs import ScoreInputs, find_inputs
-from distprune.files.selecting.grouping import limits_of, select_groups
 from distprune.files.selecting.layouts import Layouts
-from distprune.files.selecting.policy import Verdict
+from distprune.files.selecting.policy import Verdict, limits_of, select_groups
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source

@@ -24,8 +24,7 @@ from distprune.files.ranking.units import prune_units
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import make_report
 from distprune.files.reports.model_card import card_of
-from distprune.files.reports.report import Report, RunFacts
-from distprune.files.reports.stored import parse_report
+from distprune.files.reports.report import Report, RunFacts, parse_report
 from distprune.files.results.partial import Partial
 from distprune.files.results.placing import check_unchanged
 from distprune.files.results.resuming import carry_out, versions

@@ -43,8 +43,14 @@ from distprune.files.ranking.units import CopyUnit, Unit, copy_units, prune_unit
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import derive_report
 from distprune.files.reports.model_card import card_problem
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report, identity_of
-from distprune.files.reports.stored import parse_report, read_text
+from distprune.files.reports.report import (
+    REPORT_FILE,
+    RUN_FILE,
+    Report,
+    identity_of,
+    parse_report,
+    read_text,
+)
 from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.results.placing import check_unchanged
 from distprune.files.team import Progress, Team

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from distprune._transformers.saving import SavedMasks
 from distprune.files.disk.access import write_atomically
-from distprune.files.disk.allocation import allocate
-from distprune.files.disk.open_files import OpenFiles, write_from
+from distprune.files.disk.open_files import OpenFiles, allocate, write_from
 from distprune.files.formats.header import INDEX_SUFFIX
 from distprune.language_models.part_reading import DTYPES
 

@@ -7,8 +7,8 @@ import torch
 
 import distprune as prune
 from distprune._common.float_formats import PLAIN_FLOATS
+from distprune.files import applying
 from distprune.files.checkpoints import scanning
-from distprune.files.results import masking
 from helpers.tiny_checkpoints import load, save, tree_digest
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -35,7 +35,7 @@ def tensors(seed=0):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(scanning, "_CHUNK", 64)
-    monkeypatch.setattr(masking, "_CHUNK", 24)
+    monkeypatch.setattr(applying, "_CHUNK", 24)
 
 
 def share(tensor, n, m):

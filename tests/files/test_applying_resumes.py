@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distprune.files import planning, pruning
+from distprune.files import applying, planning, pruning
 from distprune.files.applying import Application
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
 from distprune.files.recipe import FileRecipe
-from distprune.files.results import masking
 from distprune.testing import run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked
 from helpers.small_work_units import small_units
@@ -26,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 @pytest.fixture(autouse=True)
 def many_small_units(monkeypatch):
-    monkeypatch.setattr(masking, "_CHUNK", 64)
+    monkeypatch.setattr(applying, "_CHUNK", 64)
     with small_units():
         yield
 
@@ -59,7 +58,7 @@ def apply(masks, source, target, **kwargs):
 
 @small_units()
 def apply_small(masks, source, target):
-    masking._CHUNK = 64
+    applying._CHUNK = 64
     return apply(masks, source, target)
 
 
@@ -133,7 +132,7 @@ def test_stopped_on_one_rank_it_goes_on_on_another_number(masks, source, tmp_pat
 
 @small_units()
 def stopped_on_rank_one(masks, source, target):
-    masking._CHUNK = 64
+    applying._CHUNK = 64
     calls = []
 
     def stop():

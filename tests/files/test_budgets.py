@@ -12,7 +12,7 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.errors import SelectionError
 from distprune.files.ranking.source import Source
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.stored import read_report
+from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.disk_crashes import Steps, kill_self, run_forked

@@ -10,8 +10,7 @@ from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.errors import CheckpointError
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE
-from distprune.files.reports.stored import parse_report, read_report
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, parse_report, read_report
 from distprune.files.verifying import verify
 from helpers import tiny_checkpoints
 

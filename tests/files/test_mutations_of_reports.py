@@ -9,8 +9,7 @@ from kinds_of_recipes import RECIPES, tensors
 from distprune.files import planning, pruning
 from distprune.files.checks.claims import with_digest
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.report import REPORT_FILE, RUN_FILE
-from distprune.files.reports.stored import read_report
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, read_report
 from distprune.files.verifying import verify
 from helpers import tiny_checkpoints
 

@@ -11,7 +11,7 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.ranking import cuts
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.stored import read_report
+from distprune.files.reports.report import read_report
 from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints

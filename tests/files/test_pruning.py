@@ -9,7 +9,7 @@ from distprune.files import planning, pruning, verifying
 from distprune.files.errors import CheckpointError, FilesError, SelectionError
 from distprune.files.ranking import cuts, values
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.stored import read_report
+from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units

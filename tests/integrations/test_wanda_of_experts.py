@@ -15,7 +15,7 @@ from distprune._common.natural_order import natural_key
 from distprune.files import planning, pruning
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
 from distprune.files.recipe import FileRecipe
-from distprune.files.scoring.experts import Origin, origins_of
+from distprune.files.scoring.matching import Origin, origins_of
 from distprune.files.verifying import verify
 from distprune.language_models import linear_layers, select_matrices
 from distprune.statistics import ActivationStatistics

@@ -121,7 +121,7 @@ def _recipe_of(source: Path) -> FileRecipe | None:
     """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
     from distprune.files.checks.claims import recipe_of
     from distprune.files.errors import FilesError
-    from distprune.files.reports.stored import read_report
+    from distprune.files.reports.report import read_report
 
     try:
         return recipe_of(read_report(source), str(source))
@@ -151,8 +151,7 @@ def _n_of_m(text: str) -> tuple[int, int]:
 
 def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
     """Of a pruned checkpoint, from its report; None if it has none that can be read."""
-    from distprune.files.reports.report import REPORT_FILE
-    from distprune.files.reports.stored import read_report
+    from distprune.files.reports.report import REPORT_FILE, read_report
 
     if not (folder / REPORT_FILE).is_file():
         return None
@@ -166,7 +165,7 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
 def _picture(source: Path, facts: list[TensorFacts]) -> Picture:
     """Matrices of floats; vectors would be columns without zeros."""
     from distprune.cli.picture import Picture
-    from distprune.files.checkpoints.special_values import is_float
+    from distprune.files.inspecting import is_float
     from distprune.files.reports.model_card import cached_name
 
     floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
@@ -191,7 +190,7 @@ def _show_table(
     *,
     one_by_one: bool,
 ) -> None:
-    from distprune.files.checkpoints.special_values import is_float
+    from distprune.files.inspecting import is_float
 
     groups: dict[tuple[str, ...], list[TensorFacts]] = {}
     for tensor in facts:

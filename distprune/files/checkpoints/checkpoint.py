@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from distprune.files.checkpoints.duplicates import is_weights, why_duplicate
 from distprune.files.checkpoints.locating import Location, locate
-from distprune.files.checkpoints.weight_files import find_weights
+from distprune.files.checkpoints.weight_files import find_weights, is_weights, why_duplicate
 from distprune.files.disk.listing import (
     Listing,
     OtherFile,

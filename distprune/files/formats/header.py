@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.git_lfs import HEAD_BYTES, check_no_pointer
 from distprune.files.formats.strict_json import load_json
 
 # Bits per element. Tensors of other dtypes are copied as opaque bytes.
@@ -284,3 +283,20 @@ def _short(value: object) -> str:
 
 def _fail(name: str, text: str) -> NoReturn:
     raise CheckpointError(f"{name} {text}")
+
+
+_START = b"version https://git-lfs"
+HEAD_BYTES = len(_START)
+
+
+def check_no_pointer(head: bytes, name: str) -> None:
+    """Raise CheckpointError if a file is a git-lfs pointer.
+
+    Args:
+        head: the first ``HEAD_BYTES`` bytes of the file, or more.
+        name: of the file, for the message.
+    """
+    if head.startswith(_START):
+        raise CheckpointError(
+            f"{name} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder."
+        )

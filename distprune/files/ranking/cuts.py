@@ -20,7 +20,7 @@ from distprune._common.exact_sums import DivisorError
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
 from distprune.files.ranking.source import CPU, Source
-from distprune.files.selecting.grouping import check_budget
+from distprune.files.selecting.policy import check_budget
 from distprune.files.team import Team
 from distprune.selection.candidates import Candidates, Cut, PartCut
 from distprune.selection.cut import Selection, select_lowest

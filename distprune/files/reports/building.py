@@ -10,13 +10,14 @@ from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
 from distprune.files.ranking.cuts import Cuts
 from distprune.files.ranking.source import Source
-from distprune.files.reports.records import Record, summed
 from distprune.files.reports.report import (
     GroupReport,
+    Record,
     Report,
     RunFacts,
     TensorReport,
     identity_of,
+    summed,
 )
 from distprune.files.reports.warning import warnings_about
 from distprune.selection.keys import KeyRange

@@ -34,22 +34,25 @@ from distprune.files.disk.access import (
     write_atomically,
     writing,
 )
-from distprune.files.disk.allocation import allocate
-from distprune.files.disk.destination import partial_folders
-from distprune.files.disk.journal import is_journal, next_run
+from distprune.files.disk.destination import (
+    check_free_bytes,
+    folder_bytes,
+    missing_bytes,
+    partial_folders,
+)
 from distprune.files.disk.locking import Lock
-from distprune.files.disk.open_files import OpenFiles, write_from
-from distprune.files.disk.space import check_free_bytes, folder_bytes, missing_bytes
+from distprune.files.disk.open_files import OpenFiles, allocate, write_from
 from distprune.files.errors import OutputError
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
-from distprune.files.results.finished_units import SMALL_FILES, FinishedUnits
-from distprune.files.results.permissions import make_folders, top_mode
+from distprune.files.results.finished_units import SMALL_FILES, FinishedUnits, is_journal, next_run
 from distprune.files.results.placing import (
     DISCARD_HINT,
     check_free,
     check_own_folder,
     check_place,
     check_unchanged,
+    make_folders,
+    top_mode,
 )
 from distprune.files.results.task import Task
 from distprune.files.text import format_size

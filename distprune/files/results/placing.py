@@ -1,8 +1,10 @@
-"""Checks of a destination and a source, and the removal of unfinished results."""
+"""The place of a result: checks of destination and source, folders, permissions, removal."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -10,12 +12,16 @@ from pathlib import Path
 
 from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.disk.access import check_owner, sync_folder, writing
-from distprune.files.disk.destination import partial_folders, resolve_destination
+from distprune.files.disk.destination import (
+    check_free_bytes,
+    folder_bytes,
+    partial_folders,
+    resolve_destination,
+)
 from distprune.files.disk.locking import Lock
-from distprune.files.disk.space import check_free_bytes, folder_bytes
 from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.formats.header import WeightFile
 from distprune.files.reports.report import REPORT_FILE
-from distprune.files.results.permissions import make_folders
 
 DISCARD_HINT = "add --discard to that command to remove it"
 
@@ -152,3 +158,36 @@ def check_unchanged(folder: str, files: Iterable[SourceFile]) -> None:
             f"{folder} has changed since it was opened; expected a source that stays as it is:",
             changed,
         )
+
+
+def make_folders(folders: Iterable[tuple[str, int]], folder: Path) -> None:
+    """Make a folder and its subfolders with the permissions of the source's, less the umask.
+
+    Existing folders stay as they are. The owner always has full access.
+
+    Args:
+        folders: (name, permissions), sorted, so that a folder precedes its subfolders; "" is
+            ``folder`` itself.
+
+    Raises:
+        OSError: a folder cannot be made.
+    """
+    for name, mode in folders:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder / name, mode | 0o700)
+
+
+def mask_mode(files: Iterable[WeightFile]) -> int:
+    """Permissions of the mask file: those that all weight files have in common."""
+    return functools.reduce(operator.and_, (file.mode for file in files), 0o666)
+
+
+def top_mode(folders: Iterable[tuple[str, int]]) -> int:
+    """Permissions of the result folder itself, less the umask.
+
+    Args:
+        folders: as for :func:`make_folders`.
+    """
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return (dict(folders).get("", 0o777) & ~umask) | 0o700

@@ -11,7 +11,7 @@ from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.disk.listing import OtherFile
 from distprune.files.formats.header import TensorEntry
 from distprune.files.ranking.units import CopyUnit, SpanUnit, Unit, copy_units
-from distprune.files.results.permissions import mask_mode
+from distprune.files.results.placing import mask_mode
 
 # By name of a file, the bytes [start, stop) of it, in the order in which they are written.
 Ranges = dict[str, list[tuple[int, int]]]

@@ -3,12 +3,14 @@
 N:M patterns run along the inputs, and scope "row" ranks the elements that one output sums over. A
 header has shapes without meaning: ``torch.nn.Linear`` stores [out, in]; GPT-2's Conv1D, and the
 experts of some families, [in, out]. The layout follows from the length of a bias or the shapes of
-two consecutive matrices, else from the ``model_type`` if the family is known. It is never guessed:
-otherwise :class:`UnknownLayout` asks the user for ``input_dims``.
+two consecutive matrices, else from the ``model_type`` if the family is known: the tables of
+families are read from their definitions in transformers. It is never guessed: otherwise
+:class:`UnknownLayout` asks the user for ``input_dims``.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,26 +18,43 @@ from typing import Any
 
 from distprune._common import element_groups
 from distprune._common.element_groups import Layout
+from distprune._common.patterns import matcher
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
-from distprune.files.selecting.layout_families import (
-    CONV1D_FAMILIES,
-    CONV1D_NAMES,
-    CONVOLUTION,
-    ENLARGES,
-    EXPERTS,
-    GATED_PAIRS,
-    KNOWN,
-    LINEAR_FAMILIES,
-    OF_MODULE,
-    RAW_STRAIGHT,
-    RAW_TURNED,
-    STRAIGHT_EXPERTS,
-    TURNED_EXPERTS,
-    WEIGHT,
-)
-from distprune.files.selecting.matching import matched
+
+_MAX_COMPARED = 2000  # names, for a hint: comparing one takes some 10 microseconds
+
+
+def matched(
+    field: str, patterns: Sequence[str], names: Sequence[str], problems: list[str]
+) -> set[str]:
+    """The names that match one of the patterns; see :mod:`distprune._common.patterns`.
+
+    Args:
+        field: the recipe's field, for messages.
+        patterns: globs or regular expressions.
+        names: of all tensors.
+        problems: a sentence is added for each pattern that matches nothing.
+
+    Raises:
+        SelectionError: the search for a pattern does not end.
+    """
+    matched_names: set[str] = set()
+    for pattern in patterns:
+        try:
+            matching = list(filter(matcher(pattern), names))
+        except ValueError as error:
+            raise SelectionError(f"{field}: {error}") from error
+        if not matching:
+            close = difflib.get_close_matches(pattern, names[:_MAX_COMPARED], n=1, cutoff=0.3)
+            example = (close or [*names[:1], "(none)"])[0]
+            problems.append(
+                f"{field}: {pattern!r} matches none of the {len(names)} tensors; a pattern has to "
+                f"match the whole name of a tensor, such as {example}, or of its module."
+            )
+        matched_names.update(matching)
+    return matched_names
 
 
 class UnknownLayout(SelectionError):
@@ -253,3 +272,52 @@ def _number_of_experts(config: Mapping[str, Any]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+# Families that store [in, out]: in modules of transformers' Conv1D, and experts [experts, in, out].
+CONV1D_FAMILIES = {
+    "gpt2", "gpt-sw3", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder",
+}  # fmt: skip
+TURNED_EXPERTS = {
+    "gpt_oss", "openai_privacy_filter", "llama4", "llama4_text", "aria", "aria_text",
+}  # fmt: skip
+# Families whose modules of the same names are torch.nn.Linear.
+LINEAR_FAMILIES = {
+    "gpt_bigcode", "gpt_neo", "starcoder2", "bridgetower", "bridgetower_text_model", "qwen",
+}  # fmt: skip
+# Families whose experts are [experts, out, in], without a gate that would prove it.
+STRAIGHT_EXPERTS = {
+    "nemotron_h", "nemotron_h_omni", "nemo_speechlm", "jetmoe", "inkling_text", "inkling_mm_model",
+}  # fmt: skip
+# By family, names of other 3-d tensors that are not of convolutions: [in, ...], [out, ...],
+# [..., out, in] or [..., in, out].
+KNOWN = (
+    ("xlnet", re.compile(r".*\.rel_attn\.[qkvr]"), "in first"),
+    ("xlnet", re.compile(r".*\.rel_attn\.o"), "out first"),
+    ("funnel", re.compile(r".*\.r_kernel"), "in first"),
+    ("zamba", re.compile(r".*\.(x|dt)_proj_weight"), "in last"),
+    ("recurrent_gemma", re.compile(r".*\.rg_lru\.\w+_gate_weight"), "out last"),
+)
+CONV1D_NAMES = re.compile(r"(?:^|\.)(?:c_attn|c_proj|c_fc|q_attn)\.weight$")
+# Matrices that are not the weight of a module may be either [in, out] or [out, in]. Some are known.
+OF_MODULE = re.compile(r"(.*_)?weight(_.*)?|original1")
+RAW_TURNED = ("mm_input_projection_weight", "prompts_visual_projection")
+RAW_STRAIGHT = {
+    "dbrx": ("w1", "v1"), "deepseek_v4": ("fn", "hc_fn"), "hy_v4": ("fn", "hc_fn"),
+    "glm5_next": ("fn", "index_kpool_compress_gate"),
+    "glm5_next_text": ("fn", "index_kpool_compress_gate"),
+}  # fmt: skip
+EXPERTS = re.compile(r"(?:^|\.)(?:shared_)?experts(?:\.|$)")
+CONVOLUTION = re.compile(r"(?i)conv")
+# Modules that enlarge pictures or sounds; some of them are transposed convolutions.
+ENLARGES = re.compile(
+    r"(?i)upsampl|upscal|deconv|convt|conv_t|transpos|\.resize|(^|\.)fpn\d|\.ups\."
+)
+# A matrix whose outputs are gates and values, and the next one, which has half as many inputs.
+GATED_PAIRS = (
+    ("gate_up_proj", "down_proj"),
+    ("gate_and_up_projs", "down_projs"),
+    ("input_linear.weight", "output_linear.weight"),
+    ("fc1.weight", "fc2.weight"),
+)
+WEIGHT = re.compile(r"\.(?:weight|weight_v|parametrizations\.weight\.original1)$")
