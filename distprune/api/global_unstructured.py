@@ -225,8 +225,8 @@ def global_unstructured(  # type: ignore[misc]  # takes keywords only, where P a
     bytes per parameter. With bounds, two to four times as much
     in practice (one ranking per round of within_bounds.[Note: active set]), and about 100 KB
     more per parameter whose bound decides. With a budget there is no common ranking but one of
-    each parameter, side by side: about 70 KB per parameter, and 12 KB more for "lamp", which reads
-    the scores two or three times more. The scope "layer" costs as much as a budget. Rows and
+    each parameter, side by side: about 70 KB per parameter, and 64 KB more for "lamp", which reads
+    the scores once more. The scope "layer" costs as much as a budget. Rows and
     groups of N:M that are whole on a rank take one read, and memory for a chunk or, where they are
     columns, for a matrix of up to 4M elements. Those that the sharding cuts (row-wise TP, the edges
     of FSDP1's runs) take a read for every four bits of a key, and 1 to 2 KiB of all-reduces each.

@@ -1,52 +1,47 @@
 """LAMP: one ranking over all parameters, by scores that make layers comparable.
 
 [Note: counts] Inside a parameter the LAMP score rises with the magnitude, so only the number of
-elements that each parameter loses has to be found. Nothing is sorted, and no score is stored: for
-every parameter the elements are counted in bins of their magnitude, and the squares above these
-bins are added up exactly. Counts and sums of all ranks bound how many scores of each parameter
-are below any threshold (lamp_scores.py); so they bound the threshold, and that leaves a few bins
-of each parameter. These are cut into bins again, until each holds one magnitude::
+elements that each parameter loses has to be found. One read counts the elements of every parameter
+in bins of their magnitudes, and the counts are summed over ranks: any sharding gives the same. Let
+a bin hold n elements with magnitudes from x to y, let m be their mean square, and S the sum of the
+squares of all elements in the bins above. Going up through the bin, 1/score falls about linearly::
 
-    round 1    |----|----|----|----|----|----|----|----|     all elements
-    round 2                   |-|-|-|-|-|-|                  the bins that the threshold may be in
-    round 3                       |||||
+    (S + n * m) / x**2  at its first element,  to  S / y**2  after its last
 
-The result is a function of sums of integers, so that any sharding gives the same.
+This is exact where all elements of the bin are equal. It gives, for any score, how many elements
+of each parameter have a lower one; bisection finds the score at which their sum is what is asked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from distprune._common import memory
 from distprune._common.bounds import Bounded, Bounds
-from distprune._common.memory import Array
+from distprune._common.mask_values import is_one
+from distprune._common.memory import INTEGERS, Array, Scratch
+from distprune._common.radix import Descent
 from distprune.budgets.base import Budget, Counts, Division, Ranked
-from distprune.budgets.lamp_scores import Bins, Table
-from distprune.budgets.magnitudes import (
-    NUM_DIGITS,
-    Counter,
-    Window,
-    as_float,
-    magnitude_of,
-    squares_of,
-    sum_from_digits,
-)
+from distprune.selection.candidates import Candidates
+from distprune.selection.chunks import call_all, chunks_of, num_threads_for
 from distprune.selection.keys import KeyRange, Order
-from distprune.selection.radix import changed
+from distprune.selection.radix import histogram_of
 
-# A window has at most 2**_BITS bins, and one more.
-_BITS = 9
-# Where a round leaves most of a window, its bins are cut further, as far as this.
-_MORE_BITS = 3
-_MOST_BINS = 1 << 20
-# The first window: so many powers of two below the largest magnitude.
-_OCTAVES = 16
-# Keys that are stored between passes, on average per rank.
-_STORED = 1 << 22
+# Each power of two has 2**_BITS bins.
+_BITS = 5
+# Counts that are summed over ranks at a time; only bins that hold elements are stored.
+_MOST_COUNTS = 1 << 22
+# Smaller squares, relative to the largest one of a parameter, are taken for this one.
+_TINY = 1e-290
+_INFINITY = int(np.float64(np.inf).view(np.int64))
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,15 @@ class LAMP(Budget):
     ``normalize`` has no effect. Each parameter keeps at least one element until all others are
     gone.
 
-    Equal elements of a parameter are taken in the order of their indices, and have different
-    scores, as in the authors' code, which sorts them; so the counts do not depend on that order.
-    Equal scores of several parameters go in the order of the parameters. Scores are compared in
-    float64.
+    Resolution: magnitudes are counted in bins, 32 for each power of two, and inside a bin they are
+    taken to be spread evenly. The counts of weights as layers have them differ from those of a sort
+    of all scores by less than 0.2 % of the parameter, or by up to 20 elements if that is more. No
+    score is off by more than 14 %. The total is exact, and the counts are the same on any sharding.
 
     For methods that rank magnitudes, such as L1Unstructured; infinite scores have no LAMP score.
 
-    Cost: about five passes over the scores, of which the last ones visit a small part; about six
-    all-reduces, 12 KB per parameter in all, and what exact counts cost every call; no sorting, and
-    no memory per element but for at most some millions of keys that are stored.
+    Cost: one pass over the scores, and one all-reduce of 64 KB per parameter (512 KB for scores in
+    float64, 8 KB in float16), in parts of 32 MB, besides what exact counts cost every call.
 
     Source: Lee et al., "Layer-adaptive sparsity for the magnitude-based pruning", arXiv 2010.07611.
     """
@@ -98,59 +92,6 @@ class _LampDivision(Division):
         return Counts(tuple(counts), tuple(wanted))
 
 
-@dataclass
-class _State:
-    """What is known of a parameter that is not decided.
-
-    Attributes:
-        window: to count next; its keys hold all elements that may be the last one pruned.
-        num_before: elements below the window.
-        num_inside: elements in the window.
-        sum_above: of the squares above the window's top, in units of magnitudes.py.
-        bins: what was counted in the window.
-    """
-
-    window: Window
-    num_before: int
-    num_inside: int
-    sum_above: int = 0
-    bins: Bins | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every bin holds one magnitude: there is nothing left to count."""
-        return self.bins is not None and self.bins.is_exact
-
-    def take(self, row: Array, keys: KeyRange) -> None:
-        """Take the counts of all ranks in the window."""
-        window = self.window
-        self.sum_above += sum_from_digits(row[-NUM_DIGITS:].tolist())
-        edges = window.edges()
-        low, high = (squares_of(edge, keys, window.exponent) for edge in edges)
-        self.bins = Bins.of(
-            edges,
-            row[:-NUM_DIGITS],
-            (low, high),
-            as_float(self.sum_above),
-            self.num_before,
-            is_exact=not window.shift,
-        )
-
-    def narrow(self, least: int, most: int) -> None:
-        """Continue in the bins that hold the elements number ``least`` to ``most`` - 1."""
-        assert self.bins is not None
-        low, high, self.num_before, self.num_inside = self.bins.between(least, most)
-        before, shift = self.window, _shift(low, high)
-        if (low, high, before.has_rest) == (before.low, before.high, False):
-            # Elements at both ends of the window are possible still: it gets more bins.
-            shift = max(0, before.shift - _MORE_BITS)
-        if high - low >> shift > _MOST_BINS:
-            raise changed()
-        self.window = replace(
-            before, low=low, high=high, shift=shift, top=before.high, has_rest=False
-        )
-
-
 def num_to_prune(
     ranked: Ranked, names: Sequence[str], lowest: Sequence[int], highest: Sequence[int], k: int
 ) -> list[int]:
@@ -164,83 +105,128 @@ def num_to_prune(
 
     Raises:
         ValueError: a score is NaN or infinite; on every rank.
-        RuntimeError: the scores changed between two passes.
     """
-    counts = list(lowest)
-    if k == sum(lowest):
-        return counts
-    if k == sum(highest):
-        return list(highest)
-    communicator, keys = ranked.communicator, ranked.keys
-    counter = Counter(ranked.parts, keys)
-    largest = communicator.reduce(len(counts), counter.largest, "max").tolist()
-    _check_finite(largest, names, keys)
-    states = {
-        i: _State(_first_window(largest[i], keys), 0, live)
-        for i, live in enumerate(ranked.num_live)
-        if lowest[i] < highest[i]
-    }
-    while states:
-        windows = {i: state.window for i, state in states.items() if not state.is_exact}
-        if windows:
-            _count(windows, states, counter, ranked)
-        undecided = list(states)
-        table = Table(
-            [bins for state in states.values() if (bins := state.bins) is not None],
-            [lowest[i] for i in undecided],
-            [highest[i] for i in undecided],
+    if k in (sum(lowest), sum(highest)):
+        return list(lowest if k == sum(lowest) else highest)
+    bins = _Bins.of(ranked.keys)
+    batch = max(1, _MOST_COUNTS // bins.number)
+    curves = []
+    for start in range(0, len(names), batch):
+        parts = ranked.parts[start : start + batch]
+        size = len(parts) * bins.number
+        shared = ranked.communicator.reduce(size, partial(_count, parts, bins))
+        curves += [bins.curve(row) for row in shared.view(len(parts), bins.number).numpy()]
+    infinite = [name for name, curve in zip(names, curves, strict=True) if curve is None]
+    if infinite:
+        raise ValueError(
+            f"scores of {', '.join(infinite)} are NaN or infinite; expected finite numbers for "
+            "every unpruned element, because LAMP scores divide by their squares. Repair the "
+            "weights, or mask them first with custom_from_mask."
         )
-        num_left = k - sum(counts[i] for i in range(len(counts)) if i not in states)
-        if all(state.is_exact for state in states.values()):
-            for i, count in zip(undecided, table.divide(num_left).tolist(), strict=True):
-                counts[i] = count
-            return counts
-        least, most = (bound.tolist() for bound in table.bracket(num_left))
-        for i, low, high in zip(undecided, least, most, strict=True):
-            if low == high:
-                counts[i] = low
-                counter.forget(i)
-                del states[i]
-            elif not states[i].is_exact:
-                states[i].narrow(low, high)
-    return counts
+    found = [curve for curve in curves if curve is not None]
+    owner = np.repeat(np.arange(len(found)), [curve[0].size for curve in found])
+    counts, first, step = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+
+    def num_pruned(inverse: float) -> Array:
+        """Per parameter, the elements whose 1/score is no less, held within the limits."""
+        number = np.clip(np.floor((first - inverse) / step) + 1, 0, counts)
+        of_parameter = np.bincount(owner, weights=number, minlength=len(found))
+        held: Array = np.clip(of_parameter.astype(np.int64), lowest, highest)
+        return held
+
+    # Bits of non-negative floats are in the order of the numbers.
+    low, high = 0, _INFINITY
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int(num_pruned(_float_of(middle)).sum()) >= k:
+            low = middle
+        else:
+            high = middle
+    least, most = num_pruned(_float_of(high)), num_pruned(_float_of(low))
+    # Equal scores of several parameters go in the order of the parameters.
+    before = np.cumsum(most - least) - (most - least)
+    divided = least + np.clip(k - int(least.sum()) - before, 0, most - least)
+    return [int(count) for count in divided]
 
 
-def _count(
-    windows: Mapping[int, Window], states: Mapping[int, _State], counter: Counter, ranked: Ranked
-) -> None:
-    """Count in the windows on all ranks."""
-    num_inside = sum(states[i].num_inside for i in windows)
-    store = num_inside <= _STORED * ranked.communicator.size
-    sizes = [window.size for window in windows.values()]
-    shared = ranked.communicator.reduce(sum(sizes), lambda: counter.count(windows, store=store))
-    rows = torch.split(shared, sizes)
-    for i, row in zip(windows, rows, strict=True):
-        states[i].take(row.numpy(), ranked.keys)
+@dataclass(frozen=True)
+class _Bins:
+    """The bins of magnitudes, the same for all parameters of a call.
+
+    Attributes:
+        is_float: keys are the bits of scores; else integers, whose bits as float32 are counted.
+        shift: a bin has 2**shift neighbouring floats; the last bin is that of what is not finite.
+        low, high: float64, the smallest and the largest magnitude of each finite bin.
+    """
+
+    is_float: bool
+    shift: int
+    low: Array
+    high: Array
+
+    @classmethod
+    def of(cls, keys: KeyRange) -> _Bins:
+        dtype = keys.value_dtype if keys.is_float else torch.float32
+        shift = round(-math.log2(torch.finfo(dtype).eps)) - _BITS
+        infinity = int(torch.tensor(math.inf, dtype=dtype).view(INTEGERS[dtype.itemsize]))
+        start = torch.arange(0, infinity, 1 << shift).to(INTEGERS[dtype.itemsize])
+        ends = (start, start + ((1 << shift) - 1))
+        low, high = (end.view(dtype).double().numpy() for end in ends)
+        return cls(keys.is_float, shift, low, high)
+
+    @property
+    def number(self) -> int:
+        return self.low.size + 1
+
+    def count(self, keys: Tensor) -> Array:
+        """How many of some keys lie in each bin."""
+        if not self.is_float:
+            keys = keys.float().abs_().view(torch.int32)
+        if memory.takes_numpy(keys.device):
+            last = self.low.size << self.shift
+            return histogram_of(keys, Descent(0, last, 0, 0, self.shift)).numpy()
+        counts: Array = torch.bincount(keys >> self.shift, minlength=self.number).cpu().numpy()
+        return counts
+
+    def curve(self, counts: Array) -> tuple[Array, Array, Array] | None:
+        """Of each bin that holds elements: their number, the first 1/score, its fall per element.
+
+        None if an element is not finite. See [Note: counts].
+        """
+        if counts[-1]:
+            return None
+        filled = np.flatnonzero(counts)
+        number = counts[filled]
+        # Squares are relative to the largest one, so that none overflows.
+        largest = self.high[filled[-1]] if filled.size else 1.0
+        low, high = self.low[filled] / largest, self.high[filled] / largest
+        inside = number * ((low * low + low * high + high * high) / 3)
+        above = np.append(np.cumsum(inside[::-1])[::-1][1:], 0.0)[: number.size]
+        first = (above + inside) / np.maximum(low * low, _TINY)
+        last = above / np.maximum(high * high, _TINY)
+        return number, first, np.maximum((first - last) / number, 1.0)
 
 
-def _first_window(largest: int, keys: KeyRange) -> Window:
-    """The largest magnitudes of a parameter; all smaller ones are its rest."""
-    low = 0
-    if keys.is_float:
-        mantissa_bits = round(-math.log2(torch.finfo(keys.value_dtype).eps))
-        low = max(0, largest - (_OCTAVES << mantissa_bits) + 1)
-    exponent = math.frexp(magnitude_of(largest, keys))[1]
-    return Window(low, largest, _shift(low, largest), largest, low > 0, exponent)
+def _count(parts: Sequence[Candidates], bins: _Bins) -> Tensor:
+    """This rank's live elements in each bin of each part, one part after the other."""
+    counts = np.zeros((len(parts), bins.number), dtype=np.int64)
+    lock = threading.Lock()
+
+    def add(position: int, span: range, scratch: Scratch) -> None:
+        part = parts[position]
+        keys = part.keys.load(span.start, span.stop, scratch).values
+        if part.live is not None:
+            live = part.live[span.start : span.stop]
+            on_cpu = memory.takes_numpy(live.device)
+            keys = memory.select(keys, torch.from_numpy(is_one(live)) if on_cpu else live == 1)
+        found = bins.count(keys)
+        with lock:
+            counts[position] += found
+
+    chunks = chunks_of(parts, only_counted=True)
+    call_all([partial(add, *chunk) for chunk in chunks], num_threads_for(parts, chunks))
+    return torch.from_numpy(counts.reshape(-1))
 
 
-def _shift(low: int, high: int) -> int:
-    return max(0, (high - low).bit_length() - _BITS)
-
-
-def _check_finite(largest: Sequence[int], names: Sequence[str], keys: KeyRange) -> None:
-    if not keys.is_float:
-        return
-    for what, first in (("NaN", keys.largest_number + 1), ("infinite", keys.largest_number)):
-        where = [name for name, key in zip(names, largest, strict=True) if key >= first]
-        if where:
-            raise ValueError(
-                f"scores of {', '.join(where)} are {what}; expected finite numbers for every "
-                "unpruned element, because LAMP scores divide by their squares. Repair the "
-                "weights, or mask them first with custom_from_mask."
-            )
+def _float_of(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))

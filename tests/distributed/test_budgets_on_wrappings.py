@@ -152,9 +152,9 @@ def test_a_budget_costs_kilobytes_per_parameter(wrapping):
     assert all(found == per_rank[0] for found in per_rank)
     for calls, num_bytes in per_rank[0].values():
         assert len(calls) < 30 and not [name for name in calls if "gather" in name]
-        assert num_bytes < 3 * 130_000
-    # LAMP's own counts are a small part of that.
-    assert per_rank[0]["lamp"][1] - per_rank[0]["uniform"][1] < 3 * 30_000
+        assert num_bytes < 3 * 200_000
+    # LAMP's own histograms.
+    assert 3 * 65_000 < per_rank[0]["lamp"][1] - per_rank[0]["uniform"][1] < 3 * 67_000
 
 
 RENAMED = {name.replace("l1.weight", "l9"): share for name, share in SHARES.items()}

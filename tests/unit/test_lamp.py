@@ -1,5 +1,6 @@
 """LAMP counts against a sort of all scores, written from the paper, over virtual ranks."""
 
+import itertools
 import math
 from fractions import Fraction
 from unittest import mock
@@ -15,7 +16,7 @@ from distprune import budgets
 from distprune._common import memory
 from distprune.budgets import lamp
 from distprune.budgets.base import Ranked
-from distprune.selection.keys import Order, key_range
+from distprune.selection.keys import Order, ScoreKeys, key_range
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
@@ -66,11 +67,7 @@ def lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype=torch.float
     return results[0]
 
 
-@settings(max_examples=num_examples(400), deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_sharding_gives_the_counts_of_a_sort(data):
-    """Small integers: all sums are exact in float64, and all scores are ranked with their ties."""
-    size = data.draw(st.integers(1, 4), "ranks")
+def draw_tensors(data):
     shapes = data.draw(
         st.lists(
             st.lists(st.integers(1, 7), min_size=1, max_size=2).map(tuple), min_size=1, max_size=5
@@ -78,16 +75,20 @@ def test_any_sharding_gives_the_counts_of_a_sort(data):
         "shapes",
     )
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999), "seed"))
-    spread = data.draw(st.sampled_from([1, 2, 9, 1000]), "largest")
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), "dtype")
-    spread = min(spread, 100) if dtype is torch.bfloat16 else spread
-    tensors = [
-        torch.randint(-spread, spread + 1, shape, generator=generator).to(dtype) for shape in shapes
-    ]
-    lives = [
-        torch.rand(shape, generator=generator) > data.draw(st.sampled_from([-1.0, 0.4, 2.0]))
-        for shape in shapes
-    ]
+    dtype = data.draw(
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]),
+        "dtype",
+    )
+    tensors = [(torch.randn(shape, generator=generator) * 50).to(dtype) for shape in shapes]
+    sparsity = data.draw(st.sampled_from([0.0, 0.4, 1.0]), "sparsity")
+    lives = [torch.rand(shape, generator=generator) >= sparsity for shape in shapes]
+    return tensors, lives
+
+
+@settings(max_examples=num_examples(200), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_sharding_gives_the_same_counts(data):
+    tensors, lives = draw_tensors(data)
     limits = []
     for live in lives:
         count = st.integers(0, int(live.sum()))
@@ -97,11 +98,34 @@ def test_any_sharding_gives_the_counts_of_a_sort(data):
         )
     lowest, highest = [low for low, _ in limits], [high for _, high in limits]
     k = data.draw(st.integers(sum(lowest), sum(highest)), "k")
-    layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in shapes]
-    expected = lamp_by_sorting(tensors, lives, k, lowest, highest)
-    # Keys are stored between passes, or visited again.
-    with mock.patch.object(lamp, "_STORED", data.draw(st.sampled_from([0, 10, 1 << 22]))):
-        assert lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype) == expected
+    layouts = [data.draw(st.sampled_from(LAYOUTS)) for _ in tensors]
+    size = data.draw(st.integers(1, 4), "ranks")
+    dtype = tensors[0].dtype
+    whole = lamp_of(tensors, lives, k, lowest, highest, ["rows"] * len(tensors), 1, dtype)
+    assert sum(whole) == k
+    assert all(low <= n <= high for low, n, high in zip(lowest, whole, highest, strict=True))
+    # Parameters are counted all at once, or one after the other, by numpy or by torch.
+    with (
+        mock.patch.object(lamp, "_MOST_COUNTS", data.draw(st.sampled_from([1, 1 << 22]))),
+        mock.patch.object(memory, "takes_numpy", data.draw(st.sampled_from([lambda _: False,
+                                                                          memory.takes_numpy]))),
+    ):  # fmt: skip
+        assert lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype) == whole
+
+
+def test_counts_rise_with_the_amount_and_one_element_is_kept():
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(n, generator=generator) ** 3 * n for n in (1, 2, 7, 40, 90)]
+    lives = [torch.ones_like(tensor, dtype=torch.bool) for tensor in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
+    before = [0] * 5
+    for k in range(1, sum(sizes) + 1):
+        counts = lamp_of(tensors, lives, k, [0] * 5, sizes, ["rows"] * 5, 1)
+        assert sum(counts) == k
+        assert all(new >= old for new, old in zip(counts, before, strict=True))
+        if k <= sum(sizes) - 5:
+            assert all(count < size for count, size in zip(counts, sizes, strict=True))
+        before = counts
 
 
 def lamp_in_floats(arrays, k):
@@ -134,60 +158,43 @@ def scaled(kind, generator, shape):
     raise ValueError(kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["as layers have", "wide", "far apart", "one large row", "tiny"])
-def test_weights_of_many_scales(kind, dtype):
+def differ_more_than_documented(found, expected, sizes):
+    return [
+        (a, b, n) for a, b, n in zip(found, expected, sizes, strict=True)
+        if abs(a - b) > max(n / 500, 20)
+    ]  # fmt: skip
+
+
+KINDS = ["as layers have", "wide", "far apart", "one large row", "tiny"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("as layers have", torch.float16), *itertools.product(KINDS, DTYPES)]
+)
+def test_counts_are_those_of_a_sort(kind, dtype):
     generator = torch.Generator().manual_seed(3)
-    shapes = [(40, 30), (7, 5), (300, 20), (1, 9), (64, 64)]
+    shapes = [(240, 130), (75, 50), (300, 200), (1, 9000), (264, 64)]
     tensors = [(scaled(kind, generator, s) * (i + 1)).to(dtype) for i, s in enumerate(shapes)]
     lives = [torch.ones(shape, dtype=torch.bool) for shape in shapes]
     sizes = [math.prod(shape) for shape in shapes]
-    for k in (1, 100, 5000, 9000, sum(sizes) - 6):
-        expected = lamp_in_floats([tensor.numpy() for tensor in tensors], k)
-        found = lamp_of(
-            tensors, lives, k, [0] * 5, sizes, ["rows", "columns", "grid", "rows", "hybrid"], 4,
-            dtype,
-        )  # fmt: skip
-        assert found == expected, k
+    for k in (100, 5000, 50_000, 90_000, sum(sizes) - 6):
+        expected = lamp_in_floats([tensor.double().numpy() for tensor in tensors], k)
+        found = lamp_of(tensors, lives, k, [0] * 5, sizes, ["rows"] * 5, 1, dtype)
+        assert not differ_more_than_documented(found, expected, sizes), k
 
 
-def test_other_dtypes_of_keys():
-    """Integers, and half precision with its many ties."""
-    generator = torch.Generator().manual_seed(4)
-    lives = [torch.ones(20, 40, dtype=torch.bool)] * 3
-    limits = [0] * 3, [800] * 3
-    for dtype in (torch.int32, torch.uint8, torch.float16, torch.bfloat16):
-        tensors = [torch.randn(20, 40, generator=generator) * (20 + i) for i in range(3)]
-        tensors = [tensor.to(dtype) for tensor in tensors]
-        for k in (5, 400, 1333, 2397):
-            expected = lamp_by_sorting(tensors, lives, k, *limits)
-            assert lamp_of(tensors, lives, k, *limits, ["rows"] * 3, 3, dtype) == expected
-
-
-def test_zeros_and_equal_values():
+def test_zeros_go_first_and_equal_values_in_the_order_of_the_parameters():
     zeros, ones, mixed = torch.zeros(6), torch.ones(6), torch.tensor([0.0, 0, 1, 1, 2, 2])
     lives = [torch.ones(6, dtype=torch.bool)] * 3
     tensors = [ones, zeros, mixed]
-    for k in range(19):
-        expected = lamp_by_sorting(tensors, lives, k, [0] * 3, [6] * 3)
-        assert lamp_of(tensors, lives, k, [0] * 3, [6] * 3, ["rows"] * 3, 2) == expected
-    # Zeros first; the last of every layer goes last, and in the order of the layers.
     assert lamp_of(tensors, lives, 8, [0] * 3, [6] * 3, ["rows"] * 3, 2) == [0, 6, 2]
     assert lamp_of(tensors, lives, 17, [0] * 3, [6] * 3, ["rows"] * 3, 2) == [6, 6, 5]
+    counts = lamp_of([ones] * 3, lives, 10, [0] * 3, [6] * 3, ["rows"] * 3, 2)
+    assert counts == lamp_by_sorting([ones] * 3, lives, 10, [0] * 3, [6] * 3) == [4, 3, 3]
 
 
-def test_the_operations_of_other_devices():
-    generator = torch.Generator().manual_seed(5)
-    tensors = [torch.randn(50, 40, generator=generator) ** 3 for _ in range(3)]
-    lives = [torch.rand(50, 40, generator=generator) > 0.2 for _ in range(3)]
-    highest = [int(live.sum()) for live in lives]
-    for k in (10, 2000, 4000):
-        expected = lamp_by_sorting(tensors, lives, k, [0] * 3, highest)
-        with mock.patch.object(memory, "takes_numpy", lambda device: False):
-            assert lamp_of(tensors, lives, k, [0] * 3, highest, ["rows"] * 3, 2) == expected
-
-
-def test_traffic_is_kilobytes_per_parameter():
+def test_one_read_and_one_all_reduce():
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randn(200, 100, generator=generator) * (i + 1) for i in range(10)]
     common = key_range(torch.float32, Order.MAGNITUDE)
@@ -200,9 +207,11 @@ def test_traffic_is_kilobytes_per_parameter():
         lamp.num_to_prune(ranked, [""] * 10, [0] * 10, [20_000] * 10, 70_000)
         return communicator.num_collectives, communicator.bytes_sent
 
-    for num_collectives, num_bytes in run_virtual_ranks(on_rank, 2):
-        assert num_collectives <= 7
-        assert num_bytes <= 10 * 6 * 4200
+    with mock.patch.object(ScoreKeys, "load", autospec=True, side_effect=ScoreKeys.load) as load:
+        ranks = run_virtual_ranks(on_rank, 2)
+    assert load.call_count == 2 * 10  # no part is larger than a chunk
+    for num_collectives, num_bytes in ranks:
+        assert num_collectives == 1 and 10 * 65_000 < num_bytes < 10 * 66_000
 
 
 # -- in a call ------------------------------------------------------------------------------------
@@ -261,14 +270,12 @@ def test_floors_and_ceilings():
     assert sum(counts) == 60 and counts[0] == 18 and counts[2] == 12
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(math.nan, "l2.weight are NaN"), (math.inf, "l2.weight are infinite")]
-)
-def test_values_that_have_no_score(value, text):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_have_no_score(value):
     model = fill(Net(), "normal", "float32")
     with torch.no_grad():
         model.l2.weight[0, 0] = value
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match="weight are NaN or infinite"):
         pruned(60, model)
     assert not prune.is_pruned(model)
 
@@ -293,4 +300,6 @@ def test_millions_of_elements():
         [(layer, "weight") for layer in layers], prune.L1Unstructured, amount=900_000,
         budget=budgets.LAMP(),
     )  # fmt: skip
-    assert [entry.num_pruned for entry in report.parameters] == expected
+    found = [entry.num_pruned for entry in report.parameters]
+    assert sum(found) == 900_000
+    assert not differ_more_than_documented(found, expected, [10**6] * 3)
