@@ -81,7 +81,7 @@ class AdamSecondMoment(Criterion):
             return torch.zeros_like(shard.values, dtype=torch.float32)
         parameter = self._tracked[position]
         managed = ShardReader().managed(parameter.module, parameter.name)
-        tensor, span = (shard.parameter, None) if managed is None else managed.optimized
+        tensor, span = (shard.parameter, None) if managed is None else managed.optimizer_tensor
         moment, step, beta = self._moment(shard.name, tensor)
         moment = local_tensor(moment).detach()
         if span is not None:

@@ -35,10 +35,12 @@ class ParameterState:
 
     def __init__(self, optimizer: Optimizer, shard: LocalShard, managed: Managed | None) -> None:
         self._optimizer = optimizer
-        self._trained, self._span = (shard.parameter, None) if managed is None else managed.trained
+        self._tensor, self._span = (
+            (shard.parameter, None) if managed is None else managed.optimizer_tensor
+        )
         self._shard = shard
-        known = any(p is self._trained for g in optimizer.param_groups for p in g["params"])
-        if not known and self._trained.requires_grad:
+        known = any(p is self._tensor for g in optimizer.param_groups for p in g["params"])
+        if not known and self._tensor.requires_grad:
             raise ValueError(
                 f"{shard.name} is none of the optimizer's parameters; expected the optimizer that "
                 "trains it, made after the model was wrapped."
@@ -52,11 +54,11 @@ class ParameterState:
     def tensors(self) -> list[Tensor]:
         """Views, N-d, of this rank's part of every tensor that has a value per element."""
         found = []
-        for key, value in self._optimizer.state.get(self._trained, {}).items():
+        for key, value in self._optimizer.state.get(self._tensor, {}).items():
             # A parameter of one element has the shape of the number of steps.
             if key == "step" or not isinstance(value, Tensor):
                 continue
-            if value.shape != self._trained.shape or is_dtensor(value) != is_dtensor(self._trained):
+            if value.shape != self._tensor.shape or is_dtensor(value) != is_dtensor(self._tensor):
                 continue
             local = local_tensor(value.detach())
             found.append(local if self._span is None else local[self._span])
@@ -64,4 +66,4 @@ class ParameterState:
 
     def reset(self) -> None:
         """Forget everything: the next step begins as the first one does."""
-        self._optimizer.state.pop(self._trained, None)
+        self._optimizer.state.pop(self._tensor, None)

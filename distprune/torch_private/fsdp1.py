@@ -205,7 +205,7 @@ class FlatPiece(ManagedRun):
         return bool(self.handle._uses_param_mixed_precision)
 
     @property
-    def trained(self) -> tuple[Tensor, slice | None]:
+    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         flat_param, (offset, size) = self.handle.flat_param, self.span
         if flat_param._params is None:
             return flat_param, slice(offset, offset + size)
@@ -243,13 +243,6 @@ class FlatPiece(ManagedRun):
     def has_unreduced_gradient(self) -> bool:
         gradient = self.handle.flat_param.grad
         return gradient is not None and gradient.numel() != local_slice(self.handle).numel()
-
-    @property
-    def optimized(self) -> tuple[Tensor, slice | None]:
-        flat_param, (offset, size) = self.handle.flat_param, self.span
-        if flat_param._params is None:
-            return flat_param, slice(offset, offset + size)
-        return flat_param._params[self.number], None
 
     def write(self, values: Tensor) -> None:
         self.check_no_backward()

@@ -122,7 +122,7 @@ class ManagedParameter(ManagedDTensor):
         return self.fsdp_param.mp_policy.param_dtype not in (None, self.sharded.dtype)
 
     @property
-    def trained(self) -> tuple[Tensor, slice | None]:
+    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         return self.sharded, None
 
     @property
@@ -148,10 +148,6 @@ class ManagedParameter(ManagedDTensor):
             or (gathered is not None and gathered.grad is not None)
             or self.group._partial_reduce_output is not None  # HSDP without its all-reduce
         )
-
-    @property
-    def optimized(self) -> tuple[Tensor, slice | None]:
-        return self.sharded, None
 
     def write(self, values: Tensor) -> None:
         self.reshard()  # no gather may be reading the shard

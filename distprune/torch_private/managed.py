@@ -96,10 +96,10 @@ class Managed(ABC):
 
     @property
     @abstractmethod
-    def trained(self) -> tuple[Tensor, slice | None]:
-        """The tensor that an optimizer has, and where the parameter is in it if it has others too.
+    def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
+        """The tensor registered with the optimizer, and this parameter's slice of it (None: all).
 
-        Its state has tensors of the same form.
+        The optimizer's state has tensors of the same form.
         """
 
     @property
@@ -123,14 +123,6 @@ class Managed(ABC):
     @abstractmethod
     def has_unreduced_gradient(self) -> bool:
         """Whether gradients of backward passes without synchronisation wait for their reduction."""
-
-    @property
-    @abstractmethod
-    def optimized(self) -> tuple[Tensor, slice | None]:
-        """The tensor that an optimizer has, and where in its local values this part is.
-
-        None: everywhere.
-        """
 
     @abstractmethod
     def write(self, values: Tensor) -> None:
