@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 from torch import nn
+
+# A module and the name of one of its parameters.
+Pair = tuple[nn.Module, str]
 
 
 class NamedParameter(tuple[nn.Module, str]):
@@ -30,6 +34,44 @@ class NamedParameter(tuple[nn.Module, str]):
         pair = NamedParameter(*self, self.fqn)
         pair.places = tuple((module, name) for module, name in places)
         return pair
+
+
+def is_pair(value: object) -> TypeGuard[Pair]:
+    """Whether a value is a (module, name) pair."""
+    return (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and isinstance(value[0], nn.Module)
+        and isinstance(value[1], str)
+    )
+
+
+def checked_pair(
+    value: object, what: str, expected: str = "a (module, name) pair, as select(model) lists them"
+) -> Pair:
+    """The module of a (module, name) pair, without wrappers, and the name.
+
+    Raises:
+        TypeError: the value is no such pair; ``what`` names it, ``expected`` says what it may be.
+    """
+    if not is_pair(value):
+        found = f"a {type(value).__name__}"
+        if isinstance(value, tuple | list) and len(value) == 2:
+            found = f"a pair of {type(value[0]).__name__} and {type(value[1]).__name__}"
+        raise TypeError(f"{what} is {found}; expected {expected}.")
+    return unwrap(value[0]), value[1]
+
+
+def label_of(pair: Pair, position: int | None = None) -> str:
+    """What messages call a parameter: its full name, or ``Linear.weight (#3)`` without one."""
+    fqn: str | None = getattr(pair, "fqn", None)
+    place = "" if position is None else f" (#{position})"
+    return fqn or f"{type(unwrap(pair[0])).__name__}.{pair[1]}{place}"
+
+
+def tied_places(pair: Pair) -> list[Pair]:
+    """Every (module, name) of a tied parameter, unwrapped; of another pair, only itself."""
+    return [(unwrap(module), name) for module, name in getattr(pair, "places", (pair,))]
 
 
 def full_name(path: str, name: str) -> str:

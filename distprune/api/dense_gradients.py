@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import checked_pair, unwrap
 from distprune._common.product import write_product
 from distprune._common.pruned_form import name_without_orig
 from distprune.masks.hook import find_hook, named_hooks
@@ -68,27 +68,16 @@ def dense_gradients(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> 
 
 def _pruned_places(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> Places:
     """Every (module, name) of the pruned ones, with all names of those that are tied."""
+    expected = "a model, or (module, name) pairs as select(model) lists them"
     given: Places = []
     if isinstance(parameters, nn.Module):
         modules = dict(parameters.named_modules())
         given = [(modules[path], name) for path, name, _ in named_hooks(parameters)]
     elif isinstance(parameters, Iterable):
         for position, pair in enumerate(parameters):
-            try:
-                module, name = pair
-            except (TypeError, ValueError):
-                module, name = None, None
-            if not isinstance(module, nn.Module) or not isinstance(name, str):
-                raise TypeError(
-                    f"parameters[{position}] is a {type(pair).__name__}; expected a model, or "
-                    "(module, name) pairs as select(model) lists them."
-                )
-            given.append((unwrap(module), name))
+            given.append(checked_pair(pair, f"parameters[{position}]", expected))
     else:
-        raise TypeError(
-            f"parameters is a {type(parameters).__name__}; expected a model, or (module, name) "
-            "pairs as select(model) lists them."
-        )
+        raise TypeError(f"parameters is a {type(parameters).__name__}; expected {expected}.")
     places: dict[tuple[int, str], tuple[nn.Module, str]] = {}
     reader = ShardReader()
     for place in given:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, unwrap
+from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
 from distprune._transformers.mask_matching import (
     MaskSource,
@@ -281,13 +281,12 @@ def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place
     key_of = {(id(place.pair[0]), place.pair[1]): place.key for place in places}
     keys = set()
     for position, pair in enumerate(parameters):
-        module, name = pair
-        key = key_of.get((id(unwrap(module)), name))
+        module, name = checked_pair(pair, f"parameters[{position}]")
+        key = key_of.get((id(module), name))
         if key is None:
-            label = getattr(pair, "fqn", f"{type(module).__name__}.{name}")
             raise ValueError(
-                f"parameters[{position}] is {label}, which the model does not have; expected "
-                "(module, name) pairs of its parameters, as select(model) lists them."
+                f"parameters[{position}] is {label_of(pair)}, which the model does not have; "
+                "expected (module, name) pairs of its parameters, as select(model) lists them."
             )
         keys.add(key)
     return keys

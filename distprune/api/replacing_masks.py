@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import Pair, checked_pair, label_of, tied_places, unwrap
 from distprune._common.process_groups import world
 from distprune.call.arguments import PruningArguments
 from distprune.call.context import Decision, LocalMasks, PruningCall
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 StateRule = Literal["zero", "keep", "reset"]
-Pair = tuple[nn.Module, str]
 
 
 def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
@@ -54,9 +53,8 @@ def get_masks(parameters: Iterable[Pair]) -> list[Tensor]:
     reader, masks = ShardReader(), []
     with torch.inference_mode(False), torch.no_grad():
         for position, pair in enumerate(parameters):
-            module, name = unwrap(pair[0]), pair[1]
-            label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
-            shard = reader.read(module, name, label)
+            module, name = checked_pair(pair, f"parameters[{position}]")
+            shard = reader.read(module, name, label_of(pair, position))
             local = shard.new_mask(torch.bool).fill_(True)
             if shard.mask is not None:
                 local.copy_(shard.mask != 0)
@@ -209,9 +207,8 @@ class _GivenMasks:
         reader = ShardReader()
         places: dict[Hashable, list[Pair]] = {}
         for pair in self.pairs:
-            module, name = unwrap(pair[0]), pair[1]
-            of_pair = [(unwrap(m), n) for m, n in getattr(pair, "places", ((module, name),))]
-            places.setdefault(reader.identity(module, name)[0], []).extend(of_pair)
+            identity, _ = reader.identity(unwrap(pair[0]), pair[1])
+            places.setdefault(identity, []).extend(tied_places(pair))
         prepared = []
         for shard, (has_grown, dropped), counts in zip(shards, changes, self.counts, strict=True):
             of_shard = places.get(shard.key)
@@ -243,9 +240,10 @@ class _GivenMasks:
 
 def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
     """The masks by (module, name)."""
+    places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(pairs)]
     if isinstance(masks, Mapping):
         by_name = {getattr(pair, "fqn", None): pair for pair in pairs}
-        by_place = {(id(unwrap(module)), name): (module, name) for module, name in pairs}
+        by_place = {(id(module), name): p for (module, name), p in zip(places, pairs, strict=True)}
         found: dict[Pair, Any] = {}
         for key, mask in masks.items():
             pair = by_name.get(key) if isinstance(key, str) else None
@@ -267,12 +265,13 @@ def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
         raise TypeError(
             f"masks is a {type(masks).__name__}; expected a sequence or a mapping of tensors."
         )
-    for number, (module, name) in enumerate(pairs):
-        mask = found.get((module, name))
+    for position, pair in enumerate(pairs):
+        mask = found.get((pair[0], pair[1]))
         if not isinstance(mask, Tensor):
-            label = getattr(pairs[number], "fqn", f"{type(module).__name__}.{name} (#{number})")
             what = "no mask" if mask is None else f"a {type(mask).__name__} for a mask"
-            raise ValueError(f"{label} has {what}; expected a tensor for every parameter.")
+            raise ValueError(
+                f"{label_of(pair, position)} has {what}; expected a tensor for every parameter."
+            )
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import checked_pair, label_of
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,7 @@ class ChannelPart:
     is_ranked: bool = True
 
     def __post_init__(self) -> None:
-        pair = self.parameter
-        is_pair = isinstance(pair, tuple) and len(pair) == 2
-        if not is_pair or not isinstance(pair[0], nn.Module) or not isinstance(pair[1], str):
-            raise TypeError(
-                f"parameter of a ChannelPart is a {type(pair).__name__}; expected a (module, name) "
-                "pair, as select(model) lists them."
-            )
+        checked_pair(self.parameter, "parameter of a ChannelPart")
         for name, value in (("dim", self.dim), ("size", self.size)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(
@@ -54,8 +48,7 @@ class ChannelPart:
     @property
     def label(self) -> str:
         """The parameter's name, for messages."""
-        module, name = self.parameter
-        return getattr(self.parameter, "fqn", None) or f"{type(unwrap(module)).__name__}.{name}"
+        return label_of(self.parameter)
 
 
 @dataclass(frozen=True)

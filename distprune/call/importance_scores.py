@@ -6,20 +6,18 @@ import difflib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import Pair, is_pair, unwrap
 from distprune.call.signed_scores import SignedScores
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader
 from distprune.shards.target import Scores
 
-Place = tuple[nn.Module, str]
-
 
 def by_parameter(
     scores: Scores,
-    places: Mapping[Hashable, Sequence[Place]],
+    places: Mapping[Hashable, Sequence[Pair]],
     labels: Mapping[Hashable, str],
     reader: ShardReader,
 ) -> dict[Hashable, list[Tensor | FactoredScores]]:
@@ -54,7 +52,7 @@ def by_parameter(
 
 
 def without_others(
-    scores: Scores | None, mine: Sequence[Place], others: Sequence[Place]
+    scores: Scores | None, mine: Sequence[Pair], others: Sequence[Pair]
 ) -> Scores | None:
     """The scores without those of parameters that another call prunes.
 
@@ -68,12 +66,12 @@ def without_others(
     kept = {
         key: tensor
         for key, tensor in scores.items()
-        if not (_is_place(key) and _identity(key, reader) in foreign)
+        if not (is_pair(key) and _identity(key, reader) in foreign)
     }
     return SignedScores(kept) if isinstance(scores, SignedScores) else kept
 
 
-def _identity(place: Place, reader: ShardReader) -> Hashable | None:
+def _identity(place: Pair, reader: ShardReader) -> Hashable | None:
     """What is the same for all names of a parameter; None if there is no such parameter."""
     try:
         return reader.identity(*place)[0]
@@ -81,13 +79,8 @@ def _identity(place: Place, reader: ShardReader) -> Hashable | None:
         return None
 
 
-def _is_place(key: Any) -> bool:
-    is_pair = isinstance(key, tuple) and len(key) == 2
-    return is_pair and isinstance(key[0], nn.Module) and isinstance(key[1], str)
-
-
-def _checked(key: Any, labels: Mapping[Hashable, str]) -> Place:
-    if _is_place(key):
+def _checked(key: Any, labels: Mapping[Hashable, str]) -> Pair:
+    if is_pair(key):
         return unwrap(key[0]), key[1]
     close = difflib.get_close_matches(str(key), list(labels.values()), n=1)
     hint = f" Did you mean the parameter {close[0]!r}?" if close else ""
@@ -104,7 +97,7 @@ def _shown(key: Any) -> str:
 
 
 def _closest(
-    place: Place, places: Mapping[Hashable, Sequence[Place]], labels: Mapping[Hashable, str]
+    place: Pair, places: Mapping[Hashable, Sequence[Pair]], labels: Mapping[Hashable, str]
 ) -> str:
     """The parameter that was most likely meant: another name of the module, or a like module."""
     module, name = place

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distprune._common.bounds import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
-from distprune._common.naming import unwrap
+from distprune._common.naming import checked_pair, label_of, tied_places
 from distprune.budgets.base import Division
 from distprune.call import pipeline_parallel as stages
 from distprune.call.arguments import Fact, ParameterArguments, PruningArguments
@@ -152,7 +152,7 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
     parameters: dict[Hashable, _Parameter] = {}
     for position, pair in enumerate(pairs):
-        module, name = _checked_pair(pair, position)
+        module, name = checked_pair(pair, f"parameters[{position}]")
         fqn = getattr(pair, "fqn", None)
         if fqn is None and arguments.pipeline_parallel:
             raise TypeError(
@@ -160,11 +160,10 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
                 "pipeline_parallel=True joins the lists of all ranks by name."
             )
-        label = fqn or f"{type(module).__name__}.{name} (#{position})"
+        label = label_of(pair, position)
         shard = _read_one(reader, module, name, label)
         parameter = parameters.setdefault(shard.key, _Parameter(label, fqn is not None, shard))
-        places = getattr(pair, "places", ((module, name),))
-        parameter.add_places([(unwrap(owner), owned_name) for owner, owned_name in places])
+        parameter.add_places(tied_places(pair))
     if arguments.pipeline_parallel:
         _check_names(parameters.values())
     check_ranks([parameter.shard for parameter in parameters.values()], set(communicator.ranks))
@@ -205,23 +204,6 @@ def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> 
     if shard.is_sharded and shard.mask is not None and reader.has_whole_mask(module, name):
         check_binary(shard.mask, label)
     return shard
-
-
-def _checked_pair(pair: Any, position: int) -> tuple[nn.Module, str]:
-    try:
-        module, name = pair
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"parameters[{position}] is {type(pair).__name__}; expected a (module, name) pair. "
-            "select(model) makes a list of them."
-        ) from None
-    if not isinstance(module, nn.Module) or not isinstance(name, str):
-        raise TypeError(
-            f"parameters[{position}] is a pair of {type(module).__name__} and "
-            f"{type(name).__name__}; expected (module, name), as select(model) makes them."
-        )
-    # A layer that is wrapped by itself: model.layer is the wrapper then.
-    return unwrap(module), name
 
 
 def _check_names(parameters: Iterable[_Parameter]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import checked_pair, label_of
 from distprune.shards.gradients import requires_grad
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
@@ -66,18 +66,9 @@ def tracked_parameters(
     reader = ShardReader()
     tracked: dict[Hashable, TrackedParameter] = {}
     for position, pair in enumerate(parameters):
-        try:
-            module, name = pair
-        except (TypeError, ValueError):
-            module, name = None, None
-        if not isinstance(module, nn.Module) or not isinstance(name, str):
-            raise TypeError(
-                f"parameters[{position}] is a {type(pair).__name__}; expected a (module, name) "
-                "pair, as select(model) lists them."
-            )
-        module, fqn = unwrap(module), getattr(pair, "fqn", None)
-        label = fqn or f"{type(module).__name__}.{name} (#{position})"
-        key = fqn or f"parameters[{len(tracked)}]"
+        module, name = checked_pair(pair, f"parameters[{position}]")
+        label = label_of(pair, position)
+        key = getattr(pair, "fqn", None) or f"parameters[{len(tracked)}]"
         parameter = TrackedParameter(pair, module, name, label, key)
         shard = parameter.read(reader)
         if shard.values.is_complex():

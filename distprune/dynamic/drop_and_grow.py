@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import Pair, label_of, unwrap
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor
 from distprune.api.replacing_masks import StateRule, get_masks, set_masks
@@ -25,8 +25,6 @@ from distprune.torch_private import dense_gradients as dense
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Pair = tuple[nn.Module, str]
 
 
 def rigl_step(
@@ -145,7 +143,7 @@ def _gradients(pairs: list[Pair]) -> list[Tensor]:
     reader, gradients = ShardReader(), []
     for position, pair in enumerate(pairs):
         module, name = unwrap(pair[0]), pair[1]
-        label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{position})"
+        label = label_of(pair, position)
         if find_hook(module, name) is not None and not dense.is_dense(module, name):
             raise RuntimeError(
                 f"{label}: the gradients of its pruned elements are masked; expected the call "

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distprune._common.lost import lost_mask
-from distprune._common.naming import full_name, named_modules
+from distprune._common.naming import Pair, full_name, named_modules
 from distprune._common.pruned_form import local_tensor, mask_key, name_without_orig, orig_key
 from distprune.masks import hook as hooks
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private.live_property import shard_mask_key
-
-Place = tuple[nn.Module, str]
 
 _CALL = nn.Module._call_impl.__code__
 # The modules on which a parameter is pruned.
@@ -159,7 +157,7 @@ def check_ties(model: nn.Module) -> None:
         _check_equal(tied)
 
 
-def check_owners(owners: Iterable[Place], name: str) -> None:
+def check_owners(owners: Iterable[Pair], name: str) -> None:
     """Raise if a tied parameter that FSDP masks as one has different masks under its names.
 
     That happens if it was pruned on a plain module, and wrapped afterwards.
@@ -197,7 +195,7 @@ def _different(label: str, other: str) -> ValueError:
     )
 
 
-def _pruned_places(parameter: Tensor) -> list[Place]:
+def _pruned_places(parameter: Tensor) -> list[Pair]:
     """Every (module, name) in this process under which a plain parameter is pruned."""
     for module in hooks.newly_bound():
         for hook in module._forward_pre_hooks.values():

@@ -8,15 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import named_modules
+from distprune._common.naming import Pair, named_modules
 from distprune._common.pruned_form import local_tensor, name_of_mask, name_of_pruned_orig
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
-Place = tuple[nn.Module, str]
 
-
-def all_parameters(model: nn.Module) -> list[Place]:
+def all_parameters(model: nn.Module) -> list[Pair]:
     """Every (module, name) of a parameter of a model, wrapped or not, pruned or not."""
     registered: dict[int, list[str]] = {}
     managed = managed_parameters(model)

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.exclusive import interrupts_wait
 from distprune._common.mask_bits import pack, unpack
-from distprune._common.naming import unwrap
+from distprune._common.naming import Pair, label_of, tied_places, unwrap
 from distprune.masks.checks import check_idle, check_state
 from distprune.masks.hook import find_hook
 from distprune.shards.geometry import memory_order
@@ -21,7 +21,6 @@ from distprune.shards.shard import LocalShard
 from distprune.torch_private import live_graphs, live_property
 from distprune.torch_private.managed import Managed
 
-Place = tuple[nn.Module, str]
 # (number of the parameter in the list, this rank's unmasked values) -> None: writes new values
 Change = Callable[[int, Tensor], None]
 # this rank's values -> a function that writes them back
@@ -62,7 +61,7 @@ def keep_signs(values: Tensor) -> Callable[[], None]:
 
 @contextmanager
 def changed_values(
-    parameters: Iterable[Place],
+    parameters: Iterable[Pair],
     change: Change,
     communicator: Communicator,
     *,
@@ -144,7 +143,7 @@ class _Part:
     label: str
     shard: LocalShard
     managed: Managed | None
-    places: tuple[Place, ...]
+    places: tuple[Pair, ...]
 
     @property
     def values(self) -> Tensor:
@@ -179,12 +178,12 @@ class _Part:
             )
 
 
-def _read(parameters: Iterable[Place], communicator: Communicator) -> Iterator[_Part]:
+def _read(parameters: Iterable[Pair], communicator: Communicator) -> Iterator[_Part]:
     reader = ShardReader(communicator.index, communicator.size)
     seen: set[Hashable] = set()
     for number, pair in enumerate(parameters):
         module, name = unwrap(pair[0]), pair[1]
-        label = getattr(pair, "fqn", None) or f"{type(module).__name__}.{name} (#{number})"
+        label = label_of(pair, number)
         check_state(module, name)
         managed = reader.managed(module, name)
         if managed is not None:
@@ -192,9 +191,7 @@ def _read(parameters: Iterable[Place], communicator: Communicator) -> Iterator[_
         shard = reader.read(module, name, label)
         if shard.key not in seen:
             seen.add(shard.key)
-            places = getattr(pair, "places", ((module, name),))
-            unwrapped = tuple((unwrap(owner), owned_name) for owner, owned_name in places)
-            yield _Part(number, label, shard, managed, unwrapped)
+            yield _Part(number, label, shard, managed, tuple(tied_places(pair)))
 
 
 def _facts(parts: Iterable[_Part]) -> list[tuple[str, str]]:

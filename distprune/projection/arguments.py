@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import unwrap
+from distprune._common.naming import checked_pair
 from distprune.call.arguments import Fact
 from distprune.call.reading import check_ranks, part_of_scores
 from distprune.projection.result import GlobalMask, MaskStart
@@ -248,13 +248,9 @@ def _read(reader: ShardReader, given: Any, label: str) -> LocalShard:
                 "select(model) lists them. Pass other tensors of that layout as `scores`."
             )
         return reader.read_tensor(given, label)
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    if not is_pair or not isinstance(given[0], nn.Module) or not isinstance(given[1], str):
-        raise TypeError(
-            f"{label} is a {type(given).__name__}; expected a tensor, or a (module, name) pair."
-        )
+    module, name = checked_pair(given, label, "a tensor, or a (module, name) pair")
     # What competes is said by ``candidates``, not by a mask in force.
-    return replace(reader.read(unwrap(given[0]), given[1], label), mask=None)
+    return replace(reader.read(module, name, label), mask=None)
 
 
 def _candidates_of(given: Any, label: str, shard: LocalShard) -> tuple[Tensor, str]:

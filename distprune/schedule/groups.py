@@ -6,13 +6,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from torch import nn
-
 from distprune._common.amount import resolve_count
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.n_of_m import tile_of
+from distprune._common.naming import Pair, checked_pair, label_of, tied_places
 from distprune.budgets.base import Budget
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
@@ -22,8 +21,6 @@ from distprune.methods.base import BasePruningMethod
 from distprune.schedule.functions import Schedule
 from distprune.selection.within_bounds import limits_for
 from distprune.shards.reader import ShardReader
-
-Pair = tuple[nn.Module, str]
 
 
 class Group:
@@ -78,10 +75,7 @@ class Group:
         self.schedule = schedule
         self.pruning_method = pruning_method
         self.target = 0.0
-        self.names = [
-            getattr(pair, "fqn", None) or f"{pair[1]} (#{position})"
-            for position, pair in enumerate(parameters)
-        ]
+        self.names = [label_of(pair, position) for position, pair in enumerate(parameters)]
         self._sizes: list[int] = []
         self._keys: list[Any] = []
         self._bounds: Bounds | None = None
@@ -118,7 +112,8 @@ class Group:
             sizes[key] = size
         bounded = []
         for key, positions in tied.items():
-            pairs = [place for i in positions for place in _places(self.parameters[i])]
+            own = [self.parameters[i] for i in positions]
+            pairs = [place for pair in own for place in (tuple(pair), *tied_places(pair))]
             names = [self.names[i] for i in positions]
             bounded.append(Bounded(names[0], (*names, *pairs), sizes[key]))
         return bounded
@@ -126,7 +121,7 @@ class Group:
     @property
     def places(self) -> list[Pair]:
         """Every (module, name) of the parameters, tied names included."""
-        return [place for pair in self.parameters for place in _places(pair)]
+        return [place for pair in self.parameters for place in tied_places(pair)]
 
     @property
     def num_elements(self) -> int:
@@ -247,12 +242,8 @@ def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group
             f"the schedule of parameters[{position}] is {values['schedule']!r}; expected one of "
             "distprune.schedule, such as Cubic(...)."
         )
-    for pair in values["parameters"]:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(
-                f"parameters[{position}] has {pair!r} in it; expected (module, name) pairs, as "
-                "select(model) makes them."
-            )
+    for number, pair in enumerate(values["parameters"]):
+        checked_pair(pair, f"parameters of group {position}: entry [{number}]")
     if not values["parameters"] and not values["pipeline_parallel"]:
         raise ValueError(
             f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
@@ -279,9 +270,3 @@ def _scheduled(budget: Budget | None) -> Budget | None:
     if isinstance(budget, Sparsities):
         return Sparsities(budget.sparsities, relative=True)
     return budget
-
-
-def _places(pair: Pair) -> list[Pair]:
-    """Every (module, name) of a tied parameter from ``select``; otherwise the pair itself."""
-    places: Iterable[Pair] = getattr(pair, "places", (pair,))
-    return [(module, name) for module, name in places]

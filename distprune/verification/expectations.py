@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from distprune._common.naming import unwrap
+from distprune._common.naming import checked_pair, label_of, tied_places
 from distprune.call.report import PruningReport
 from distprune.verification.entries import SharedEntry
 from distprune.verification.report import VerificationReport
@@ -56,18 +57,12 @@ def expected_parameters(expected: Expected) -> list[ExpectedParameter]:
     return [_expected_parameter(position, entry) for position, entry in enumerate(expected)]
 
 
-def _expected_parameter(position: int, entry: object) -> ExpectedParameter:
+def _expected_parameter(position: int, entry: Any) -> ExpectedParameter:
     if isinstance(entry, str):
         return ExpectedParameter(entry)
-    module, name = entry if isinstance(entry, Sequence) and len(entry) == 2 else (None, None)
-    if not isinstance(module, nn.Module) or not isinstance(name, str):
-        raise TypeError(
-            f"expected[{position}] is a {type(entry).__name__}; expected full names, or "
-            "(module, name) pairs as select(model) lists them."
-        )
-    places: Iterable[tuple[nn.Module, str]] = getattr(entry, "places", ((module, name),))
-    label = getattr(entry, "fqn", f"{type(unwrap(module)).__name__}.{name} (#{position})")
-    return ExpectedParameter(label, tuple((unwrap(m), n) for m, n in places))
+    kinds = "full names, or (module, name) pairs as select(model) lists them"
+    checked_pair(entry, f"expected[{position}]", kinds)
+    return ExpectedParameter(label_of(entry, position), tuple(tied_places(entry)))
 
 
 def compare_with_reports(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import unwrap
+from distprune._common.naming import label_of, tied_places
 from distprune._common.process_groups import world
 from distprune.masks.record import MaskRecord
 from distprune.torch_private.wrapper import managed_parameters
@@ -149,10 +149,8 @@ def verify_parameters(
     def inspect_parameters() -> LocalFindings:
         places: dict[tuple[int, str], Place] = {}
         for position, pair in enumerate(parameters):
-            path = getattr(pair, "fqn", f"{type(pair[0]).__name__}.{pair[1]} (#{position})")
-            pairs: Sequence[tuple[nn.Module, str]] = getattr(pair, "places", (pair,))
-            for module, name in pairs:
-                module = unwrap(module)
+            path = label_of(pair, position)
+            for module, name in tied_places(pair):
                 if is_traced(module, name):
                     places.setdefault((id(module), name), place_of(module, name, path))
         return inspect(

@@ -285,7 +285,7 @@ def test_the_state_is_plain_and_says_what_differs():
         (lambda m: prune.select(m), {}, TypeError, "schedule of parameters"),
         (lambda m: [], None, ValueError, "no parameters"),
         (lambda m: [(m.l1, "wieght")], None, AttributeError, "wieght"),
-        (lambda m: [m.l1], None, TypeError, "pairs"),
+        (lambda m: [m.l1], None, TypeError, "pair"),
         (lambda m: [{"params": []}], None, ValueError, "'params'"),
         (lambda m: [{"parameters": []}], None, ValueError, "no parameters"),
         (lambda m: [{"parameters": [(m.l1, "bias")]}, (m.l1, "weight")], None, TypeError, "tuple"),

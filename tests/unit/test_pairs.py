@@ -1,0 +1,63 @@
+"""(module, name) pairs: every function refuses what is none, and gives a parameter one label."""
+
+import pytest
+import torch
+from torch import nn
+
+import distprune as prune
+from distprune import criteria, dynamic, schedule
+from distprune._common.naming import checked_pair, label_of, tied_places
+from helpers.models import Net, fill
+
+
+def scheduled(parameters):
+    entries = [{"parameters": parameters, "schedule": schedule.OneShot(0, 0.5)}]
+    return schedule.ScheduledPruner(entries)
+
+
+TAKES_PAIRS = {
+    "global_unstructured": lambda pairs: prune.global_unstructured(
+        pairs, prune.L1Unstructured, amount=0.5
+    ),
+    "get_masks": prune.get_masks,
+    "set_masks": lambda pairs: prune.set_masks(pairs, [torch.ones(3)] * len(pairs)),
+    "criteria": lambda pairs: criteria.Taylor(pairs, unit="global_batch"),
+    "dense_gradients": lambda pairs: prune.dense_gradients(pairs).__enter__(),
+    "rigl_step": lambda pairs: dynamic.rigl_step(pairs, 0.1),
+    "ScheduledPruner": scheduled,
+    "verify": lambda pairs: prune.verify(Net(), expected=pairs),
+    "global_mask": lambda pairs: prune.global_mask(pairs, 3),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_PAIRS)
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [(nn.Linear(2, 2), "is a Linear; expected"), (("l1", 3), "is a pair of str and int; expected")],
+)
+def test_what_is_no_pair_is_refused_by_its_place_in_the_list(name, wrong, found):
+    model = fill(Net(), "normal", "float32")
+    with pytest.raises(TypeError, match=r"\[1\]\)? " + found):
+        TAKES_PAIRS[name]([prune.select(model)[0], wrong])
+    assert not prune.is_pruned(model)
+
+
+def test_a_label_names_the_module_inside_wrappers():
+    layer = nn.Linear(2, 3)
+    wrapped = torch.optim.swa_utils.AveragedModel(layer)
+    assert label_of((layer, "weight")) == label_of((wrapped, "weight")) == "Linear.weight"
+    assert label_of((wrapped, "weight"), 3) == "Linear.weight (#3)"
+    assert label_of(prune.NamedParameter(layer, "weight", "a.weight"), 3) == "a.weight"
+    assert checked_pair((wrapped, "weight"), "it") == (wrapped.module, "weight")
+    pair = prune.NamedParameter(layer, "weight", "a").with_places([(layer, "weight")] * 2)
+    assert tied_places(pair) == [(layer, "weight")] * 2
+
+
+def test_the_groups_of_a_schedule_have_the_labels_of_all_other_functions():
+    layer = nn.Linear(4, 4)
+    pruner = schedule.ScheduledPruner(
+        [(layer, "weight")],
+        schedule=schedule.OneShot(0, 0.5),
+        max_sparsity={(layer, "weight"): 0.5},
+    )
+    assert pruner._groups[0].names == ["Linear.weight (#0)"]
