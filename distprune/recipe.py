@@ -49,19 +49,134 @@ Checking a recipe needs pydantic, and reading one from a file PyYAML: ``pip inst
 'distprune[recipes]'``. Only making a pruner needs torch.
 """
 
-from distprune._recipe_form.problems import RecipeError
-from distprune._recipe_form.values import n_of_m
-from distprune.recipes.groups import RecipeGroup
-from distprune.recipes.reading import load_recipe, parse_recipe
-from distprune.recipes.records import Recipe
-from distprune.recipes.shipped import shipped_recipes
+from __future__ import annotations
 
-__all__ = [
-    "Recipe",
-    "RecipeError",
-    "RecipeGroup",
-    "load_recipe",
-    "n_of_m",
-    "parse_recipe",
-    "shipped_recipes",
-]
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distprune.recipes.problems import RecipeError
+from distprune.recipes.request import Request, shipped_recipes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from distprune.call.context import Decision, PruningCall
+    from distprune.methods.base import BasePruningMethod
+    from distprune.schedule.pruner import ScheduledPruner
+
+__all__ = ["Recipe", "RecipeError", "Request", "load_recipe", "parse_recipe", "shipped_recipes"]
+
+
+@dataclass(frozen=True)
+class Recipe(Request):
+    """A checked recipe, with the fields of :class:`Request`. ``repr`` shows every default."""
+
+    groups: tuple[Recipe, ...] = ()
+
+    def pruner(self, model: nn.Module, *, group: ProcessGroup | None = None) -> ScheduledPruner:
+        """A pruner for a model that is wrapped already, if it is to be. Changes nothing yet.
+
+        Args:
+            model: plain, or wrapped in anything that distprune supports.
+            group: the ranks that take part; every rank by default.
+
+        Raises:
+            ValueError: a pattern matches nothing, or a parameter is in two groups; the recipe has
+                keys that are for checkpoints only.
+        """
+        from distprune.schedule.pruner import ScheduledPruner
+
+        if names := self._only_for_checkpoints():
+            raise ValueError(
+                f"the recipe has {', '.join(names)}; expected none of that for a model, because "
+                "it says what to do with a checkpoint. `distprune prune` prunes checkpoints."
+            )
+        return ScheduledPruner([part._entry(model) for part in self.parts], group=group)
+
+    def _only_for_checkpoints(self) -> list[str]:
+        """The keys of a recipe that a pruner does not support."""
+        scores = {part.score for part in self.parts} - {"magnitude", "random"}
+        names = [f"score {score!r}" for score in sorted(scores)]
+        if self.nan != "error":
+            names.append(f"nan {self.nan!r}")
+        if not self.masks:
+            names.append("output.masks")
+        if not self.card:
+            names.append("output.card")
+        if any(part.min_ndim is not None for part in self.parts):
+            names.append("select.min_ndim")
+        if any(part.also for part in self.parts):
+            names.append("select.also")
+        return names
+
+    def _entry(self, model: nn.Module) -> dict[str, Any]:
+        """A part as ScheduledPruner takes it."""
+        from distprune.api.select import select
+        from distprune.methods.builtin import L1Unstructured
+
+        limits = (self.min_sparsity, self.max_sparsity) if self.has_limits else (None, None)
+        return {
+            "parameters": select(model, self.include, self.exclude, names=self.names),
+            "schedule": self.course,
+            "pruning_method": _random(self.seed) if self.score == "random" else L1Unstructured,
+            "normalize": self.normalize,
+            "input_dims": dict(self.input_dims),
+            "scope": self.scope,
+            "pattern": self.pattern,
+            "min_sparsity": limits[0],
+            "max_sparsity": limits[1],
+        }
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe from a YAML file; needs PyYAML (``pip install 'distprune[recipes]'``).
+
+    Args:
+        path: of the file, or the name of a recipe that comes with distprune, such as "cubic_80".
+            Relative paths in the recipe start at its folder.
+
+    Raises:
+        RecipeError: with every problem, its line, what was found and what was expected.
+        FileNotFoundError: there is no such file.
+        ImportError: PyYAML or pydantic is missing.
+    """
+    return Recipe.load(path)
+
+
+def parse_recipe(mapping: Mapping[str, Any]) -> Recipe:
+    """A recipe from plain values, as YAML or JSON would have them; needs pydantic.
+
+    Raises:
+        RecipeError: with every problem, what was found and what was expected.
+        ImportError: pydantic is missing.
+    """
+    return Recipe.parse(mapping)
+
+
+def _random(seed: int | None) -> type[BasePruningMethod]:
+    """RandomUnstructured that starts from the seed at every step.
+
+    An element's score is then the same at every step: the elements pruned earlier have the lowest
+    scores, and a resumed run continues as if it had not stopped.
+    """
+    import torch
+
+    from distprune.methods.builtin import RandomUnstructured
+    from distprune.methods.ranking import rank
+    from distprune.methods.rankings import AT_RANDOM
+
+    if seed is None:
+        return RandomUnstructured
+
+    class SeededRandom(RandomUnstructured):
+        def decide(self, call: PruningCall) -> Decision:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return rank(call, self.amount, AT_RANDOM)
+
+    # Ranks compare the names of their methods.
+    SeededRandom.__qualname__ = f"SeededRandom(seed={seed})"
+    return SeededRandom

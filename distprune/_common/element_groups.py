@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from distprune._common.amount import resolve_count
+from distprune._common.sparsity_pattern import Pattern
 
 Scope = Literal["global", "layer", "row"]
 
@@ -155,15 +156,22 @@ class GroupRule:
         scope: what is ranked together, without a pattern.
         sparsity: of every group, in [0, 1]; with a pattern, what a schedule allows so far, or
             None.
-        kept_of: (N, M) of the pattern.
-        tile: (A, B) of a pattern of tiles. Then "elements" are tiles, in all that is said of groups
-            and counts.
+        pattern: N:M, or tiles. Then "elements" are tiles, in all that is said of groups and counts.
     """
 
     scope: Scope
     sparsity: float | None
-    kept_of: tuple[int, int] | None
-    tile: tuple[int, int] | None = None
+    pattern: Pattern | None = None
+
+    @property
+    def kept_of(self) -> tuple[int, int] | None:
+        """(N, M) of a pattern N:M."""
+        return None if self.pattern is None else self.pattern.kept_of
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """(A, B) of a pattern of tiles."""
+        return None if self.pattern is None else self.pattern.tile
 
     @property
     def is_together(self) -> bool:
@@ -198,14 +206,14 @@ class GroupRule:
             return (
                 f"{label} has {layout.tiled_outputs} outputs and {layout.inputs} inputs (shape "
                 f"{list(shape)}), which tiles of {outputs} outputs and {inputs} inputs do not "
-                f"divide: {outputs}x{inputs} does not fit. Exclude it."
+                f"divide: {self.pattern} does not fit. Exclude it."
             )
         if self.kept_of is None or layout.inputs % self.kept_of[1] == 0:
             return None
-        n, m = self.kept_of
+        m = self.kept_of[1]
         return (
             f"{label} has {layout.inputs} inputs (shape {list(shape)}), which {m} does not divide: "
-            f"{n}:{m} does not fit. Exclude it."
+            f"{self.pattern} does not fit. Exclude it."
         )
 
     def counts(self, numel: int, layout: Layout | None) -> tuple[int, int]:
@@ -216,7 +224,7 @@ class GroupRule:
         """
         if self.tile is not None:
             of_tiles = None if layout is None else layout.of_tiles(self.tile)
-            return replace(self, tile=None).counts(numel // self.tile_size, of_tiles)
+            return replace(self, pattern=None).counts(numel // self.tile_size, of_tiles)
         if self.kept_of is not None:
             kept, group = self.kept_of
             most = group - kept
@@ -244,7 +252,7 @@ class GroupRule:
         """
         if self.tile is not None:
             of_tiles = None if layout is None else layout.of_tiles(self.tile)
-            of_elements = replace(self, tile=None)
+            of_elements = replace(self, pattern=None)
             return of_elements.groups(numel // self.tile_size, of_tiles, num_pruned)
         if self.kept_of is not None:
             assert layout is not None

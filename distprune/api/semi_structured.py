@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from distprune._common.n_of_m import n_of_m
 from distprune._common.process_groups import world
 from distprune.api.parameter_places import find_places
 from distprune.call.arguments import ParameterArguments
-from distprune.call.grouping import InputDims
+from distprune.call.grouping import InputDims, to_pattern
 from distprune.call.semi_structured import SemiStructuredReport, count_fitting
 from distprune.masks.hook import find_hook
 
@@ -54,22 +53,10 @@ def is_semi_structured(
     """
 
     def make_arguments() -> ParameterArguments:
-        kept_of(pattern)
+        to_pattern(pattern, tiles=False)
         pairs = find_places(model, lambda place: find_hook(*place.pair) is not None)
         if not pairs:
             raise ValueError("nothing is pruned in this model; expected at least one parameter.")
         return ParameterArguments(parameters=pairs, facts=[("pattern", str(pattern))])
 
-    return count_fitting(make_arguments, lambda: kept_of(pattern), input_dims, world(group))
-
-
-def kept_of(pattern: str) -> tuple[int, int]:
-    """(N, M) of a pattern.
-
-    Raises:
-        ValueError: with the pattern, and what was expected.
-    """
-    try:
-        return n_of_m(pattern)
-    except ValueError as error:
-        raise ValueError(f"pattern={pattern!r}; expected {error}.") from None
+    return count_fitting(make_arguments, pattern, input_dims, world(group))

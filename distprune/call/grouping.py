@@ -13,8 +13,8 @@ from torch import nn
 from distprune._common.amount import Amount
 from distprune._common.collectives import Communicator
 from distprune._common.element_groups import GroupRule, Layout, Scope, layout_along
-from distprune._common.n_of_m import checked_pattern, n_of_m, tile_of
 from distprune._common.patterns import matcher
+from distprune._common.sparsity_pattern import Pattern
 from distprune.selection.group_places import GroupedParameter
 from distprune.selection.tile_places import Tiling
 from distprune.shards.target import Target
@@ -52,6 +52,18 @@ class Grouping:
         return None if self.rule.wanted is None else [self.rule.wanted] * num_parameters
 
 
+def to_pattern(text: str, *, tiles: bool = True) -> Pattern:
+    """The pattern of the argument ``pattern``.
+
+    Raises:
+        ValueError: with the text, and what was expected.
+    """
+    try:
+        return Pattern.parse(text, tiles=tiles)
+    except ValueError as error:
+        raise ValueError(f"pattern={text!r}; expected {error}.") from None
+
+
 def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRule | None:
     """The rule of the arguments ``scope``, ``pattern`` and ``amount``; None for one ranking.
 
@@ -60,12 +72,8 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRu
     """
     if scope not in ("global", "layer", "row"):
         raise ValueError(f"scope={scope!r}; expected 'global', 'layer' or 'row'.")
-    tile = tile_of(pattern)
-    if pattern is not None and tile is None:
-        try:
-            kept_of = n_of_m(checked_pattern(pattern))
-        except ValueError as error:
-            raise ValueError(f"pattern={pattern!r}; expected {error}.") from None
+    parsed = None if pattern is None else to_pattern(pattern)
+    if parsed is not None and parsed.kept_of is not None:
         if scope != "global":
             raise ValueError(
                 f"scope={scope!r} beside pattern={pattern!r}; expected one of them: a pattern "
@@ -76,20 +84,20 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRu
                 f"amount={amount!r} beside pattern={pattern!r}; expected no amount: the pattern "
                 "says how many elements are pruned."
             )
-        return GroupRule(scope, None, kept_of)
+        return GroupRule(scope, None, parsed)
     if scope == "global":
-        if tile is not None and amount is None:
+        if parsed is not None and amount is None:
             raise ValueError(
                 f"pattern={pattern!r} without an amount; expected how many tiles are pruned: a "
                 "fraction of those that are left, or a count."
             )
-        return None if tile is None else GroupRule(scope, None, None, tile)
+        return None if parsed is None else GroupRule(scope, None, parsed)
     if amount is None or isinstance(amount, int):
         raise ValueError(
             f"amount={amount!r} with scope={scope!r}; expected a fraction in [0.0, 1.0]: the "
             f"sparsity that every {scope} has after the call."
         )
-    return GroupRule(scope, float(amount), None, tile)
+    return GroupRule(scope, float(amount), parsed)
 
 
 def agree_on_grouping(
@@ -169,7 +177,7 @@ def _grouped(
     if rule.tile is None:
         return GroupedParameter(groups, num_groups, rule, shape, dims), None
     tiling = Tiling(shape, _tile_sizes(rule.tile, target.label, shape, dims, layout))
-    of_tiles = replace(rule, tile=None)
+    of_tiles = replace(rule, pattern=None)
     return GroupedParameter(groups, num_groups, of_tiles, tiling.grid, ()), tiling
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from distprune._common.collectives import Communicator
-from distprune._common.element_groups import GroupRule
 from distprune._common.report_text import table
 from distprune._common.semi_structured import backends_for, layout_problem
+from distprune._common.sparsity_pattern import Pattern
 from distprune.call.arguments import ParameterArguments
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.grouping import InputDims, input_dims_of
@@ -84,7 +84,7 @@ class SemiStructuredReport:
 
 def count_fitting(
     make_arguments: Callable[[], ParameterArguments],
-    kept_of: Callable[[], tuple[int, int]],
+    pattern: str,
     input_dims: InputDims | None,
     communicator: Communicator,
 ) -> SemiStructuredReport:
@@ -92,7 +92,7 @@ def count_fitting(
 
     Args:
         make_arguments: a local step that may fail: the parameters.
-        kept_of: (N, M), once the arguments have been made.
+        pattern: "N:M"; ``make_arguments`` checks it.
         input_dims: as for ``global_unstructured``.
         communicator: the ranks that take part.
 
@@ -105,8 +105,9 @@ def count_fitting(
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         _, targets = read_parameters(make_arguments, communicator)
         count_live_and_compare(targets, False, communicator)
-        n, m = kept_of()
-        rule = GroupRule("global", None, None, (1, m))
+        kept_of = Pattern.parse(pattern).kept_of
+        assert kept_of is not None
+        n, m = kept_of
 
         def settle() -> list[tuple[int, ...]]:
             return input_dims_of(input_dims, targets)
@@ -123,7 +124,7 @@ def count_fitting(
             for i, target in enumerate(targets)
             if dims[i] and target.shard.numel and target.shard.shape[dims[i][0]] % m == 0
         ]
-        fitting = _num_fitting([targets[i] for i in counted], [dims[i] for i in counted], n, rule,
+        fitting = _num_fitting([targets[i] for i in counted], [dims[i] for i in counted], n, m,
                                communicator)  # fmt: skip
     by_position = dict(zip(counted, fitting, strict=True))
     return SemiStructuredReport(
@@ -145,20 +146,19 @@ def _num_fitting(
     targets: Sequence[Target],
     dims: Sequence[tuple[int, ...]],
     n: int,
-    rule: GroupRule,
+    m: int,
     communicator: Communicator,
 ) -> list[int]:
     """Per parameter, its groups that keep at most n elements: sums of masks over tiles 1 x M."""
     if not targets:
         return []
-    assert rule.tile is not None
     keys = key_range(torch.float32, Order.MAGNITUDE)
     parts, tilings = [], []
     for target, own in zip(targets, dims, strict=True):
         shard = target.shard
         mask = torch.ones_like(shard.values) if shard.mask is None else shard.mask
         sizes = [1] * len(shard.shape)
-        sizes[own[0]] = rule.tile[1]
+        sizes[own[0]] = m
         tilings.append(Tiling(tuple(shard.shape), tuple(sizes)))
         parts.append(
             Candidates(
@@ -175,7 +175,7 @@ def _num_fitting(
     firsts = [target.shard.replica == 0 for target in targets]
     sizes_of_all = [target.shard.numel for target in targets]
     tiles = rank_tiles(
-        TiledParts(parts, names, tilings, rule.tile_size, sizes_of_all, firsts, keys, communicator)
+        TiledParts(parts, names, tilings, m, sizes_of_all, firsts, keys, communicator)
     )
 
     def count() -> torch.Tensor:

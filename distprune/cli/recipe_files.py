@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from distprune.files.errors import SelectionError
-from distprune.recipe import Recipe, load_recipe, shipped_recipes
+from distprune.recipes.request import Request, shipped_recipes
+
+R = TypeVar("R", bound=Request)
 
 
 def complete(incomplete: str) -> list[str]:
@@ -31,8 +34,8 @@ def find(name: str) -> Path:
     return path
 
 
-def read(name: str) -> Recipe:
-    """A checked recipe, by path or name.
+def read(name: str, kind: type[R]) -> R:
+    """A checked recipe of a kind, for models or for checkpoints, by path or name.
 
     Raises:
         SelectionError: there is no such recipe, a package is missing, or the recipe is wrong;
@@ -40,7 +43,7 @@ def read(name: str) -> Recipe:
     """
     path = find(name)
     try:
-        return load_recipe(path)
+        return kind.load(path)
     except ImportError as error:
         raise SelectionError(
             "recipes need PyYAML and pydantic: pip install 'distprune[cli]'"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from distprune._common.n_of_m import tile_of
+from distprune._common.sparsity_pattern import Pattern as ParsedPattern
 from distprune.cli import recipe_files
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
-from distprune.recipes.checkpoints import fields_of
 
 _PANEL = "What to prune (options override the recipe)"
 
@@ -153,13 +153,16 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         SelectionError: there is no such recipe, it is not for checkpoints, or values are wrong;
             with every problem.
     """
-    fields = {} if name is None else fields_of(recipe_files.read(name), name)
+    recipe = None if name is None else recipe_files.read(name, FileRecipe)
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
+    if recipe is not None and not overrides:
+        return recipe
+    fields = {} if recipe is None else _fields_of(recipe)
     given = _as_typed(overrides)
     groups = fields.get("groups", ())
     if groups:
         _refuse_in_groups(name, len(groups), given)
-    is_tiled = tile_of((fields | overrides).get("pattern")) is not None
+    is_tiled = _is_tiled((fields | overrides).get("pattern"))
     if "pattern" in overrides and not is_tiled:
         fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
     elif "sparsity" in overrides and not is_tiled:
@@ -208,6 +211,28 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         raise SelectionError(headline(subject, error.problems), error.problems) from error
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
+
+
+def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
+    """The fields of a recipe that are not those of every recipe, as arguments of FileRecipe."""
+    values = {
+        field.name: getattr(recipe, field.name)
+        for field in dataclasses.fields(recipe)
+        if getattr(recipe, field.name) != field.default
+    }
+    if recipe.is_normalizable:
+        values["normalize"] = recipe.normalize
+    if recipe.groups:  # what the recipe as a whole says of them may be overridden
+        own = {"seed": None, "nan": "error", "masks": True, "card": True}
+        values["groups"] = [group.replaced(**own) for group in recipe.groups]
+    return values
+
+
+def _is_tiled(pattern: object) -> bool:
+    try:
+        return ParsedPattern.parse(pattern).tile is not None
+    except ValueError:
+        return False
 
 
 def _unused(score: object) -> set[str]:

@@ -14,6 +14,7 @@ from torch import nn
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
+from distprune._common.schedules import Schedule
 from distprune.api.select import select
 from distprune.budgets.given import BudgetLike
 from distprune.call.arguments import ParameterArguments
@@ -23,7 +24,6 @@ from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import MeasuredCriterion
 from distprune.recipe import Recipe, load_recipe
-from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
 
 Pairs = Sequence[tuple[nn.Module, str]]
@@ -125,7 +125,7 @@ class Plan:
         if isinstance(self._plan, Schedule):
             schedules = [self._plan]
         elif isinstance(self._plan, Recipe):
-            schedules = [group.schedule for group in self._plan.groups]
+            schedules = [part.course for part in self._plan.parts]
         for schedule in schedules:
             end, reached = schedule.ends_at, schedule.sparsity_at(num_steps - 1)
             if end is not None and reached < end:

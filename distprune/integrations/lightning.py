@@ -28,13 +28,13 @@ from torch import nn
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
+from distprune._common.schedules import Schedule
 from distprune.api.local import is_pruned
 from distprune.budgets.given import BudgetLike
 from distprune.call.report import PruningReport
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
 from distprune.recipe import Recipe
-from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.records import put_records, records_of
 from distprune.verification.verifying import verify

@@ -39,6 +39,7 @@ from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, name_of_pruned_mask
+from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
@@ -49,7 +50,6 @@ from distprune.integrations._accelerate_state import keys_of_model
 from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
 from distprune.methods.builtin import L1Unstructured
 from distprune.recipe import Recipe
-from distprune.schedule.functions import Schedule
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.records import put_records, records_of
 from distprune.verification.verifying import verify

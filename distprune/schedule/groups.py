@@ -10,15 +10,14 @@ from distprune._common.amount import resolve_count
 from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
-from distprune._common.n_of_m import tile_of
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places
+from distprune._common.schedules import Schedule
 from distprune.budgets.base import Budget
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
-from distprune.call.grouping import InputDims, to_rule
+from distprune.call.grouping import InputDims, to_pattern, to_rule
 from distprune.call.report import ParameterReport
 from distprune.methods.base import BasePruningMethod
-from distprune.schedule.functions import Schedule
 from distprune.selection.within_bounds import limits_for
 from distprune.shards.reader import ShardReader
 
@@ -57,9 +56,10 @@ class Group:
     ) -> None:
         check_normalization(normalize)
         self.scope: Scope = scope
-        self.pattern = pattern
+        self.pattern = None if pattern is None else to_pattern(pattern)
         self.input_dims = input_dims
-        _check_scope(schedule, scope, pattern)
+        self.schedule = schedule
+        self._check_scope()
         if not self.is_together and (
             budget is not None or min_sparsity is not None or max_sparsity is not None
         ):
@@ -72,7 +72,6 @@ class Group:
         self.normalize: Normalization | None = normalize
         self._limits = (min_sparsity, max_sparsity)
         self._is_joined = pipeline_parallel
-        self.schedule = schedule
         self.pruning_method = pruning_method
         self.target = 0.0
         self.names = [label_of(pair, position) for position, pair in enumerate(parameters)]
@@ -144,7 +143,7 @@ class Group:
     @property
     def has_share(self) -> bool:
         """Whether the target is the amount of a pruning: a pattern N:M has none."""
-        return self.pattern is None or tile_of(self.pattern) is not None
+        return self.pattern is None or self.pattern.tile is not None
 
     def is_growing(self, target: float, entries: Sequence[ParameterReport]) -> bool:
         """Whether a target is smaller than the sum of the floors, but may still grow.
@@ -184,6 +183,21 @@ class Group:
     def _by_key(self, counts: Sequence[int]) -> dict[Any, Fraction]:
         by_key = zip(self._keys, counts, self._sizes, strict=True)
         return {key: Fraction(count, size) for key, count, size in by_key if size}
+
+    def _check_scope(self) -> None:
+        """Raise ValueError for a scope that is none, or a pattern that the schedule cannot meet."""
+        rule, end = (
+            to_rule(self.scope, self.pattern, 0.0 if self.has_share else None),
+            self.schedule.ends_at,
+        )
+        if rule is None or rule.kept_of is None or end is None:
+            return
+        n, m = rule.kept_of
+        if resolve_count(float(end), m) != m - n:
+            raise ValueError(
+                f"{self.schedule} ends at a sparsity of {end}, and pattern={self.pattern!r} prunes "
+                f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
+            )
 
     def _check_end(self) -> None:
         if self._bounds is None or self.schedule.ends_at is None:
@@ -249,20 +263,6 @@ def _make_group(position: int, entry: Any, defaults: Mapping[str, Any]) -> Group
             f"parameters[{position}] has no parameters; expected at least one (module, name) pair."
         )
     return Group(**values)
-
-
-def _check_scope(schedule: Schedule, scope: Scope, pattern: str | None) -> None:
-    """Raise ValueError for a scope or a pattern that is none, or that the schedule cannot meet."""
-    has_amount = tile_of(pattern) is not None or (pattern is None and scope != "global")
-    rule = to_rule(scope, pattern, 0.0 if has_amount else None)
-    if rule is None or rule.kept_of is None or schedule.ends_at is None:
-        return
-    n, m = rule.kept_of
-    if resolve_count(float(schedule.ends_at), m) != m - n:
-        raise ValueError(
-            f"{schedule} ends at a sparsity of {schedule.ends_at}, and pattern={pattern!r} prunes "
-            f"{m - n} of {m}; expected a schedule that ends at {(m - n) / m:.4g}."
-        )
 
 
 def _scheduled(budget: Budget | None) -> Budget | None:

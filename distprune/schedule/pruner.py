@@ -14,6 +14,7 @@ from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
+from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.budgets.given import BudgetLike
@@ -27,7 +28,6 @@ from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.schedule.functions import Schedule
 from distprune.schedule.groups import Group, make_groups
 from distprune.schedule.reports import merged, with_floors
 from distprune.schedule.states import check_state

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from distprune.files.recipe import FileRecipe
-from distprune.recipes.checkpoints import load_file_recipe
 from helpers.tiny_checkpoints import load, save, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -76,7 +75,7 @@ def test_limits_are_options_too(run, source, tmp_path):
         low, high = tensor["limits"]
         assert 0.45 <= low / tensor["num_elements"] <= high / tensor["num_elements"] <= 0.55
         assert low <= tensor["num_pruned"] <= high
-    assert load_file_recipe(tmp_path / "out" / "distprune" / "recipe.yaml") == FileRecipe(
+    assert FileRecipe.load(tmp_path / "out" / "distprune" / "recipe.yaml") == FileRecipe(
         0.5, min_sparsity=0.45, max_sparsity=0.55, normalize="rms"
     )
     done = run("plan", source, "-s", "0.5", "--max-sparsity", "0.4")

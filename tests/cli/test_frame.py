@@ -8,7 +8,7 @@ from commands import start
 from distprune.cli.console import percent
 from distprune.files.text import format_size
 from distprune.recipe import load_recipe, shipped_recipes
-from distprune.recipes.schema import recipe_schema
+from distprune.recipes.request import recipe_schema
 
 HELPS = """
 import sys
@@ -28,7 +28,7 @@ for name in ["", *root.commands]:
     helps(*filter(None, [name]))
 helps("recipe", "show")
 heavy = {"torch", "numpy", "yaml", "matplotlib", "safetensors"} & set(sys.modules)
-heavy |= {"distprune._recipe_form.form"} & set(sys.modules)
+heavy |= {"distprune.recipes.form"} & set(sys.modules)
 assert not heavy, heavy
 """
 

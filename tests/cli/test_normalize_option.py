@@ -7,7 +7,6 @@ import torch
 
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from distprune.recipes.checkpoints import load_file_recipe
 from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)
@@ -89,7 +88,7 @@ def test_a_raw_result_is_that_of_versions_without_normalize(run, source, tmp_pat
         "input_dims", "nan", "masks", "min_sparsity", "max_sparsity", "groups", "card",
     ]  # fmt: skip
     assert list(report["recipe"]) == fields
-    assert load_file_recipe(out / "distprune" / "recipe.yaml") == FileRecipe(0.5)
+    assert FileRecipe.load(out / "distprune" / "recipe.yaml") == FileRecipe(0.5)
     assert report["digest"] == plan(source, FileRecipe(0.5)).digest
 
 

@@ -15,7 +15,6 @@ from distprune.files.formats.statistics_file import StoredStatistics, write_stat
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.recipe import parse_recipe
-from distprune.recipes.checkpoints import load_file_recipe
 from helpers.disk_crashes import Steps, kill_self, run_forked, stop_after
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import save, tree_digest
@@ -77,7 +76,7 @@ def test_a_result_is_verified_without_the_original_statistics(source, statistics
     shutil.move(target, tmp_path / "moved")
     moved = tmp_path / "moved"
     assert verify(moved, source).is_good
-    again = load_file_recipe(moved / "distprune" / "recipe.yaml")
+    again = FileRecipe.load(moved / "distprune" / "recipe.yaml")
     pruning.prune(planning.plan(source, again), tmp_path / "again")
     assert tree_digest(tmp_path / "again", RUN) == tree_digest(moved, RUN)
     write(moved / "distprune" / "statistics.safetensors", factor=1.01)
@@ -266,7 +265,7 @@ def test_groups_share_their_inputs(source, statistics, scores, tmp_path):
     assert FileRecipe(**json.loads(json.dumps(recipe.as_fields()))) == recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.to_yaml())
-    assert load_file_recipe(path) == recipe
+    assert FileRecipe.load(path) == recipe
     report = pruning.prune(planning.plan(source, recipe), tmp_path / "target")
     assert [group.num_pruned for group in report.groups] == [384, 96, 96]
     assert verify(tmp_path / "target", source, scores=scores).is_good
@@ -290,4 +289,4 @@ def test_paths_in_a_recipe_start_at_the_recipe(source, statistics, tmp_path, mon
         "version: 2\nscore: wanda\nstatistics: ../statistics.safetensors\nsparsity: 0.5\n"
     )
     monkeypatch.chdir("/")
-    assert planning.plan(source, load_file_recipe(path)).inputs.statistics.num_tokens == 100
+    assert planning.plan(source, FileRecipe.load(path)).inputs.statistics.num_tokens == 100

@@ -10,7 +10,6 @@ from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe
-from distprune.recipes.checkpoints import file_recipe
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 
@@ -129,7 +128,7 @@ def test_one_recipe_for_a_model_and_its_checkpoint(tmp_path):
     }  # fmt: skip
     state = {name: tensor.detach() for name, tensor in make_model("mixed").state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
-    recipe = file_recipe(parse_recipe(mapping), "the recipe")
+    recipe = FileRecipe.parse(mapping)
     pruning.prune(planning.plan(source, recipe), tmp_path / "target")
     found = masks_of(tmp_path / "target")
     (wanted,) = run_ranks(masks_of_a_recipe, 1, "mixed", mapping)

@@ -13,7 +13,6 @@ from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe
-from distprune.recipes.checkpoints import file_recipe
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units
@@ -103,7 +102,7 @@ def test_one_recipe_for_a_model_and_its_checkpoint(tmp_path, version):
     model = make_model(torch.float32, ties=False)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
-    recipe = file_recipe(parse_recipe(mapping), "the recipe")
+    recipe = FileRecipe.parse(mapping)
     assert recipe.normalize == (None if version == 1 else "rms")
     report = pruning.prune(planning.plan(source, recipe), tmp_path / "target")
     parse_recipe(mapping).pruner(model).step()

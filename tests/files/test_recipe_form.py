@@ -12,7 +12,7 @@ from distprune.files import planning, pruning
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import RecipeError, load_recipe, parse_recipe
-from distprune.recipes.checkpoints import file_recipe, load_file_recipe
+from distprune.recipes import checking
 from helpers import tiny_checkpoints
 
 yaml = pytest.importorskip("yaml")
@@ -51,8 +51,8 @@ RECIPES = [
 def test_what_is_written_is_read_again(recipe, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.to_yaml())
-    assert load_file_recipe(path) == recipe
-    assert load_recipe(path).groups[0].method == recipe.parts[0].score
+    assert FileRecipe.load(path) == recipe
+    assert load_recipe(path).parts[0].score == recipe.parts[0].score
     assert FileRecipe(**json.loads(json.dumps(asdict(recipe)))) == recipe  # as in a report
     assert yaml.safe_load(recipe.to_yaml()) == json.loads(json.dumps(recipe.as_mapping()))
 
@@ -63,8 +63,21 @@ def test_the_recipe_beside_a_result_makes_the_same_plan(tmp_path):
     )
     plan = planning.plan(source, FileRecipe(0.3, "layer", include=("a*",)))
     pruning.prune(plan, tmp_path / "out")
-    again = load_file_recipe(tmp_path / "out" / "distprune" / "recipe.yaml")
+    again = FileRecipe.load(tmp_path / "out" / "distprune" / "recipe.yaml")
     assert planning.plan(source, again) == plan
+
+
+def test_a_recipe_is_checked_once(tmp_path, monkeypatch):
+    """When it is made; not by the plan, the search, the report, or what a result keeps."""
+    calls = []
+    check = checking.check
+    monkeypatch.setattr(checking, "check", lambda *args: calls.append(args) or check(*args))
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.ones(8, 8)})
+    recipe = FileRecipe(0.5, include=("a*",))
+    pruning.prune(planning.plan(source, recipe), tmp_path / "out")
+    assert len(calls) == 1 and recipe.as_stored() == recipe
+    FileRecipe.load(tmp_path / "out" / "distprune" / "recipe.yaml")
+    assert len(calls) == 2
 
 
 # What version 0.2.0 wrote. verify compares recipe.yaml with what is written now, byte by byte.
@@ -117,7 +130,7 @@ WRITTEN = [
 def test_recipes_of_older_versions_are_read_and_written_as_they_were(recipe, text, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    assert load_file_recipe(path) == recipe and recipe.to_yaml() == text
+    assert FileRecipe.load(path) == recipe and recipe.to_yaml() == text
 
 
 def some(fields, **required):
@@ -164,7 +177,7 @@ def test_whatever_is_a_recipe_is_read_as_it_was_written(parts, whole, is_flat):
         if len(parts) == 1:  # read as a recipe without groups, which prunes the same
             (expected,) = recipe.groups
     document = yaml.safe_load(recipe.to_yaml())
-    assert file_recipe(parse_recipe(document), "the recipe") == expected
+    assert FileRecipe.parse(document) == expected
     assert FileRecipe(**json.loads(json.dumps(asdict(recipe)))) == recipe  # as in a report
 
 

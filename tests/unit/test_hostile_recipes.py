@@ -77,4 +77,4 @@ def test_good_files_stay_good(tmp_path):
         HEAD + b"#" * (1_000_000 - len(HEAD)),
     ):
         path.write_bytes(raw)
-        assert load_recipe(path).groups[0].schedule.sparsity_at(0) == 0.5
+        assert load_recipe(path).sparsity == 0.5

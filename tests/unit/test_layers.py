@@ -23,8 +23,8 @@ ROOMS = {
     },
     "_version": set(),
     "_transformers": {"_common"},
-    "_recipe_form": {"_common"},
-    "files": {"_common", "_version", "_recipe_form", "shards", "selection"},
+    "recipes": {"_common"},
+    "files": {"_common", "_version", "recipes", "shards", "selection"},
     "api": {
         "_common", "torch_private", "_transformers", "shards", "selection", "masks", "budgets",
         "call", "methods", "files",
@@ -42,8 +42,7 @@ ROOMS = {
     },
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api", "projection"},
-    "recipes": {"_recipe_form", "files", "call", "methods", "api", "schedule"},
-    "recipe": {"_recipe_form", "recipes"},
+    "recipe": {"recipes", "call", "methods", "api", "schedule"},
     "integrations": {
         "_common", "torch_private", "budgets", "masks", "call", "methods", "api", "verification",
         "schedule", "checkpoint", "criteria", "recipe",

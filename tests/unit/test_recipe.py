@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.recipe import RecipeError, RecipeGroup, load_recipe, parse_recipe
+from distprune.recipe import Recipe, RecipeError, load_recipe, parse_recipe
 from distprune.schedule import Cubic, Linear, OneShot
 from distprune.testing import run_ranks
 
@@ -179,7 +179,7 @@ def test_problems_of_plain_values(recipe, problems):
 
 def test_defaults_and_values():
     recipe = parse_recipe({"version": 1, "sparsity": 1})
-    assert recipe.groups == (RecipeGroup(OneShot(0, 1.0)),)
+    assert recipe == Recipe(1.0) and recipe.course == OneShot(0, 1.0)
     recipe = parse_recipe(
         {
             "version": 1,
@@ -195,14 +195,19 @@ def test_defaults_and_values():
     )
     assert recipe.seed == 5
     assert recipe.groups == (
-        RecipeGroup(
-            Cubic(0, 30, 10, 0.8), "random", ("a.*",), (), ("weight", "bias"), max_sparsity=0.9
+        Recipe(
+            schedule=Cubic(0, 30, 10, 0.8),
+            score="random",
+            seed=5,
+            include=("a.*",),
+            names=("weight", "bias"),
+            max_sparsity=0.9,
         ),
-        RecipeGroup(OneShot(0, 0.25), "magnitude", None, ("a.*",), max_sparsity=0.9),
+        Recipe(0.25, exclude=("a.*",), max_sparsity=0.9),
     )
-    assert "OneShot(step=0, sparsity=0.25)" in repr(recipe)
+    assert "Cubic(begin=0, end=30, frequency=10, final_sparsity=0.8" in repr(recipe)
     recipe = parse_recipe({"version": 1, "pattern": "3:4"})
-    assert recipe.pattern == (3, 4) and recipe.groups[0].schedule == OneShot(0, 0.25)
+    assert recipe.pattern.kept_of == (3, 4) and recipe.course == OneShot(0, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +274,7 @@ def test_a_recipe_as_plain_values_is_the_same_recipe(recipe):
 )
 def test_normalize_has_a_default_by_version_where_it_has_an_effect(recipe, expected):
     parsed = parse_recipe({"sparsity": 0.5, **recipe})
-    assert [group.normalize for group in parsed.groups] == expected
+    assert [part.normalize for part in parsed.parts] == expected
     assert parse_recipe(parsed.as_mapping()) == parsed
 
 
@@ -380,8 +385,8 @@ def test_what_stands_beside_a_pattern(recipe, message):
 def test_shipped_recipes_fit_a_llama():
     names = ("attention_and_mlp", "cubic_80", "magnitude_50", "random_50")
     found = {name: load_recipe(name) for name in names}
-    assert found["cubic_80"].groups[0].schedule == Cubic(0, 1000, 50, 0.8)
-    assert found["cubic_80"].groups[0].max_sparsity == 0.95
+    assert found["cubic_80"].schedule == Cubic(0, 1000, 50, 0.8)
+    assert found["cubic_80"].max_sparsity == 0.95
     mlp, attention = found["attention_and_mlp"].groups
     assert mlp.schedule == Linear(100, 900, 100, 0.8)
     assert attention.schedule == Linear(100, 900, 100, 0.5)

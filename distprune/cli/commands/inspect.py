@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distprune._common.sparsity_pattern import Pattern
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.names import shape_text, without_numbers
 from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
@@ -79,7 +80,7 @@ def inspect(
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
-    patterns = [_n_of_m(text) for text in pattern]
+    patterns = _by_kept_of(pattern)
     if plot is not None:
         plotting.check(plot)
     checkpoint = open_checkpoint(source, follow_links=True)  # nothing is copied
@@ -92,7 +93,9 @@ def inspect(
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, checkpoint.num_bytes)
-        facts = list(inspect_tensors(checkpoint, patterns, on_bytes=reading, input_dims=input_dims))
+        facts = list(
+            inspect_tensors(checkpoint, tuple(patterns), on_bytes=reading, input_dims=input_dims)
+        )
     if plot is not None:
         plotting.draw(plot, _picture(source, facts))
     if csv is not None:
@@ -102,7 +105,7 @@ def inspect(
             {
                 "source": str(source),
                 "recipe": None if recipe is None else recipe.as_mapping(),
-                "tensors": [_tensor_values(tensor) for tensor in facts],
+                "tensors": [_tensor_values(tensor, patterns) for tensor in facts],
             }
         )
     elif str(csv) != "-":
@@ -140,13 +143,17 @@ def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequenc
     return [pair for part in recipe.parts for pair in part.input_dims]
 
 
-def _n_of_m(text: str) -> tuple[int, int]:
-    from distprune.recipe import n_of_m
-
-    try:
-        return n_of_m(text)
-    except ValueError as error:
-        raise SelectionError(f"--pattern {text}: expected {error}.") from error
+def _by_kept_of(texts: Sequence[str]) -> dict[tuple[int, int], Pattern]:
+    """The patterns of the options, by (N, M)."""
+    found = {}
+    for text in texts:
+        try:
+            pattern = Pattern.parse(text, tiles=False)
+        except ValueError as error:
+            raise SelectionError(f"--pattern {text}: expected {error}.") from error
+        assert pattern.kept_of is not None
+        found[pattern.kept_of] = pattern
+    return found
 
 
 def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
@@ -186,7 +193,7 @@ def _picture(source: Path, facts: list[TensorFacts]) -> Picture:
 def _show_table(
     terminal: Terminal,
     facts: list[TensorFacts],
-    patterns: list[tuple[int, int]],
+    patterns: Mapping[tuple[int, int], Pattern],
     *,
     one_by_one: bool,
 ) -> None:
@@ -202,12 +209,11 @@ def _show_table(
     floats = [f for f in facts if f.num_zero is not None and is_float(f.entry.dtype)]
     what = "all" if len(floats) == len(facts) else "all floats"
     rows.append((what, "", "", *_sums(floats, patterns)))
-    texts = ["{}:{}".format(*pattern) for pattern in patterns]
-    numbers = ("number", "elements", "zeros", "sparsity", *texts, "NaN", "inf")
+    numbers = ("number", "elements", "zeros", "sparsity", *patterns.values(), "NaN", "inf")
     terminal.table(("tensor", "dtype", "shape", *numbers), rows, right=numbers)
 
 
-def _sums(facts: list[TensorFacts], patterns: list[tuple[int, int]]) -> tuple[str, ...]:
+def _sums(facts: list[TensorFacts], patterns: Mapping[tuple[int, int], Pattern]) -> tuple[str, ...]:
     numel = sum(tensor.entry.numel for tensor in facts)
     zeros = ("-", "-")  # of a dtype whose values are not supported
     nums_zero = [tensor.num_zero for tensor in facts if tensor.num_zero is not None]
@@ -224,7 +230,9 @@ def _sums(facts: list[TensorFacts], patterns: list[tuple[int, int]]) -> tuple[st
     return (count(len(facts)), count(numel), *zeros, *kept, *map(count, others))
 
 
-def _tensor_values(facts: TensorFacts) -> dict[str, Any]:
+def _tensor_values(
+    facts: TensorFacts, patterns: Mapping[tuple[int, int], Pattern]
+) -> dict[str, Any]:
     entry = facts.entry
     return {
         "name": entry.name,
@@ -237,8 +245,8 @@ def _tensor_values(facts: TensorFacts) -> dict[str, Any]:
         "num_nan": facts.num_nan,
         "num_inf": facts.num_inf,
         "patterns": {
-            "{}:{}".format(*pattern): {"num_groups": groups, "num_kept": facts.num_kept[pattern]}
-            for pattern, groups in facts.num_groups.items()
+            patterns[kept_of]: {"num_groups": groups, "num_kept": facts.num_kept[kept_of]}
+            for kept_of, groups in facts.num_groups.items()
         },
         "exponents": {str(power): number for power, number in sorted(facts.exponents.items())},
     }

@@ -10,7 +10,8 @@ import typer
 from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson
 from distprune.cli.recipe_files import complete, find, read
-from distprune.recipe import shipped_recipes
+from distprune.recipe import Recipe
+from distprune.recipes.request import recipe_schema, shipped_recipes
 
 app = typer.Typer(
     help="List, show and describe recipes: what to prune, and how much, as a file.",
@@ -39,7 +40,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Check a recipe and print it; the start of one's own: `recipe show layer_50 > my.yaml`."""
-    recipe = read(name)
+    recipe = read(name, Recipe)
     terminal = Terminal(as_json)
     if as_json:
         terminal.json(recipe.as_mapping())
@@ -54,8 +55,6 @@ def schema(as_json: AsJson = False) -> None:
 
     It is JSON with and without --json.
     """
-    from distprune.recipes.schema import recipe_schema
-
     Terminal(True).json(recipe_schema())
 
 

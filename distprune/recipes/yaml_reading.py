@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from distprune._recipe_form.problems import KeyPath, Problems
+from distprune.recipes.problems import KeyPath, Problems
 
 # More than any recipe needs.
 _MAX_BYTES = 1_000_000

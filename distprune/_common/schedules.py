@@ -13,6 +13,7 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 class Schedule(ABC):
@@ -200,6 +201,24 @@ class Function(Schedule):
         name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
         rest = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:])
         return f"Function(fn={name}, {rest})"
+
+
+# By the names that recipes have for them.
+SCHEDULES: dict[str, type[OneShot | Linear | Cubic]] = {
+    "one_shot": OneShot, "linear": Linear, "cubic": Cubic
+}  # fmt: skip
+
+
+def schedule_fields(schedule: Schedule) -> dict[str, Any]:
+    """The section ``schedule`` of a recipe.
+
+    Raises:
+        ValueError: recipes have no such schedule.
+    """
+    for kind, schedule_class in SCHEDULES.items():
+        if type(schedule) is schedule_class:
+            return {"kind": kind, **vars(schedule)}
+    raise ValueError(f"{schedule!r} has no form in a recipe; expected OneShot, Linear or Cubic.")
 
 
 def _check_steps(schedule: Schedule, **lowest: int) -> None:

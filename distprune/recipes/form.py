@@ -2,13 +2,14 @@
 
 A recipe is a mapping, usually from a YAML file. :class:`RecipeForm` is the whole of it and
 :class:`GroupForm` an item of ``groups``. The JSON schema is made from these classes. Rules about
-keys that exclude each other are in ``rules``: they are checked even if values are wrong.
+keys that exclude each other are in ``checking``: they are checked even if values are wrong.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,20 +17,67 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     WrapValidator,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
 
-from distprune._recipe_form.values import (
-    checked_pattern,
-    choice_text,
-    compile_pattern,
-    input_dims_pairs,
-    tile_of,
-)
+from distprune._common.patterns import check_pattern
+from distprune._common.schedules import SCHEDULES, Schedule
+from distprune._common.sparsity_pattern import Pattern
+
+
+def listed(values: Sequence[object]) -> str:
+    """ "'a', 'b' or 'c'"."""
+    *rest, last = map(repr, values)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def choice_text(choices: Sequence[str | int], value: object) -> str:
+    """The choices, with the one that is close to a value."""
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    return listed(choices) + (f" (did you mean {close[0]!r}?)" if close else "")
+
+
+def compile_pattern(pattern: str) -> None:
+    """Check a regular expression after "re:"; globs are always right.
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    try:
+        check_pattern(pattern)
+    except ValueError as error:
+        raise ValueError(f"a regular expression after 're:' ({error})") from error
+
+
+def input_dims_pairs(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dimensions by pattern, {"*.c_fc.weight": 0}, as pairs; a dimension alone or a list of them.
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    expected = "dimensions by pattern, such as {'*.c_fc.weight': 0}"
+    try:
+        dims_of = dict(value)  # also of pairs
+    except (TypeError, ValueError):
+        raise ValueError(expected) from None
+    pairs = []
+    for pattern, dims in dims_of.items():
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        if not isinstance(pattern, str) or not pattern or not dims or not all(map(_is_int, dims)):
+            raise ValueError(expected)
+        compile_pattern(pattern)
+        pairs.append((pattern, tuple(dims)))
+    return tuple(pairs)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def expected(text: str) -> PydanticCustomError:
@@ -91,6 +139,13 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return patterns
 
 
+def _pattern(value: Any) -> Pattern:
+    try:
+        return Pattern.parse(value)
+    except ValueError as error:
+        raise expected(str(error)) from None
+
+
 def _path(value: Any) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("the path of a file or a folder")
@@ -145,14 +200,14 @@ Flag = Annotated[bool, _or_expected("true or false")]
 Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
 Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
 PathText = Annotated[str, _checked(_path, _Text)]
-Pattern = Annotated[str, _checked(checked_pattern, _PatternText)]
+PatternOfZeros = Annotated[Pattern, PlainValidator(_pattern, json_schema_input_type=_PatternText)]
 InputDims = Annotated[
     tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
 ]
 
 
 class Section(BaseModel):
-    """A mapping of a recipe. Unknown keys are errors; so is None, see ``rules.check_nulls``."""
+    """A mapping of a recipe. Unknown keys are errors; so is None, see ``checking``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -210,7 +265,24 @@ class OutputForm(Section):
     card: Flag = Field(default=True, description="A README.md that says what was done.")
 
 
-class OneShotForm(Section):
+class ScheduleForm(Section):
+    """The sparsity at each step."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> ScheduleForm:
+        try:
+            self.as_schedule()
+        except ValueError as error:
+            raise problem(str(error)) from None
+        return self
+
+    def as_schedule(self) -> Schedule:
+        """The schedule that is described."""
+        values = self.model_dump()
+        return SCHEDULES[values.pop("kind")](**values)
+
+
+class OneShotForm(ScheduleForm):
     """Prune once."""
 
     kind: Literal["one_shot"]
@@ -218,7 +290,7 @@ class OneShotForm(Section):
     sparsity: Share
 
 
-class RampForm(Section):
+class RampForm(ScheduleForm):
     """Raise the sparsity from one step to another."""
 
     kind: Literal["linear", "cubic"]
@@ -249,7 +321,7 @@ class BudgetForm(Section):
         "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; in "
         "recipes of version 1: none.",
     )
-    pattern: Pattern | None = Field(
+    pattern: PatternOfZeros | None = Field(
         default=None,
         description="N:M instead of a sparsity: N of every M in a row are kept. AxB beside a "
         "sparsity: whole tiles of A outputs and B inputs are pruned.",
@@ -272,7 +344,7 @@ class BudgetForm(Section):
     @property
     def is_n_of_m(self) -> bool:
         """Whether there is a pattern N:M, which is an amount by itself."""
-        return self.pattern is not None and tile_of(self.pattern) is None
+        return self.pattern is not None and self.pattern.tile is None
 
     @property
     def is_normalizable(self) -> bool:
@@ -364,3 +436,25 @@ def _with_normalize(group: GroupForm, own: str | None, default: str) -> GroupFor
     """
     normalize = (group.normalize or default) if group.is_normalizable else own
     return group.model_copy(update={"normalize": normalize})
+
+
+class _WithoutNull(GenerateJsonSchema):
+    """A key without a value is an error, so null is neither a type nor a default."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # it is the key once more
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        result = super().default_schema(schema)
+        if result.get("default", 0) in (None, []):
+            del result["default"]
+        return result
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema, as plain values."""
+    schema = RecipeForm.model_json_schema(schema_generator=_WithoutNull)
+    return {"$schema": GenerateJsonSchema.schema_dialect, **schema}

@@ -1,0 +1,262 @@
+"""Check a recipe by its form and by its rules; every mistake names the key and the value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from pydantic import ValidationError
+
+from distprune._common.sparsity_pattern import Pattern
+from distprune.recipes import FROM_STATISTICS
+from distprune.recipes.form import (
+    GroupForm,
+    LimitsForm,
+    OneShotForm,
+    OutputForm,
+    RampForm,
+    RecipeForm,
+    Section,
+    SelectForm,
+    choice_text,
+    listed,
+)
+from distprune.recipes.problems import KeyPath, Problems, RecipeError
+
+_SECTIONS: dict[str, tuple[type[Section], ...]] = {
+    "select": (SelectForm,),
+    "limits": (LimitsForm,),
+    "output": (OutputForm,),
+}
+_SCHEDULES: dict[str, tuple[type[Section], ...]] = {
+    "one_shot": (OneShotForm,), "linear": (RampForm,), "cubic": (RampForm,)
+}  # fmt: skip
+_AMOUNTS = ("sparsity", "pattern", "schedule")
+_BESIDE_PATTERN = "has no place beside 'pattern', which says how much and where."
+
+
+class _Error(TypedDict, total=False):
+    """What pydantic says about one mistake."""
+
+    type: str
+    loc: tuple[int | str, ...]
+    input: Any
+    ctx: dict[str, Any]
+
+
+def check(document: object, problems: Problems, where: str) -> RecipeForm:
+    """Check a recipe.
+
+    Args:
+        document: plain values, as from YAML or JSON.
+        problems: those that are known already.
+        where: what the recipe is called in the message.
+
+    Raises:
+        RecipeError: with every problem.
+    """
+    document = _plain(document)
+    recipe = None
+    _check_nulls(document, problems)
+    if isinstance(document, dict):
+        _check_keys(document, problems)
+    try:
+        recipe = RecipeForm.model_validate(document)
+    except ValidationError as error:
+        for mistake in error.errors(include_url=False):
+            _add(mistake, document, problems)
+    if recipe is not None and not problems:
+        _check_values(recipe, problems)
+    if problems or recipe is None:
+        raise RecipeError(where, problems.texts())
+    return recipe
+
+
+def _plain(value: object) -> object:
+    """Mappings of any kind as dicts, which is what pydantic takes."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _add(mistake: Any, document: object, problems: Problems) -> None:
+    """Add what pydantic says in our words."""
+    error: _Error = mistake
+    path, kind, context = _path(error["loc"], document), error["type"], error.get("ctx", {})
+    found = f"found {shown(error['input'])}."
+    if error["input"] is None and path:
+        return  # it has no value, or one that could not be read
+    if kind == "problem":
+        key = context["key"]
+        problems.add(path if key is None else (*path, key), context["text"])
+    elif kind == "missing":
+        problems.add(path, f"has no {str(error['loc'][-1])!r}, which is needed.")
+    elif kind in ("extra_forbidden", "invalid_key"):
+        problems.add(path, _unknown(path[-1], _keys(path[:-1], document)))
+    elif kind == "union_tag_not_found":
+        problems.add(path, "has no 'kind', which is needed.")
+    elif kind == "union_tag_invalid":
+        _add_wrong_kind(path, error["input"], problems)
+    elif kind == "expected":
+        problems.add(path, f"expected {context['text']}, {found}")
+    else:
+        problems.add(path, f"expected a mapping with {listed(_keys(path, document))}, {found}")
+
+
+def _add_wrong_kind(path: KeyPath, schedule: Mapping[str, Any], problems: Problems) -> None:
+    kind = schedule["kind"]
+    kinds = choice_text(tuple(_SCHEDULES), kind)
+    problems.add((*path, "kind"), f"expected {kinds}, found {shown(kind)}.")
+    keys = _all_keys((OneShotForm, RampForm))
+    for key in schedule:
+        if key not in keys:
+            problems.add((*path, key), _unknown(key, keys))
+
+
+def _path(location: Sequence[int | str], document: object) -> KeyPath:
+    """The part of a location that is in the document: pydantic adds kinds and missing keys."""
+    path: list[int | str] = []
+    value: Any = document
+    for key in location:
+        is_key = isinstance(value, dict) and key in value
+        if is_key or (isinstance(value, list) and isinstance(key, int) and key < len(value)):
+            value = value[key]
+            path.append(key)
+    return tuple(path)
+
+
+def _keys(path: KeyPath, document: object) -> tuple[str, ...]:
+    """The keys that the mapping at a path may have."""
+    if not path:
+        return _all_keys((RecipeForm,))
+    if isinstance(path[-1], int):
+        return _all_keys((GroupForm,))
+    if path[-1] != "schedule":
+        return _all_keys(_SECTIONS[path[-1]])
+    value: Any = document
+    for key in path:
+        value = value[key]
+    kind = value.get("kind") if isinstance(value, dict) else None
+    return _all_keys(_SCHEDULES.get(str(kind), (OneShotForm, RampForm)))
+
+
+def _all_keys(forms: Sequence[type[Section]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for form in forms for key in form.model_fields))
+
+
+def _unknown(key: object, keys: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(str(key), keys, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"unknown key.{hint} Expected {listed(keys)}."
+
+
+def shown(value: object) -> str:
+    """A value and its type, for a message; shortened if it is long."""
+    text = repr(value)
+    return f"{text if len(text) < 80 else text[:76] + ' ...'} ({type(value).__name__})"
+
+
+def _check_nulls(document: object, problems: Problems, path: KeyPath = ()) -> None:
+    """Check that every key has a value: the form takes None for a key that is left out."""
+    if document is None and path and not problems.has(path):
+        problems.add(path, "has no value; give it one, or leave the key out.")
+    elif isinstance(document, dict):
+        for key, value in document.items():
+            _check_nulls(value, problems, (*path, key))
+
+
+def _check_keys(document: Mapping[str, Any], problems: Problems) -> None:
+    """Check which keys stand beside each other; their values may be wrong."""
+    groups = document.get("groups")
+    tables: list[tuple[KeyPath, Any]] = [((), document)]
+    if isinstance(groups, list | tuple) and groups:
+        tables += [(("groups", i), group) for i, group in enumerate(groups)]
+        if "select" in document:
+            problems.add(("select",), "goes into each of the groups, if there are any.")
+        if "pattern" in document:
+            problems.add(("groups",), _BESIDE_PATTERN)
+    has_groups = len(tables) > 1
+    for path, table in tables:
+        if not isinstance(table, Mapping):
+            continue
+        _check_table(table, path, problems)
+        has_amount = _has_amount(table)
+        if has_groups:
+            has_amount |= path == () or _has_amount(document)
+        if not has_amount and "groups" not in table:
+            problems.add(path, "has no 'sparsity', 'pattern' or 'schedule'; expected one of them.")
+
+
+def _is_tiled(value: object) -> bool:
+    try:
+        return Pattern.parse(value).tile is not None
+    except ValueError:
+        return False
+
+
+def _has_amount(table: Mapping[str, Any]) -> bool:
+    is_tiled = _is_tiled(table.get("pattern"))
+    return any(key in table for key in _AMOUNTS if not (is_tiled and key == "pattern"))
+
+
+def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) -> None:
+    if "score" in table and "method" in table:
+        text = "is given beside 'score', and means the same; leave it out."
+        problems.add((*path, "method"), text)
+    is_tiled = _is_tiled(table.get("pattern"))
+    if is_tiled and "limits" in table:
+        text = "has no place beside a pattern of tiles, which is ranked without limits."
+        problems.add((*path, "limits"), text)
+    if "pattern" in table and not is_tiled:
+        for key in ("sparsity", "schedule", "scope", "limits"):
+            if key in table:
+                problems.add((*path, key), _BESIDE_PATTERN)
+    elif "sparsity" in table and "schedule" in table:
+        text = "is given beside 'sparsity'; expected one of the two."
+        problems.add((*path, "schedule"), text)
+
+
+def _check_values(recipe: RecipeForm, problems: Problems) -> None:
+    """Check values that have no effect beside others; each of them is right by itself."""
+    groups = recipe.resolved()
+    for i, group in enumerate(groups):
+        path: KeyPath = ("groups", i) if recipe.groups else ()
+        _check_limits(group, path, problems)
+        _check_normalize(group, path, problems)
+    is_used = any(group.is_normalizable for group in groups)
+    if recipe.groups and recipe.normalize not in (None, "none") and not is_used:
+        problems.add(("normalize",), "has no effect in any of the groups; leave it out.")
+    ranked_by = {group.score or group.method for group in groups}
+    for key, scores in (("statistics", FROM_STATISTICS), ("scores", ("given",))):
+        if getattr(recipe, key) is not None and ranked_by.isdisjoint(scores):
+            text = f"has no effect without score {' or '.join(map(repr, scores))}; leave it out."
+            problems.add((key,), text)
+    is_random = any("random" in (group.score, group.method) for group in groups)
+    if recipe.seed is not None and not is_random:
+        problems.add(("seed",), "has no effect without score 'random'; leave it out.")
+
+
+def _check_limits(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    if group.limits is not None and group.limits.has_effect and group.scope in ("layer", "row"):
+        problems.add(
+            (*path, "limits"),
+            f"has no effect with scope {group.scope!r}, where every tensor loses the same share; "
+            "leave it out, or rank all tensors together (scope 'global').",
+        )
+
+
+def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    if group.normalize in (None, "none") or group.is_normalizable:
+        return
+    if group.pattern is not None and not group.is_n_of_m:
+        beside = "beside a pattern of tiles, whose scores are sums of raw magnitudes"
+    elif group.pattern is not None:
+        beside = "beside a pattern, which compares weights of one tensor"
+    elif group.scope in ("layer", "row"):
+        beside = f"with scope {group.scope!r}, which compares weights of one tensor"
+    else:
+        beside = "with score 'random', which does not depend on the weights"
+    problems.add((*path, "normalize"), f"has no effect {beside}; leave it out.")
