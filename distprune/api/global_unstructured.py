@@ -16,7 +16,7 @@ from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
-from distprune.call.arguments import PruningArguments
+from distprune.call.arguments import ByBudget, InGroups, OneRanking, PruningArguments
 from distprune.call.collapse import warn_of_collapse
 from distprune.call.grouping import InputDims, to_rule
 from distprune.call.report import PruningReport
@@ -305,6 +305,13 @@ def global_arguments(
             f"{pruning_method} has type {kind!r}."
         )
     check_order(importance_scores, method)
+    share: OneRanking | InGroups
+    if group_rule is not None:
+        share = InGroups(group_rule, input_dims)
+    elif rule is not None:
+        share = ByBudget(min_sparsity, max_sparsity, budget=rule, has_amount=has_amount)
+    else:
+        share = OneRanking(min_sparsity, max_sparsity)
     return PruningArguments(
         parameters=parameters,
         method=method,
@@ -312,22 +319,10 @@ def global_arguments(
         importance_scores=importance_scores,
         facts=method.describe_arguments((), kwargs),
         amount=amount,
-        budget=rule,
-        has_amount=has_amount,
-        min_sparsity=min_sparsity,
-        max_sparsity=max_sparsity,
         pipeline_parallel=pipeline_parallel,
         normalize=normalize,
-        group_rule=group_rule,
-        input_dims=input_dims,
+        share=share,
     )
-
-
-# Keywords of global_unstructured that are not for the method.
-_OWN_KEYWORDS = (
-    "group", "budget", "min_sparsity", "max_sparsity", "pipeline_parallel", "normalize",
-    "scope", "pattern", "input_dims",
-)  # fmt: skip
 
 
 def _check_keywords(pruning_method: Callable[..., object], kwargs: Mapping[str, Any]) -> None:
@@ -343,8 +338,10 @@ def _check_keywords(pruning_method: Callable[..., object], kwargs: Mapping[str, 
     unknown = [repr(name) for name in kwargs if name not in accepted]
     if unknown:
         method = getattr(pruning_method, "__name__", repr(pruning_method))
+        own = inspect.signature(global_unstructured).parameters.values()
+        keywords = [p.name for p in own if p.kind is p.KEYWORD_ONLY and p.name != "amount"]
         raise TypeError(
             f"{method} has no argument {', '.join(unknown)}; expected of its arguments "
             f"{', '.join(accepted) or '(it has none)'}, or of those of global_unstructured "
-            f"{', '.join(_OWN_KEYWORDS)}."
+            f"{', '.join(keywords)}."
         )

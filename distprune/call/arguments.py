@@ -57,6 +57,70 @@ class ParameterArguments:
         return [*self.facts, ("pipeline_parallel", str(self.pipeline_parallel))]
 
 
+@dataclass(frozen=True)
+class OneRanking:
+    """One ranking over all parameters decides how much each of them loses.
+
+    Attributes:
+        min_sparsity, max_sparsity: floors and ceilings of single parameters, as the caller gave
+            them; None: none.
+    """
+
+    min_sparsity: SparsityBound | None = None
+    max_sparsity: SparsityBound | None = None
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether single parameters may be bounded."""
+        return self.min_sparsity is not None or self.max_sparsity is not None
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What must be equal on all ranks before the parameters are known."""
+        bounds = "given" if self.has_bounds else "none"
+        return [("bounds on the sparsity of parameters", bounds), ("budget", "none"), _NO_SCOPE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByBudget(OneRanking):
+    """A budget decides how much each parameter loses, within the bounds.
+
+    Attributes:
+        budget: the rule.
+        has_amount: whether the caller gave an amount; without one, the budget gives the total.
+    """
+
+    budget: Budget
+    has_amount: bool = True
+
+    @property
+    def facts(self) -> list[Fact]:
+        bounds, _, scope = super().facts
+        return [bounds, ("budget", repr(self.budget)), scope]
+
+
+@dataclass(frozen=True)
+class InGroups:
+    """Layers, rows, groups N:M or tiles are ranked on their own.
+
+    Attributes:
+        rule: which groups there are, and how much they lose.
+        input_dims: dimensions that outputs sum over, where modules do not say it.
+    """
+
+    rule: GroupRule
+    input_dims: InputDims | None = None
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What must be equal on all ranks before the parameters are known."""
+        bounds, budget, _ = OneRanking().facts
+        return [bounds, budget, (_NO_SCOPE[0], str(self.rule))]
+
+
+_NO_SCOPE: Fact = ("scope or pattern", "None")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PruningArguments(ParameterArguments):
     """The arguments of a call that prunes.
@@ -65,37 +129,16 @@ class PruningArguments(ParameterArguments):
         method: decides the masks.
         make_hook: makes what is registered on a module.
         amount: for the report.
-        min_sparsity, max_sparsity: bounds of single parameters, as the caller gave them.
         normalize: what the scores of each parameter are divided by, if anything.
-        budget: how the pruned elements are divided among the parameters; None: by the ranking.
-        has_amount: whether the caller gave an amount; without one, the budget gives the total.
-        group_rule: which groups are ranked on their own; None: all parameters together.
-        input_dims: dimensions that outputs sum over, where modules do not say it.
+        share: how the pruned elements are shared among the parameters.
     """
 
     method: DecidesMasks
     make_hook: MakeHook
     amount: Amount | None = None
-    min_sparsity: SparsityBound | None = None
-    max_sparsity: SparsityBound | None = None
     normalize: Normalization | None = None
-    budget: Budget | None = None
-    has_amount: bool = True
-    group_rule: GroupRule | None = None
-    input_dims: InputDims | None = None
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether single parameters may be bounded."""
-        return self.min_sparsity is not None or self.max_sparsity is not None
+    share: OneRanking | InGroups = OneRanking()
 
     def all_facts(self) -> list[Fact]:
         """Everything that must be equal on all ranks, but for the parameters themselves."""
-        bounds = "given" if self.has_bounds else "none"
-        return [
-            *super().all_facts(),
-            ("bounds on the sparsity of parameters", bounds),
-            ("normalize", str(self.normalize)),
-            ("budget", "none" if self.budget is None else repr(self.budget)),
-            ("scope or pattern", str(self.group_rule)),
-        ]
+        return [*super().all_facts(), ("normalize", str(self.normalize)), *self.share.facts]

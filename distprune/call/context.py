@@ -19,6 +19,39 @@ from distprune.shards.shard import LocalShard
 
 
 @dataclass(frozen=True)
+class Together:
+    """One ranking over all parameters.
+
+    Attributes:
+        bounds: how much of every parameter is to be pruned after the call; None: no bounds.
+    """
+
+    bounds: Bounds | None = None
+
+    @property
+    def compares_parameters(self) -> bool:
+        """Whether scores of different parameters are compared."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divided(Together):
+    """Exact numbers of pruned elements of every parameter.
+
+    Attributes:
+        division: gives the numbers, within the bounds.
+        has_amount: whether the caller gave an amount; without one the division gives the total.
+    """
+
+    division: Division
+    has_amount: bool = True
+
+    @property
+    def compares_parameters(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
 class PruningCall:
     """One call to prune, read and agreed on by all ranks, before anything is decided.
 
@@ -29,12 +62,9 @@ class PruningCall:
         num_live: unpruned elements of every whole parameter.
         mask_dtypes: dtype of the new mask of every parameter.
         communicator: the ranks that take part.
-        bounds: how much of every parameter is to be pruned after the call; None: no bounds.
         normalize: what the scores of each parameter are divided by before they are ranked; None:
             they are ranked as they are.
-        division: divides the pruned elements among the parameters; None: the ranking does.
-        has_amount: whether the caller gave an amount; without one the division gives the total.
-        grouping: the groups that are ranked on their own; None: all parameters together.
+        share: how the pruned elements are shared among the parameters.
     """
 
     shards: Sequence[LocalShard]
@@ -42,11 +72,8 @@ class PruningCall:
     num_live: Sequence[int]
     mask_dtypes: Sequence[torch.dtype]
     communicator: Communicator
-    bounds: Bounds | None = None
     normalize: Normalization | None = None
-    division: Division | None = None
-    has_amount: bool = True
-    grouping: Grouping | None = None
+    share: Together | Grouping = Together()
 
     @property
     def is_local(self) -> bool:
@@ -56,7 +83,7 @@ class PruningCall:
     @property
     def is_limited(self) -> bool:
         """Whether anything but one free ranking divides what is pruned among the parameters."""
-        return self.bounds is not None or self.division is not None or self.grouping is not None
+        return self.share != Together()
 
     def score_or_value(self, position: int) -> Tensor:
         """The given scores of a parameter, or its values; N-d.

@@ -101,14 +101,14 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRu
 
 
 def agree_on_grouping(
-    rule: GroupRule | None,
+    rule: GroupRule,
     input_dims: InputDims | None,
     targets: Sequence[Target],
     communicator: Communicator,
     *,
     pipeline_parallel: bool,
-) -> Grouping | None:
-    """The groups of every parameter of a call; None for one ranking over all.
+) -> Grouping:
+    """The groups of every parameter of a call.
 
     Raises:
         ValueError: parameters whose inputs lie along an unknown dimension, or that the pattern
@@ -116,8 +116,6 @@ def agree_on_grouping(
 
     Cost: an all-reduce of 40 bytes.
     """
-    if rule is None:
-        return None
     if not rule.goes_along_inputs:
         return Grouping(rule, ())
 

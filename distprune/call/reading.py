@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from distprune._common.bounds import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair, label_of, tied_places
-from distprune.budgets.base import Division
 from distprune.call import pipeline_parallel as stages
-from distprune.call.arguments import Fact, ParameterArguments, PruningArguments
+from distprune.call.arguments import ByBudget, Fact, InGroups, ParameterArguments, PruningArguments
+from distprune.call.context import Divided, Together
 from distprune.call.copies import count_copies_on_other_meshes
+from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.importance_scores import by_parameter
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
 from distprune.shards.factored import FactoredScores
@@ -64,43 +65,40 @@ def read_parameters(
     return arguments, count_copies_on_other_meshes(targets, communicator)
 
 
-def agree_on_bounds(
+def agree_on_share(
     arguments: PruningArguments, targets: Sequence[Target], communicator: Communicator
-) -> Bounds | None:
-    """The bounds of every parameter as counts; None without bounds.
+) -> Together | Grouping:
+    """How the pruned elements are shared, settled for the parameters of the call.
 
     Raises:
         TypeError: a bound that is no number.
-        ValueError: a bound outside [0, 1], a floor above a ceiling, a key that is no parameter, or
-            bounds that differ between ranks. On every rank.
-
-    Cost: an all-reduce of 40 bytes if there are bounds.
-    """
-    if not arguments.has_bounds:
-        return None
-    bounded = _bounded(targets)
-    return communicator.run(
-        lambda: to_bounds(bounded, arguments.min_sparsity, arguments.max_sparsity),
-        lambda bounds: _describe_bounds(targets, bounds),
-    )
-
-
-def agree_on_division(
-    arguments: PruningArguments, targets: Sequence[Target], communicator: Communicator
-) -> Division | None:
-    """The budget of the call, settled for its parameters; None without a budget.
-
-    Raises:
-        TypeError, ValueError: a budget that does not fit the parameters, or that differs between
+        ValueError: a bound outside [0, 1], a floor above a ceiling, a key that is no parameter; a
+            budget or a pattern that does not fit the parameters; any of them differs between
             ranks. On every rank.
 
-    Cost: an all-reduce of 40 bytes if there is a budget.
+    Cost: an all-reduce of 40 bytes for bounds, for a budget, and for groups.
     """
-    budget = arguments.budget
-    if budget is None:
-        return None
-    bounded = _bounded(targets)
-    return communicator.run(lambda: budget.divide(bounded), lambda division: division.facts)
+    share = arguments.share
+    if isinstance(share, InGroups):
+        return agree_on_grouping(
+            share.rule,
+            share.input_dims,
+            targets,
+            communicator,
+            pipeline_parallel=arguments.pipeline_parallel,
+        )
+    bounds, bounded = None, _bounded(targets)
+    if share.has_bounds:
+        bounds = communicator.run(
+            lambda: to_bounds(bounded, share.min_sparsity, share.max_sparsity),
+            lambda bounds: _describe_bounds(targets, bounds),
+        )
+    if not isinstance(share, ByBudget):
+        return Together(bounds)
+    division = communicator.run(
+        lambda: share.budget.divide(bounded), lambda division: division.facts
+    )
+    return Divided(bounds, division=division, has_amount=share.has_amount)
 
 
 def _bounded(targets: Sequence[Target]) -> list[Bounded]:

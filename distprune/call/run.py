@@ -12,18 +12,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
-from distprune._common.report_text import share
+from distprune._common.report_text import share as share_of
 from distprune._common.semi_structured import layout_problem
-from distprune.budgets.base import Division
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.attaching import attach_masks
 from distprune.call.collapse import find_collapsed
 from distprune.call.comparing import count_live_and_compare
-from distprune.call.context import Decision, PruningCall
-from distprune.call.grouping import Grouping, agree_on_grouping
-from distprune.call.reading import agree_on_bounds, agree_on_division, read_parameters
+from distprune.call.context import Decision, Divided, PruningCall, Together
+from distprune.call.grouping import Grouping
+from distprune.call.reading import agree_on_share, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.masks.attach import mask_dtype
 from distprune.shards.target import Target
@@ -46,15 +44,7 @@ def prune_parameters(
     # Masks made in inference mode could never be part of a backward.
     with communicator.exclusively(), torch.inference_mode(False):
         arguments, targets = read_parameters(make_arguments, communicator)
-        bounds = agree_on_bounds(arguments, targets, communicator)
-        division = agree_on_division(arguments, targets, communicator)
-        grouping = agree_on_grouping(
-            arguments.group_rule,
-            arguments.input_dims,
-            targets,
-            communicator,
-            pipeline_parallel=arguments.pipeline_parallel,
-        )
+        share = agree_on_share(arguments, targets, communicator)
         method = arguments.method
         with torch.no_grad():
             num_live = count_live_and_compare(targets, method.READS_VALUES, communicator)
@@ -65,17 +55,14 @@ def prune_parameters(
                     num_live=num_live,
                     mask_dtypes=[mask_dtype(t.shard.parameter, t.managed) for t in targets],
                     communicator=communicator,
-                    bounds=bounds,
                     normalize=arguments.normalize,
-                    division=division,
-                    has_amount=arguments.has_amount,
-                    grouping=grouping,
+                    share=share,
                 )
             )
         if decision.bound_of is None:
-            _refuse_options_of_rankings(arguments, bounds, division, grouping)
+            _refuse_options_of_rankings(arguments, share)
         num_pruned = attach_masks(targets, num_live, decision, arguments, communicator)
-    entries = _report_each(targets, num_live, num_pruned, decision, bounds)
+    entries = _report_each(targets, num_live, num_pruned, decision, share)
     shapes = [target.shard.shape for target in targets]
     is_ranked = decision.bound_of is not None
     return PruningReport(
@@ -90,7 +77,7 @@ def prune_parameters(
         bytes_sent=communicator.bytes_sent,
         seconds=time.perf_counter() - started,
         collapsed=find_collapsed(entries, shapes) if is_ranked else (),
-        no_sparse_layout=_no_sparse_layout(arguments, targets, grouping),
+        no_sparse_layout=_no_sparse_layout(arguments, targets, share),
     )
 
 
@@ -119,19 +106,14 @@ def count_pruned(
     )
 
 
-def _refuse_options_of_rankings(
-    arguments: PruningArguments,
-    bounds: Bounds | None,
-    division: Division | None,
-    grouping: Grouping | None,
-) -> None:
+def _refuse_options_of_rankings(arguments: PruningArguments, share: Together | Grouping) -> None:
     """Raise NotImplementedError if a method that does not rank was given what needs a ranking."""
     examples = "L1Unstructured, RandomUnstructured"
-    if division is not None:
+    if isinstance(share, Divided):
         what = "budget has"
-    elif bounds is not None:
+    elif isinstance(share, Together) and share.bounds is not None:
         what = "min_sparsity and max_sparsity have"
-    elif grouping is not None:
+    elif isinstance(share, Grouping):
         what = "scope and pattern have"
     elif arguments.normalize is not None:
         what, examples = f"normalize={arguments.normalize!r} has", "L1Unstructured"
@@ -145,15 +127,17 @@ def _refuse_options_of_rankings(
 
 
 def _no_sparse_layout(
-    arguments: PruningArguments, targets: Sequence[Target], grouping: Grouping | None
+    arguments: PruningArguments, targets: Sequence[Target], share: Together | Grouping
 ) -> tuple[tuple[str, str], ...] | None:
     """After 2:4, the parameters that ``to_sparse_semi_structured`` does not take, and why."""
     # Ranks of a pipeline do not know the parameters of others.
-    if grouping is None or grouping.rule.kept_of != (2, 4) or arguments.pipeline_parallel:
+    if not isinstance(share, Grouping) or arguments.pipeline_parallel:
+        return None
+    if share.rule.kept_of != (2, 4):
         return None
     problems = [
         (target.label, layout_problem(target.shard.shape, target.shard.values.dtype, own.dims))
-        for target, own in zip(targets, grouping.parameters, strict=True)
+        for target, own in zip(targets, share.parameters, strict=True)
         if own is not None
     ]
     return tuple((label, problem) for label, problem in problems if problem)
@@ -164,9 +148,10 @@ def _report_each(
     num_live: Sequence[int],
     num_pruned: Sequence[int],
     decision: Decision,
-    bounds: Bounds | None,
+    share: Together | Grouping,
 ) -> tuple[ParameterReport, ...]:
     """What was asked of every parameter, and what was done."""
+    bounds = share.bounds if isinstance(share, Together) else None
     entries = []
     for i, target in enumerate(targets):
         size = target.shard.numel
@@ -179,8 +164,8 @@ def _report_each(
                 num_pruned[i],
                 None if decision.bound_of is None else decision.bound_of[i],
                 None if decision.wanted is None else decision.wanted[i],
-                share(low, size) if low > 0 else None,
-                share(high, size) if high < size else None,
+                share_of(low, size) if low > 0 else None,
+                share_of(high, size) if high < size else None,
             )
         )
     return tuple(entries)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distprune._common.amount import Amount, checked_count
 from distprune._common.bounds import CEILING, FLOOR, Bounds
 from distprune.budgets.base import Counts, Ranked
-from distprune.call.context import PruningCall
+from distprune.call.context import Divided, PruningCall, Together
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange
 from distprune.selection.within_bounds import limits_for
 
 
 def divide(
-    call: PruningCall, k: int | None, parts: Sequence[Candidates], keys: KeyRange
+    call: PruningCall, share: Together, amount: Amount, parts: Sequence[Candidates], keys: KeyRange
 ) -> tuple[int, Bounds | None, Counts | None]:
     """How many elements to prune, and the bounds of each parameter. Collective.
 
     Args:
-        call: the parameters, with their bounds and budget.
-        k: elements to prune now; None: the budget gives the total.
+        call: the parameters.
+        share: their bounds and budget.
+        amount: how many elements, as a fraction of what is unpruned or a count; not used if the
+            budget gives the total.
         parts: this rank's part of every parameter.
         keys: the range of all keys.
 
@@ -32,30 +35,31 @@ def divide(
 
     Cost: that of the budget.
     """
-    if call.division is None:
-        assert k is not None
-        return k, call.bounds, None
+    if not isinstance(share, Divided):
+        return checked_count(amount, sum(call.num_live)), share.bounds, None
     sizes = [shard.numel for shard in call.shards]
     pruned = [size - live for size, live in zip(sizes, call.num_live, strict=True)]
-    bounds = call.bounds or Bounds((0,) * len(sizes), tuple(sizes))
+    bounds = share.bounds or Bounds((0,) * len(sizes), tuple(sizes))
     within = Bounds(tuple(map(max, pruned, bounds.lowest)), tuple(map(max, pruned, bounds.highest)))
-    if k is None:
-        total = call.division.own_total(within)
+    if share.has_amount:
+        k = checked_count(amount, sum(call.num_live))
+    else:
+        total = share.division.own_total(within)
         assert total is not None
         k = total - sum(pruned)
     limits_for(k, bounds, sizes, call.num_live)
     ranked = Ranked(parts, call.num_live, keys, call.communicator)
-    counts = call.division.counts(sum(pruned) + k, within, ranked)
+    counts = share.division.counts(sum(pruned) + k, within, ranked)
     return k, Bounds(counts.counts, counts.counts), counts
 
 
-def bounds_met(call: PruningCall, counts: Counts) -> list[str | None]:
+def bounds_met(call: PruningCall, bounds: Bounds | None, counts: Counts) -> list[str | None]:
     """Per parameter, the floor or the ceiling that the count of a budget meets, if any."""
-    if call.bounds is None:
+    if bounds is None:
         return [None] * len(call.shards)
     met: list[str | None] = []
     for shard, live, count, low, high in zip(
-        call.shards, call.num_live, counts.counts, call.bounds.lowest, call.bounds.highest,
+        call.shards, call.num_live, counts.counts, bounds.lowest, bounds.highest,
         strict=True,
     ):  # fmt: skip
         is_at_floor = count == low > shard.numel - live

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from distprune._common.amount import Amount, checked_count
+from distprune._common.amount import Amount
 from distprune._common.bounds import Bounds
 from distprune._common.collectives import Communicator
 from distprune.call.context import Decision, LocalMasks, PruningCall
@@ -65,12 +65,12 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         prepare, lambda made: [("dtype of the scores", str(made.keys.value_dtype))]
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
-    if call.grouping is not None and call.grouping.rule.tile is not None:
-        return ranked_in_tiles(call, call.grouping, amount, keys, parts, prepared.masks, flat)
-    if call.grouping is not None:
-        return _ranked_in_groups(call, call.grouping, prepared)
-    k = None if not call.has_amount else checked_count(amount, sum(call.num_live))
-    k, bounds, counts = divide(call, k, parts, keys)
+    share = call.share
+    if isinstance(share, Grouping):
+        if share.rule.tile is not None:
+            return ranked_in_tiles(call, share, amount, keys, parts, prepared.masks, flat)
+        return _ranked_in_groups(call, share, prepared)
+    k, bounds, counts = divide(call, share, amount, parts, keys)
     names = [shard.name for shard in call.shards]
     selection: Selection | None
     if bounds is None:
@@ -91,7 +91,9 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     is_plain = not call.is_limited and call.normalize is None
     decision = Decision(
         finish,
-        bound_of=[cut.bound for cut in cuts] if counts is None else bounds_met(call, counts),
+        bound_of=[cut.bound for cut in cuts]
+        if counts is None
+        else bounds_met(call, share.bounds, counts),
         wanted=None if counts is None else counts.wanted,
         is_by_magnitude=ranking is BY_MAGNITUDE
         and is_plain

@@ -66,8 +66,7 @@ class ByScore:
         sources: Sequence[ScoreSource] | None = None
         # With a budget, a scope or a pattern N:M, parameters are not compared, or by scores that a
         # factor does not change.
-        are_compared = call.grouping is None or call.grouping.compares_parameters
-        if call.normalize is not None and call.division is None and are_compared:
+        if call.normalize is not None and call.share.compares_parameters:
             scored = call.communicator.run(lambda: _scored(call, self.make_scores(call)))
             if self.order is Order.MAGNITUDE:
                 most_bytes = sum(len(part.counted) for part in scored) // _ELEMENTS_PER_BYTE

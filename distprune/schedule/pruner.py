@@ -18,7 +18,7 @@ from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
 from distprune.budgets.given import BudgetLike
-from distprune.call.arguments import ParameterArguments, PruningArguments
+from distprune.call.arguments import InGroups, ParameterArguments, PruningArguments
 from distprune.call.collapse import warn_of_collapse
 from distprune.call.grouping import InputDims
 from distprune.call.importance_scores import without_others
@@ -344,9 +344,10 @@ class ScheduledPruner:
                 pattern=group.pattern,
                 input_dims=group.input_dims,
             )
-            assert arguments.group_rule is not None
-            rule = replace(arguments.group_rule, sparsity=float(target))
-            return replace(arguments, group_rule=rule, amount=float(target))
+            assert isinstance(arguments.share, InGroups)
+            rule = replace(arguments.share.rule, sparsity=float(target))
+            share = replace(arguments.share, rule=rule)
+            return replace(arguments, share=share, amount=float(target))
 
         if target <= group.target:
             return None
