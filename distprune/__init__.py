@@ -3,7 +3,7 @@
 import distprune as prune
 
 prune.global_unstructured(
-    prune.select(model, exclude="lm_head"),
+    prune.select(model),
     pruning_method=prune.L1Unstructured,
     amount=0.5,
 )

@@ -21,9 +21,10 @@ required::
       initial_sparsity: 0.0
       final_sparsity: 0.8
     select:                    # as for distprune.select
-      include: ["*"]
-      exclude: [lm_head]
-      names: [weight]
+      also: ["lm_head"]        # besides the default, which include would replace
+      exclude: ["*.layers.0.*"]
+      min_ndim: 2              # leave alone tensors of fewer dimensions larger than 1
+      names: [weight]          # only parameters of these names, for models
       input_dims: {"*.w1": 0}  # the dimension of the inputs, for rows and patterns
     limits:                    # of every single parameter; not beside a pattern
       min_sparsity: 0.0
@@ -40,9 +41,6 @@ recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
     statistics: a.safetensors  # of activations, for wanda and stade; relative to the recipe
     scores: FOLDER             # for score given: tensors of the same names and shapes
     nan: keep                  # keep NaN; error, the default, refuses weights that have any
-    select:
-      also: ["lm_head"]        # pruned in addition to the default, which include would replace
-      min_ndim: 2              # leave alone tensors of fewer dimensions larger than 1
     output: {masks: true, card: true}  # whether to write the masks and a model card
 
 Checking a recipe needs pydantic, and reading one from a file PyYAML: ``pip install
@@ -106,10 +104,6 @@ class Recipe(Request):
             names.append("output.masks")
         if not self.card:
             names.append("output.card")
-        if any(part.min_ndim is not None for part in self.parts):
-            names.append("select.min_ndim")
-        if any(part.also for part in self.parts):
-            names.append("select.also")
         return names
 
     def _entry(self, model: nn.Module) -> dict[str, Any]:
@@ -119,7 +113,14 @@ class Recipe(Request):
 
         limits = (self.min_sparsity, self.max_sparsity) if self.has_limits else (None, None)
         return {
-            "parameters": select(model, self.include, self.exclude, names=self.names),
+            "parameters": select(
+                model,
+                self.include,
+                self.exclude,
+                names=self.names,
+                also=self.also,
+                min_ndim=self.min_ndim,
+            ),
             "schedule": self.course,
             "pruning_method": _random(self.seed) if self.score == "random" else L1Unstructured,
             "normalize": self.normalize,

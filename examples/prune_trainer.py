@@ -33,7 +33,6 @@ def main() -> None:
     )
     callback = PruningCallback(
         schedule.Cubic(begin=10, end=40, frequency=10, final_sparsity=0.7),
-        exclude=["lm_head", "*embed_tokens"],
     )
     trainer = Trainer(
         LlamaForCausalLM(config),

@@ -66,7 +66,7 @@ def main() -> None:
     for method in ("static", "RigL"):
         torch.manual_seed(settings.seed)  # the same first weights and masks, on every rank
         model = wrap_model(build_model(), settings.wrap, job.device, job.num_ranks)
-        pairs = prune.select(model, exclude=["*embed_tokens", "*lm_head"])
+        pairs = prune.select(model)
         prune.global_unstructured(pairs, prune.RandomUnstructured, amount=settings.sparsity)
         optimizer = make_optimizer(model, LEARNING_RATE)
         rigl = None

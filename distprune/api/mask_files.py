@@ -22,7 +22,6 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
 from distprune._transformers.saving import SavedMasks, as_saved
-from distprune.api.parameter_places import all_places, find_places
 from distprune.call.arguments import ParameterArguments
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.reading import read_parameters
@@ -30,6 +29,7 @@ from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
 from distprune.files.disk.access import sync_folder
 from distprune.files.formats.header import TensorEntry
 from distprune.masks.hook import find_hook
+from distprune.shards.parameter_places import all_places, find_places
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target
 

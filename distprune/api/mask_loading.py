@@ -27,7 +27,6 @@ from distprune._transformers.mask_matching import (
     with_close_names,
 )
 from distprune._transformers.names import rules_for
-from distprune.api.parameter_places import Place, all_places
 from distprune.call.arguments import PruningArguments
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.report import MaskLoadingReport
@@ -38,6 +37,7 @@ from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import CheckpointError
 from distprune.methods.builtin import chosen_hook
 from distprune.selection.passes import count_live
+from distprune.shards.parameter_places import Place, all_places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

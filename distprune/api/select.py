@@ -1,21 +1,31 @@
-"""``select``: which parameters of a model to prune, by name and type, on any wrapper."""
+"""``select``: which parameters of a model to prune, on any wrapper."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 
+from distprune._common.default_selection import (
+    EMBEDDING,
+    HEAD,
+    MIN_NDIM,
+    NORM,
+    reason_of_shape,
+    reason_to_keep,
+)
 from distprune._common.lost import lost_mask
-from distprune._common.naming import NamedParameter, full_name, named_modules
+from distprune._common.naming import NamedParameter, full_name, unwrap
 from distprune._common.patterns import matcher
-from distprune._common.pruned_form import mask_key, orig_key
+from distprune._common.pruned_form import mask_key, name_without_orig
 from distprune.masks.hook import find_hook
-from distprune.torch_private.wrapper import managed_parameters
+from distprune.shards.parameter_places import Place, all_places
 
-# Pruning a normalisation's few scales saves nothing and hurts: out by default.
+_EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES = "excluded", "not included", "of other types"
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -30,23 +40,38 @@ def select(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     types: type | tuple[type, ...] | None = None,
-    names: str | Sequence[str] = ("weight",),
+    names: str | Sequence[str] | None = None,
     *,
+    also: str | Sequence[str] = (),
+    min_ndim: int | None = None,
+    everything: bool = False,
     prefix: str = "",
 ) -> list[NamedParameter]:
     """List the parameters of a model to prune.
 
+    By default these are the parameters that ``distprune prune`` selects in a checkpoint of the
+    same model: matrices and convolutions, experts in one parameter of three dimensions among them,
+    but no embedding, output head, norm, router, bias, or table of positions. Names of modules and
+    parameters decide, and so do the types of embeddings and norms, and the head that a model of
+    transformers reports.
+
     Args:
         model: plain or wrapped in anything that this library supports.
-        include: patterns; only parameters that match one are taken. A pattern is a
-            glob (``*``, ``?``, ``[...]``; ``*`` crosses dots) or, after ``re:``, a regular
+        include: patterns; the matrices that match one are taken instead of the default. A pattern
+            is a glob (``*``, ``?``, ``[...]``; ``*`` crosses dots) or, after ``re:``, a regular
             expression; it has to match the whole name of a module
             ("layers.0.mlp") or of a parameter ("layers.0.mlp.weight"), without the
             prefixes that wrappers add.
         exclude: patterns; parameters that match one are left out.
         types: take only modules of these types.
-        names: which parameters of a module. Normalisation layers are left out
-            unless ``include`` or ``types`` asks for them.
+        names: take only parameters that modules register under these names; all by default.
+            Biases need ``everything=True``, or ``include`` and ``min_ndim=1``.
+        also: patterns; the matrices that match one are taken besides the default.
+        min_ndim: leave out parameters with fewer dimensions larger than 1, also if a pattern names
+            them; 2 by default.
+        everything: take every parameter called "weight", or as ``names`` says, of any shape, and
+            not only what is pruned by default. Norms are left out unless ``include`` or ``types``
+            asks for them.
         prefix: where ``model`` is in a larger one ("layers.1"): put before all names. Pipeline
             stages need it when their own names do not tell them apart.
 
@@ -54,70 +79,130 @@ def select(
         (module, name) pairs, each with its full name as ``.fqn``, in the order in
         which the model registers its modules: the same on every rank and wrapper.
         A tied parameter is listed once, where it comes first, and is pruned under all its
-        names; it is left out if ``exclude`` matches one of them. Parameters that are pruned
-        already are listed like any other.
+        names; it is left out if ``exclude`` matches one of them, or if it is left out by default
+        under one of them. Parameters that are pruned already are listed like any other.
 
     Raises:
-        ValueError: a pattern that matches nothing, or nothing is selected.
+        ValueError: a pattern that matches nothing, arguments that exclude each other, or nothing
+            is selected.
         RuntimeError: a parameter is pruned, and its mask was deleted.
 
     Cost: one walk over the modules; no communication.
     """
-    include = None if include is None else _as_list("include", include)
-    exclude = _as_list("exclude", exclude)
-    names = _as_list("names", names)
-    managed = managed_parameters(model)
-    used: set[str] = set()
-    fqns: list[str] = []
-    groups: dict[Hashable, _Names] = {}
-    for path, module in named_modules(model):
-        path = ".".join(filter(None, (prefix, path)))
-        for name in names:
-            identity = _find(module, name, managed)
-            if identity is None:
-                continue
-            key, ndim = identity
-            fqn = full_name(path, name)
-            fqns.append(fqn)
-            group = groups.setdefault(key, _Names())
-            group.places.append(NamedParameter(module, name, fqn))
-            included = _matches(include or (), fqn, used)
-            group.is_excluded |= _matches(exclude, fqn, used)
-            if types is not None and not isinstance(module, types):
-                continue
-            if include is None and types is None:
-                included = not isinstance(module, _NORMS) and not _looks_like_norm(module, ndim)
-            elif include is None:
-                included = True
-            group.is_included |= included
+    rule = _Rule(
+        include=None if include is None else _as_list("include", include),
+        exclude=_as_list("exclude", exclude),
+        also=_as_list("also", also),
+        types=types,
+        min_ndim=min_ndim,
+        everything=everything,
+        head=head_of(model),
+    )
+    own_names = ["weight"] if everything and names is None else names
+    own_names = None if own_names is None else _as_list("names", own_names)
+    parameters: dict[Hashable, list[Place]] = {}
+    for place in _places(model, own_names, prefix):
+        parameters.setdefault(place.key, []).append(place)
+    rule.match([place.pair.fqn for places in parameters.values() for place in places])
+    reasons = {key: rule.reason(places) for key, places in parameters.items()}
+    if names is not None and not everything:
+        _check_names(own_names or [], parameters, reasons)
     selected = [
-        group.places[0].with_places(group.places)
-        for group in groups.values()
-        if group.is_included and not group.is_excluded
+        places[0].pair.with_places(place.pair for place in places)
+        for key, places in parameters.items()
+        if not reasons[key]
     ]
-    unused = [pattern for pattern in (*(include or ()), *exclude) if pattern not in used]
-    if unused:
-        raise ValueError(
-            f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' patterns "
-            f"for names such as {', '.join(fqns[:4]) or '(none)'}. {len(fqns)} parameters are "
-            f"called {' or '.join(names)}."
-        )
     if not selected:
+        why = "; ".join(sorted(set(reasons.values()))) or "there are none"
+        called = "" if own_names is None else f" called {' or '.join(own_names)}"
         raise ValueError(
-            f"nothing is selected: include={include}, exclude={exclude}, types={types}, "
-            f"names={names}. Expected at least one of the {len(fqns)} parameters called "
-            f"{' or '.join(names)}."
+            f"nothing is selected in this {type(unwrap(model)).__name__}: its {len(reasons)} "
+            f"parameters{called} are left out ({why}) with include={rule.include}, "
+            f"exclude={rule.exclude}, types={types}. Expected at least one that is left. include "
+            "takes what is left out by default, and min_ndim=1 takes vectors."
         )
     return selected
 
 
-@dataclass
-class _Names:
-    """A parameter under all its names."""
+def head_of(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits; None if the model does not say which."""
+    get: Any = getattr(unwrap(model), "get_output_embeddings", None)
+    found: nn.Module | None = None if get is None else get()
+    return found
 
-    places: list[NamedParameter] = field(default_factory=list)
-    is_included: bool = False
-    is_excluded: bool = False
+
+@dataclass
+class _Rule:
+    """Which parameters are taken; the arguments are those of :func:`select`."""
+
+    include: list[str] | None
+    exclude: list[str]
+    also: list[str]
+    types: type | tuple[type, ...] | None
+    min_ndim: int | None
+    everything: bool
+    head: nn.Module | None
+    matched: dict[str, set[str]] = field(default_factory=dict)  # full names by pattern
+
+    def __post_init__(self) -> None:
+        if self.also and self.include is not None:
+            raise ValueError(
+                f"also={self.also} adds to the default, which include={self.include} replaces; "
+                "expected one of them."
+            )
+        if self.everything and (self.also or self.min_ndim is not None):
+            raise ValueError(
+                f"also={self.also}, min_ndim={self.min_ndim} beside everything=True, which takes "
+                "parameters of any shape; expected one or the other."
+            )
+
+    def match(self, fqns: Sequence[str]) -> None:
+        """Find what the patterns match.
+
+        Raises:
+            ValueError: one matches nothing.
+        """
+        patterns = [*(self.include or ()), *self.also, *self.exclude]
+        self.matched = {pattern: set(filter(matcher(pattern), fqns)) for pattern in patterns}
+        unused = [pattern for pattern, matched in self.matched.items() if not matched]
+        if unused:
+            raise ValueError(
+                f"{', '.join(map(repr, unused))} match no parameter; expected globs or 're:' "
+                f"patterns for the {len(fqns)} names such as {', '.join(fqns[:4]) or '(none)'}."
+            )
+
+    def reason(self, places: Sequence[Place]) -> str:
+        """Why a parameter with these names is left out; "" if it is taken."""
+        if self._is_in(self.exclude, places):
+            return _EXCLUDED
+        if self.include is not None and not self._is_in(self.include, places):
+            return _NOT_INCLUDED
+        types = self.types
+        if types is not None and not any(isinstance(place.pair[0], types) for place in places):
+            return _OF_OTHER_TYPES
+        if self.everything:
+            is_asked_for = self.include is not None or types is not None
+            return NORM if not is_asked_for and any(map(_is_norm, places)) else ""
+        min_ndim = MIN_NDIM if self.min_ndim is None else self.min_ndim
+        reason = reason_of_shape(places[0].shape, min_ndim)
+        if reason or self.include is not None or self._is_in(self.also, places):
+            return reason
+        return next(filter(None, map(self._default_reason, places)), "")
+
+    def _is_in(self, patterns: Iterable[str], places: Iterable[Place]) -> bool:
+        fqns = [place.pair.fqn for place in places]
+        return any(not self.matched[pattern].isdisjoint(fqns) for pattern in patterns)
+
+    def _default_reason(self, place: Place) -> str:
+        """By type, where the module has one that tells more than names do; else by name."""
+        module = place.pair[0]
+        if isinstance(module, _EMBEDDINGS):
+            return EMBEDDING
+        if module is self.head:
+            return HEAD
+        if _is_norm(place):
+            return NORM
+        return reason_to_keep(place.pair.fqn, place.shape) if place.is_floating else "no float"
 
 
 def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
@@ -127,31 +212,42 @@ def _as_list(what: str, value: str | Iterable[str]) -> list[str]:
     return values
 
 
-def _find(
-    module: nn.Module, name: str, managed: Mapping[tuple[int, str], Any]
-) -> tuple[Hashable, int] | None:
-    """What is the same for all names of a parameter, pruned or not, and its dimensions."""
-    is_pruned = find_hook(module, name) is not None
-    if is_pruned and module._buffers.get(mask_key(name)) is None:
-        raise lost_mask(module, name)
-    for registered in (name, orig_key(name)):
-        if registered != name and mask_key(name) not in module._buffers:
-            continue
-        record = managed.get((id(module), registered))
-        if record is not None:
-            return record.key, len(record.shape)
-        parameter = module._parameters.get(registered)
-        if parameter is not None:
-            return id(parameter), parameter.ndim
-    return None
+def _places(model: nn.Module, names: list[str] | None, prefix: str) -> Iterator[Place]:
+    """All parameters of some names, those of a module in an order that no wrapper changes."""
+    for _, places in groupby(all_places(model), key=lambda place: id(place.pair[0])):
+        by_name = {}
+        for place in places:
+            module, name = place.pair
+            plain = name_without_orig(name)
+            if names is not None and plain not in names and name not in names:
+                continue
+            if find_hook(module, plain) and module._buffers.get(mask_key(plain)) is None:
+                raise lost_mask(module, plain)
+            pair = NamedParameter(module, name, full_name(prefix, place.pair.fqn))
+            by_name[name] = replace(place, pair=pair)
+        order = sorted(by_name) if names is None else filter(by_name.__contains__, names)
+        yield from map(by_name.__getitem__, order)
 
 
-def _matches(patterns: Iterable[str], parameter: str, used: set[str]) -> bool:
-    matching = [pattern for pattern in patterns if matcher(pattern)(parameter)]
-    used.update(matching)
-    return bool(matching)
+def _check_names(
+    names: Iterable[str],
+    parameters: Mapping[Hashable, Sequence[Place]],
+    reasons: Mapping[Hashable, str],
+) -> None:
+    """Raise ValueError for a name in ``names`` of which nothing is ever taken, such as "bias"."""
+    for name in names:
+        own = {reasons[k] for k, ps in parameters.items() if any(p.pair[1] == name for p in ps)}
+        own -= {_EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES}
+        if own and "" not in own:
+            raise ValueError(
+                f"names={names}: the parameters called {name!r} are left out "
+                f"({'; '.join(sorted(own))}). Leave the name out, or take these with "
+                "everything=True, or with include and min_ndim=1."
+            )
 
 
-def _looks_like_norm(module: nn.Module, ndim: int) -> bool:
+def _is_norm(place: Place) -> bool:
     """Norms of other libraries (LlamaRMSNorm, ...) have 1-d parameters and say so in their name."""
-    return "norm" in type(module).__name__.lower() and ndim <= 1
+    module = place.pair[0]
+    is_named_norm = "norm" in type(module).__name__.lower() and len(place.shape) <= 1
+    return isinstance(module, _NORMS) or is_named_norm

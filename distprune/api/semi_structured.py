@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from distprune._common.process_groups import world
-from distprune.api.parameter_places import find_places
 from distprune.call.arguments import ParameterArguments
 from distprune.call.grouping import InputDims, to_pattern
 from distprune.call.semi_structured import SemiStructuredReport, count_fitting
 from distprune.masks.hook import find_hook
+from distprune.shards.parameter_places import find_places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

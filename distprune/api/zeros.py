@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
+from distprune._common.default_selection import reason_of_shape
 from distprune._common.memory import on_host
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
-from distprune.api.parameter_places import find_places
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.context import Decision, PruningCall
 from distprune.call.reading import read_parameters
@@ -24,6 +24,7 @@ from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
 from distprune.methods.builtin import chosen_hook
 from distprune.methods.mask_functions import elementwise_decision
+from distprune.shards.parameter_places import find_places
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target
 
@@ -131,7 +132,7 @@ def _pairs_of(parameters: nn.Module | Iterable[tuple[nn.Module, str]], all_zero:
         raise ValueError(f"all_zero={all_zero!r}; expected 'error', 'leave' or 'prune'.")
     if isinstance(parameters, nn.Module):
         model = parameters
-        return list(find_places(model, lambda place: sum(size > 1 for size in place.shape) > 1))
+        return list(find_places(model, lambda place: not reason_of_shape(place.shape)))
     return list(parameters)
 
 

@@ -1,7 +1,7 @@
 """Budgets: how the pruned elements of a call are divided among its parameters.
 
 prune.global_unstructured(
-    prune.select(model, exclude="lm_head"), prune.L1Unstructured, amount=0.5, budget="lamp"
+    prune.select(model), prune.L1Unstructured, amount=0.5, budget="lamp"
 )
 
 ``budget=`` of ``global_unstructured`` and of ``ScheduledPruner`` takes one of these objects, or

@@ -17,8 +17,8 @@ from distprune.call.arguments import ParameterArguments
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.call.run import count_pruned
 from distprune.criteria.measured import MeasuredCriterion
-from distprune.masks.evaluation import all_parameters
 from distprune.masks.values import changed_values, keep_signs
+from distprune.shards.parameter_places import all_places
 from distprune.shards.shard import LocalShard
 
 
@@ -86,7 +86,7 @@ class SynFlow(MeasuredCriterion):
                 communicator.agree()  # a backward of FSDP or DDP waits for all ranks
                 total.backward()  # type: ignore[no-untyped-call]
 
-            everything = all_parameters(self._model)
+            everything = [place.pair for place in all_places(self._model)]
             with changed_values(everything, _to_absolute, communicator, keep=keep_signs):
                 shards, gradients = self._measured_gradients(kept, backward)
                 with torch.no_grad():

@@ -112,7 +112,7 @@ def _refuse_what_models_have(parts: list[dict[str, Any]], where: str) -> None:
     problems = []
     if any(not isinstance(part["schedule"], OneShot | None) for part in parts):
         problems.append("schedule")
-    if any(part["names"] != ("weight",) for part in parts):
+    if any(part["names"] is not None for part in parts):
         problems.append("select.names")
     if problems:
         subject = where if where == "the recipe" else f"the recipe {where}"

@@ -37,7 +37,7 @@ class Selection:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] = ()
     types: type | tuple[type, ...] | None = None
-    names: str | Sequence[str] = ("weight",)
+    names: str | Sequence[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class PruningCallback(Callback):
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] = (),
         types: type | tuple[type, ...] | None = None,
-        names: str | Sequence[str] = ("weight",),
+        names: str | Sequence[str] | None = None,
         criterion: MakeCriterion | None = None,
         reset_criterion: bool = False,
         scope: Scope = "global",

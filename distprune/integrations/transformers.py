@@ -1,7 +1,7 @@
 """Prune while Hugging Face's Trainer trains: one callback.
 
     callback = PruningCallback(
-        schedule.Cubic(begin=100, end=1000, frequency=100, final_sparsity=0.8), exclude="lm_head"
+        schedule.Cubic(begin=100, end=1000, frequency=100, final_sparsity=0.8)
     )
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train()  # resume_from_checkpoint=True goes on where an earlier run stopped
@@ -104,7 +104,7 @@ class PruningCallback(TrainerCallback, ExportableState):
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] = (),
         types: type | tuple[type, ...] | None = None,
-        names: str | Sequence[str] = ("weight",),
+        names: str | Sequence[str] | None = None,
         criterion: MakeCriterion | None = None,
         reset_criterion: bool = False,
         scope: Scope = "global",
@@ -369,7 +369,8 @@ def _add_masks(model: nn.Module, state_dict: dict[str, Tensor], *args: Any) -> N
     names = {name for name in pruned if name is not None}
     if not names:
         return
-    pairs = select(model, "*", names=sorted({name.rpartition(".")[2] for name in names}))
+    own_names = sorted({name.rpartition(".")[2] for name in names})
+    pairs = select(model, "*", names=own_names, everything=True)
     missing = [p for p in pairs if p.fqn in names and mask_key(p[1]) not in p[0]._buffers]
     if missing:
         # Masks of ones, under all names of a tied parameter.

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from distprune.language_models.running import data_ranks as data_ranks
     from distprune.language_models.saving import SavedModel as SavedModel
     from distprune.language_models.saving import save_sharded as save_sharded
-    from distprune.language_models.selecting import select_matrices as select_matrices
     from distprune.language_models.sequential import decoder_blocks as decoder_blocks
     from distprune.language_models.sequential import prune_block_by_block as prune_block_by_block
     from distprune.language_models.text import TokenWindows as TokenWindows
@@ -60,7 +59,6 @@ _MODULES = {
     "prune_block_by_block": "sequential",
     "read_windows": "text",
     "save_sharded": "saving",
-    "select_matrices": "selecting",
 }
 
 __all__ = [
@@ -83,7 +81,6 @@ __all__ = [
     "prune_block_by_block",
     "read_windows",
     "save_sharded",
-    "select_matrices",
 ]
 
 

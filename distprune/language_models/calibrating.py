@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from distprune._common.naming import named_modules
 from distprune._common.process_groups import is_distributed, world
 from distprune._common.pruned_form import orig_key
+from distprune.api.select import head_of
 from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.grasp import GraSP
 from distprune.criteria.measured import MeasuredCriterion
-from distprune.language_models.layers import head_of
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,
@@ -61,7 +61,7 @@ def calibrate(
 ) -> None:
     """Run windows of text through a model, and collect what a score needs. Collective.
 
-    statistics = ActivationStatistics(prune.select(model, types=nn.Linear, exclude="lm_head"))
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear))
     calibrate(model, windows, statistics)
     statistics.save("statistics.safetensors")
 

@@ -6,13 +6,13 @@ import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune.api.select import select
+from distprune._common.naming import NamedParameter, full_name, named_modules
+from distprune.api.select import head_of, select
 from distprune.files.checkpoints.locating import locate
 from distprune.files.errors import CheckpointError
 from distprune.language_models.extra import require_extra
@@ -55,12 +55,14 @@ def linear_layers(
     experts = {type(module) for _, module in named_modules(model) if _are_fused_experts(module)}
     left_out, types, names = list(exclude), (nn.Linear, Conv1D, *experts), ("weight", *_OF_EXPERTS)
     if include is not None:
-        return select(model, include=include, exclude=left_out, types=types, names=names)
+        return select(
+            model, include=include, exclude=left_out, types=types, names=names, everything=True
+        )
     head = head_of(model)
     left_out += [
         glob.escape(path) for path, module in named_modules(model) if path and module is head
     ]
-    selected = select(model, exclude=left_out, types=types, names=names)
+    selected = select(model, None, left_out, types, names, everything=True)
     return [pair for pair in selected if type(pair[0]) in experts or not _has_own_forward(pair[0])]
 
 
@@ -108,10 +110,3 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             "; expected tokenizer.json or the like. Give the folder of one that has."
         ) from error
     return made
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """The layer that makes logits; None if the model does not say which."""
-    get: Any = getattr(unwrap(model), "get_output_embeddings", None)
-    found: nn.Module | None = None if get is None else get()
-    return found

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from distprune._common.collectives import resolved
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
-from distprune.language_models.layers import head_of
+from distprune.api.select import head_of
 from distprune.language_models.running import data_ranks, output_of
 from distprune.torch_private.wrapper import plain_class
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distprune._common.naming import unwrap
 from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune._transformers.building import decoder_layers
-from distprune.language_models.layers import head_of
+from distprune.api.select import head_of
 from distprune.language_models.losses import SLICE, BatchLosses
 
 

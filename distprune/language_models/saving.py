@@ -18,7 +18,6 @@ from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
 from distprune._transformers.saving import as_saved
 from distprune._transformers.table import pretrained_model
-from distprune.api.parameter_places import all_places, find_places
 from distprune.call.arguments import ParameterArguments
 from distprune.call.comparing import count_live_and_compare
 from distprune.call.reading import read_parameters
@@ -32,6 +31,7 @@ from distprune.language_models.buffers import persistent_buffers
 from distprune.language_models.extra import require_extra
 from distprune.language_models.gathering import Gathering
 from distprune.language_models.weight_writing import WeightFiles, parse_size
+from distprune.shards.parameter_places import all_places, find_places
 from distprune.shards.target import Target
 
 

@@ -8,26 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import Pair, named_modules
-from distprune._common.pruned_form import local_tensor, name_of_mask, name_of_pruned_orig
+from distprune._common.pruned_form import local_tensor, name_of_mask
 from distprune.masks.hook import find_hook
-from distprune.torch_private.wrapper import is_flattened, managed_parameters
-
-
-def all_parameters(model: nn.Module) -> list[Pair]:
-    """Every (module, name) of a parameter of a model, wrapped or not, pruned or not."""
-    registered: dict[int, list[str]] = {}
-    managed = managed_parameters(model)
-    for module_id, key in managed:
-        registered.setdefault(module_id, []).append(key)
-    places = []
-    for _, module in named_modules(model):
-        own = [key for key, value in module._parameters.items() if value is not None]
-        for key in dict.fromkeys([*own, *registered.get(id(module), ())]):
-            if (id(module), key) not in managed and is_flattened(module, key):
-                continue  # a flat parameter of FSDP1: its pieces are listed
-            places.append((module, name_of_pruned_orig(key, _mask_keys(module)) or key))
-    return places
 
 
 class KeptModel:
@@ -74,10 +56,6 @@ def kept_model(model: nn.Module) -> Iterator[KeptModel]:
     finally:
         kept.restore_modes()
         kept.restore_buffers()
-
-
-def _mask_keys(module: nn.Module) -> list[str]:
-    return [key for key in module._buffers if _is_mask(module, key)]
 
 
 def _is_mask(module: nn.Module, key: str) -> bool:

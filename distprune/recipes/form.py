@@ -219,14 +219,14 @@ class SelectForm(Section):
         default=None,
         description="Patterns of names. Checkpoints: of whole tensor names.",
     )
-    also: Patterns = Field(
-        default=(), description="Patterns besides the default; checkpoints only."
-    )
+    also: Patterns = Field(default=(), description="Patterns besides the default.")
     exclude: Patterns = Field(default=(), description="Patterns of names that are left alone.")
-    names: Texts = Field(default=("weight",), description="Parameters of a module; models only.")
+    names: Texts | None = Field(
+        default=None, description="Names that modules have for the parameters; models only."
+    )
     min_ndim: Positive | None = Field(
         default=None,
-        description="Fewest dimensions larger than 1; checkpoints only.",
+        description="Fewest dimensions larger than 1.",
     )
     input_dims: InputDims = Field(
         default=(), description="The dimension of the inputs, by pattern; checkpoints only."

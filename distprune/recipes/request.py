@@ -46,12 +46,11 @@ class Request:
             checkpoints also "wanda": |w| times the rms of its input; "stade": |w| times the
             standard deviation of its input; "given": |score| of ``scores``.
         seed: of random scores. None: 0 for checkpoints, torch's generator for models.
-        include: globs, or regular expressions after ``re:``, for names. None: for checkpoints,
-            matrices, except embeddings, heads, norms, routers, biases and scales.
+        include: globs, or regular expressions after ``re:``, for names. None: matrices, except
+            embeddings, heads, norms, routers, biases and scales.
         also: patterns of tensors to prune in addition to the default of ``include``.
         exclude: patterns of tensors to leave alone, whatever selects them.
-        min_ndim: leave alone tensors of fewer dimensions; those of size 1 do not count. For
-            checkpoints, where None is 2.
+        min_ndim: leave alone tensors of fewer dimensions; those of size 1 do not count. None: 2.
         input_dims: by pattern, the dimensions that an output sums over: the one that N:M goes
             along, and the last ones, if they are the kernel of a convolution. The first pattern
             that matches counts. Needed for tensors whose layout cannot be derived. A mapping, or
@@ -74,7 +73,7 @@ class Request:
         scores: path of the scores for "given": a folder of safetensors files, or one file, with a
             tensor for each pruned one, of its name and shape.
         schedule: instead of a sparsity, its course over the steps of training; for models.
-        names: the parameters of a module, as for ``select``; for models.
+        names: the parameters of a module, as for ``select``; for models. None: any.
 
     Raises:
         RecipeError: with every field that is wrong.
@@ -101,7 +100,7 @@ class Request:
     statistics: str | None = None
     scores: str | None = None
     schedule: Schedule | None = None
-    names: tuple[str, ...] = ("weight",)
+    names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check what a caller gave, and take it with the types that are declared above."""
@@ -287,7 +286,7 @@ class Request:
                 values["input_dims"] = self.input_dims
             else:
                 values["input_dims"] = {pattern: _listed(dims) for pattern, dims in pairs.items()}
-        if _listed(self.names) != ["weight"]:
+        if self.names is not None:
             values["names"] = _listed(self.names)
         return values
 

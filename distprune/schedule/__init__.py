@@ -1,7 +1,7 @@
 """When to prune, and how much: schedules of sparsity, and what a training loop drives.
 
 pruner = schedule.ScheduledPruner(
-    prune.select(model, exclude="lm_head"),
+    prune.select(model),
     schedule.Cubic(begin=0, end=1000, frequency=100, final_sparsity=0.8),
 )
 for batch in loader:

@@ -2,7 +2,7 @@
 
 from distprune import statistics
 
-collected = statistics.ActivationStatistics(prune.select(model, exclude="lm_head"))
+collected = statistics.ActivationStatistics(prune.select(model))
 with collected.collecting():
     for batch in calibration:
         model(**batch)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class ActivationStatistics(CollectedInputs):
     """Sums of the inputs of layers over calibration data, from which Wanda and others are made.
 
-    statistics = ActivationStatistics(prune.select(model, exclude="lm_head"))
+    statistics = ActivationStatistics(prune.select(model))
     with statistics.collecting():
         for batch in calibration:
             with statistics.batch(attention_mask=batch["attention_mask"]):

@@ -160,7 +160,7 @@ def refusal(obstacles: Mapping[str, str]) -> NotImplementedError:
     return NotImplementedError(
         f"{label}: {text} Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d, transformers' "
         "Conv1D or its fused experts. Leave such parameters out, for example by select(model, "
-        'types=torch.nn.Linear, exclude="lm_head").'
+        "types=torch.nn.Linear)."
         f"{also}"
     )
 

@@ -48,6 +48,11 @@ def is_managed(module: nn.Module, name: str) -> bool:
     return isinstance(base, FlatParameter) or getattr(base, _MANAGED, False)
 
 
+def is_flat(tensor: Tensor) -> bool:
+    """Whether a tensor is a flat parameter."""
+    return isinstance(tensor, FlatParameter)
+
+
 def is_piece(tensor: Tensor) -> bool:
     """Whether a tensor is a flat parameter, or one of its pieces (with use_orig_params)."""
     return isinstance(tensor, FlatParameter) or getattr(tensor, _MANAGED, False)

@@ -98,6 +98,15 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     return any(fsdp1.is_managed(module, key) for key in (name, orig_key(name)))
 
 
+def is_flat(tensor: Tensor) -> bool:
+    """Whether a tensor is a flat parameter of FSDP1: what a module registers for several."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from distprune.torch_private import fsdp1
+
+    return fsdp1.is_flat(tensor)
+
+
 def is_piece_of_flat(tensor: Tensor) -> bool:
     """Whether a tensor is a flat parameter of FSDP1, or one of its pieces."""
     if "torch.distributed.fsdp" not in sys.modules:

@@ -104,7 +104,7 @@ class Run:
     @cached_property
     def parameters(self) -> Pairs:
         include, exclude = self.settings.include or None, self.settings.exclude
-        return language_models.select_matrices(self.model, include, exclude)
+        return prune.select(self.model, include, exclude)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -62,9 +62,7 @@ class Table:
     ) -> None:
         self.settings, self.model, self.texts = settings, model, texts
         self.folder, self.recovered, self.job = folder, recovered, job
-        self.parameters: Pairs = language_models.select_matrices(
-            model, settings.include or None, settings.exclude
-        )
+        self.parameters: Pairs = prune.select(model, settings.include or None, settings.exclude)
         file = folder.path / "statistics.safetensors"
         windows = texts.calibration
         self.calibration = Calibration(

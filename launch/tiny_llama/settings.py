@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--exclude",
         nargs="*",
-        default=["lm_head", "*embed_tokens"],
-        help="patterns of modules that stay dense",
+        default=[],
+        help="patterns of modules that stay dense, besides embeddings, norms and the head",
     )
     return parser

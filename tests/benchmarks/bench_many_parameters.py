@@ -103,7 +103,7 @@ def measure(kind: str, num_parameters: int, device: str) -> dict[str, float]:
         for module, name in selected:
             distprune.remove(module, name)
 
-    selected = timed("select", lambda: distprune.select(model))
+    selected = timed("select", lambda: distprune.select(model, everything=True))
     timed("first pruning", prune_all)
     restore = [watch(f"  {what}", *where) for what, where in STAGES.items()]
     report = timed("second pruning", prune_all)

@@ -114,7 +114,9 @@ def load_and_prune(folder: str, statistics: str, wrap: Any, case: str) -> tuple[
     model = load_sharded(folder, wrap=wrap)
     if case == EXPERTS:
         names = ["weight", "gate_up_proj", "down_proj"]
-        linear = prune.select(model, names=names, exclude=["lm_head", "*embed_tokens*"])
+        linear = prune.select(
+            model, names=names, exclude=["lm_head", "*embed_tokens*"], everything=True
+        )
     else:
         linear = prune.select(model, types=torch.nn.Linear, exclude="lm_head")
     scores = None

@@ -49,7 +49,7 @@ LARGEST_RATIO = 1.05
 
 
 def prune(model: nn.Module) -> None:
-    targets = distprune.select(model)
+    targets = distprune.select(model, everything=True)
     distprune.global_unstructured(targets, distprune.L1Unstructured, amount=AMOUNT)
 
 

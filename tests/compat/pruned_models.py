@@ -25,7 +25,9 @@ def pruned_twice() -> tuple[nn.Module, Tensor]:
 
 def pruned_globally() -> tuple[nn.Module, Tensor]:
     model = nn.Sequential(linear(1), nn.ReLU(), nn.Linear(5, 2))
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    prune.global_unstructured(
+        prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
+    )
     return model, torch.randn(3, 6)
 
 

@@ -53,13 +53,12 @@ class Net(nn.Module):
 
 
 DEFAULT = [
-    "embed.weight",
     "blocks.0.up.weight",
     "blocks.0.conv.weight",
     "blocks.1.up.weight",
     "blocks.1.conv.weight",
-    "head.weight",
 ]
+EVERYTHING = ["embed.weight", *DEFAULT, "head.weight"]
 
 
 def names(selected) -> list[str]:
@@ -81,12 +80,34 @@ def llama(*, tied: bool = False) -> LlamaForCausalLM:
 
 
 class TestPlainModels:
-    def test_weights_without_norms_in_order_of_registration(self):
+    def test_matrices_inside_the_model_in_order_of_registration(self):
         assert names(prune.select(Net())) == DEFAULT
+
+    def test_everything_is_every_weight_but_those_of_norms(self):
+        assert names(prune.select(Net(), everything=True)) == EVERYTHING
+        vectors = nn.Sequential(nn.PReLU(3), nn.Linear(3, 1), nn.LayerNorm(3))
+        assert names(prune.select(vectors, everything=True)) == ["0.weight", "1.weight"]
+        with pytest.raises(ValueError, match=r"its 1 parameters are left out \(fewer than 2"):
+            prune.select(vectors[:1])
+
+    def test_types_tell_more_than_names(self):
+        tokens, layer, norm = nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm((2, 3))
+        model = nn.Sequential(tokens, layer, norm, nn.EmbeddingBag(5, 6), nn.Linear(6, 5))
+        assert names(prune.select(model)) == ["1.weight", "4.weight"]
+        model.get_output_embeddings = lambda: model[4]
+        assert names(prune.select(model)) == ["1.weight"]
+        model[4] = nn.Linear(4, 5)
+        model[4].weight = tokens.weight
+        assert names(prune.select(model)) == ["1.weight"]
+
+    def test_integers_are_left_alone(self):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+        assert names(prune.select(model)) == ["1.weight"]
 
     def test_pairs_are_those_of_torch(self):
         model = Net()
-        pair = prune.select(model)[1]
+        pair = prune.select(model)[0]
         module, name = pair
         assert module is model.blocks[0].up and name == "weight"
         assert pair == (model.blocks[0].up, "weight")
@@ -96,27 +117,35 @@ class TestPlainModels:
         assert names(prune.select(nn.Linear(2, 2))) == ["weight"]
 
     def test_other_names(self):
-        selected = prune.select(Net(), types=nn.Linear, names=("weight", "bias"))
-        assert names(selected) == [
-            "blocks.0.up.weight",
-            "blocks.0.up.bias",
-            "blocks.1.up.weight",
-            "blocks.1.up.bias",
-            "head.weight",
-        ]
+        biases = {"types": nn.Linear, "names": ("weight", "bias")}
+        with pytest.raises(ValueError, match=r"called 'bias' are left out \(fewer than 2"):
+            prune.select(Net(), **biases)
+        expected = [f"blocks.{i}.up.{name}" for i in range(2) for name in ("weight", "bias")]
+        for asked in ({"include": "*", "min_ndim": 1}, {"everything": True}):
+            selected = prune.select(Net(), **biases, **asked)
+            assert names(selected) == [*expected, "head.weight"]
 
     def test_types(self):
-        assert names(prune.select(Net(), types=nn.Conv1d)) == [DEFAULT[2], DEFAULT[4]]
-        assert names(prune.select(Net(), types=(nn.Conv1d, nn.Embedding))) == [
-            DEFAULT[0],
-            DEFAULT[2],
-            DEFAULT[4],
-        ]
+        convolutions = [DEFAULT[1], DEFAULT[3]]
+        assert names(prune.select(Net(), types=nn.Conv1d)) == convolutions
+        types = (nn.Conv1d, nn.Embedding)
+        assert names(prune.select(Net(), types=types)) == convolutions
+        selected = prune.select(Net(), types=types, everything=True)
+        assert names(selected) == ["embed.weight", *convolutions]
+        assert names(prune.select(Net(), "*", types=types)) == ["embed.weight", *convolutions]
+
+    def test_also_adds_to_the_default(self):
+        assert names(prune.select(Net(), also="head")) == [*DEFAULT, "head.weight"]
+        with pytest.raises(ValueError, match=r"which include=.* replaces"):
+            prune.select(Net(), "embed", also="head")
+        with pytest.raises(ValueError, match="beside everything=True"):
+            prune.select(Net(), also="head", everything=True)
 
     def test_norms_only_when_asked_for(self):
         asked = ["blocks.0.norm.weight", "blocks.1.norm.weight"]
-        assert names(prune.select(Net(), types=nn.LayerNorm)) == asked
-        assert names(prune.select(Net(), include="*.norm")) == asked
+        assert names(prune.select(Net(), types=nn.LayerNorm, everything=True)) == asked
+        assert names(prune.select(Net(), include="*.norm", everything=True)) == asked
+        assert names(prune.select(Net(), "*.norm.weight", min_ndim=1)) == asked
 
     def test_pruned_parameters_are_listed_like_any_other(self):
         model = Net()
@@ -127,7 +156,8 @@ class TestPlainModels:
     def test_tied_parameters_are_listed_where_they_come_first(self):
         model = Net()
         model.head.weight = model.embed.weight
-        assert names(prune.select(model)) == DEFAULT[:-1]
+        assert names(prune.select(model, everything=True)) == EVERYTHING[:-1]
+        assert names(prune.select(model)) == DEFAULT
 
     def test_a_module_in_two_places_is_listed_once(self):
         layer = nn.Linear(2, 2)
@@ -140,35 +170,36 @@ class TestPatterns:
         [
             ("head", ["head.weight"]),
             ("head.weight", ["head.weight"]),
-            ("blocks.1.*", ["blocks.1.norm.weight", DEFAULT[3], DEFAULT[4]]),
-            ("blocks.?.up", [DEFAULT[1], DEFAULT[3]]),
-            ("blocks.[0-9].conv", [DEFAULT[2], DEFAULT[4]]),
-            ("*.up.weight", [DEFAULT[1], DEFAULT[3]]),
-            (r"re:blocks\.\d+\.(up|conv)", [DEFAULT[1], DEFAULT[2], DEFAULT[3], DEFAULT[4]]),
-            (r"re:.*\.up\.weight", [DEFAULT[1], DEFAULT[3]]),
+            ("blocks.1.*", [DEFAULT[2], DEFAULT[3]]),
+            ("blocks.?.up", [DEFAULT[0], DEFAULT[2]]),
+            ("blocks.[0-9].conv", [DEFAULT[1], DEFAULT[3]]),
+            ("*.up.weight", [DEFAULT[0], DEFAULT[2]]),
+            (r"re:blocks\.\d+\.(up|conv)", DEFAULT),
+            (r"re:.*\.up\.weight", [DEFAULT[0], DEFAULT[2]]),
             (["head", "embed"], ["embed.weight", "head.weight"]),
         ],
     )
     def test_include(self, pattern, expected):
-        selected = names(prune.select(Net(), include=pattern))
-        assert [name for name in selected if "batch_norm" not in name] == expected
+        assert names(prune.select(Net(), include=pattern)) == expected
 
     @pytest.mark.parametrize(
         ("pattern", "left_out"),
         [
             ("head", ["head.weight"]),
             (["head", "embed.weight"], ["head.weight", "embed.weight"]),
-            ("blocks.0*", [DEFAULT[1], DEFAULT[2]]),
-            (r"re:.*conv", [DEFAULT[2], DEFAULT[4]]),
+            ("blocks.0*", [DEFAULT[0], DEFAULT[1]]),
+            (r"re:.*conv", [DEFAULT[1], DEFAULT[3]]),
         ],
     )
     def test_exclude(self, pattern, left_out):
-        expected = [name for name in DEFAULT if name not in left_out]
-        assert names(prune.select(Net(), exclude=pattern)) == expected
+        for everything, selected in ((False, DEFAULT), (True, EVERYTHING)):
+            expected = [name for name in selected if name not in left_out]
+            found = prune.select(Net(), exclude=pattern, everything=everything)
+            assert names(found) == expected
 
     def test_exclude_wins(self):
         selected = prune.select(Net(), include="blocks.*.up", exclude="blocks.0.up")
-        assert names(selected) == [DEFAULT[3]]
+        assert names(selected) == [DEFAULT[2]]
 
     @pytest.mark.parametrize("pattern", ["up", "blocks.0", "Head", "hea", "re:head.", "re:blocks"])
     def test_a_pattern_matches_a_whole_name(self, pattern):
@@ -195,29 +226,35 @@ class TestPatterns:
 
 class TestTransformers:
     @pytest.mark.parametrize("tied", [False, True])
+    def test_linear_layers_inside_the_model(self, tied):
+        assert names(prune.select(llama(tied=tied))) == LLAMA_LINEARS
+
+    @pytest.mark.parametrize("tied", [False, True])
     def test_everything_but_norms(self, tied):
         expected = ["model.embed_tokens.weight", *LLAMA_LINEARS]
         expected += [] if tied else ["lm_head.weight"]
-        assert names(prune.select(llama(tied=tied))) == expected
+        assert names(prune.select(llama(tied=tied), everything=True)) == expected
 
     def test_linear_layers_without_the_head(self):
-        selected = prune.select(llama(), types=nn.Linear, exclude="lm_head")
+        selected = prune.select(llama(), types=nn.Linear, exclude="lm_head", everything=True)
         assert names(selected) == LLAMA_LINEARS
 
     def test_a_tied_head_can_be_excluded_by_either_name(self):
-        selected = prune.select(llama(tied=True), types=nn.Linear, exclude="lm_head")
+        model, everything = llama(tied=True), {"everything": True}
+        selected = prune.select(model, types=nn.Linear, exclude="lm_head", **everything)
         assert names(selected) == LLAMA_LINEARS
-        selected = prune.select(llama(tied=True), exclude=["lm_head", "model.embed_tokens"])
+        selected = prune.select(model, exclude=["lm_head", "model.embed_tokens"], **everything)
         assert names(selected) == LLAMA_LINEARS
 
     @pytest.mark.parametrize("tied", [False, True])
     def test_selected_parameters_can_be_pruned(self, tied):
         model = llama(tied=tied)
         total = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
-        report = prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.25)
+        selected = prune.select(model, everything=True)
+        report = prune.global_unstructured(selected, prune.L1Unstructured, amount=0.25)
         assert report.num_elements == total
         assert report.num_pruned == round(0.25 * total)
-        assert [entry.name for entry in report.parameters] == names(prune.select(model))
+        assert [entry.name for entry in report.parameters] == names(selected)
         assert model(torch.arange(6).view(1, 6)).logits.isfinite().all()
 
 
@@ -253,7 +290,7 @@ def with_compiled_blocks(model: nn.Module) -> nn.Module:
 def test_wrappers_leave_no_trace_in_names(wrap):
     wrapped = wrap(Net())
     assert names(prune.select(wrapped)) == DEFAULT
-    assert names(prune.select(wrapped, include="blocks.1.up")) == [DEFAULT[3]]
+    assert names(prune.select(wrapped, include="blocks.1.up")) == [DEFAULT[2]]
     prune.global_unstructured(prune.select(wrapped), prune.L1Unstructured, amount=0.5)
     assert names(prune.select(wrapped)) == DEFAULT
 

@@ -187,7 +187,7 @@ ALL = {  # what every rank passes
 def outcomes(wrapping: str) -> dict[str, tuple[str, str, list[str]]]:
     """(type, text, changes) of the error that this rank sees, by case."""
     model = wrappings.wrap(fill(Net(), "normal", "float32"), wrapping)
-    targets = prune.select(model, names=("weight", "bias"))
+    targets = prune.select(model, names=("weight", "bias"), everything=True)
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     prune.global_unstructured(targets, prune.L1Unstructured, amount=10)
     found = {}

@@ -101,7 +101,7 @@ def stage_differences(num_ranks: int) -> list[str]:
             model = fill(Net(), "normal", "float32")
             own = [
                 pair
-                for pair in prune.select(model, names=("weight", "bias"))
+                for pair in prune.select(model, names=("weight", "bias"), everything=True)
                 if pair.fqn in NAMES
                 and (everything or layers.index(pair.fqn[:2]) % num_ranks == rank)
             ]

@@ -14,7 +14,9 @@ from helpers.models import EVEN_HIDDEN, Net, fill, seeded
 
 
 def prune_weights(model: nn.Module, amount: float = 0.5, weights: bool = True):
-    targets = prune.select(model, names="weight" if weights else ("weight", "bias"))
+    targets = prune.select(
+        model, names="weight" if weights else ("weight", "bias"), everything=True
+    )
     return prune.global_unstructured(targets, prune.L1Unstructured, amount=amount)
 
 

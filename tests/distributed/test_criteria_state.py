@@ -128,7 +128,7 @@ def boxes_with_padding(use_orig_params: bool) -> list[str]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 41))
     device = torch.device("cpu")
     model = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=device)
-    pairs = prune.select(model, names=["weight", "bias"])
+    pairs = prune.select(model, names=["weight", "bias"], everything=True)
     criterion = prune.criteria.SNIP(pairs)
     tensors = criterion.state_dict()["accumulators"]["sum"]
     reader, wrong = ShardReader(), []

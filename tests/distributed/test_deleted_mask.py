@@ -26,7 +26,7 @@ def problems(wrapping: str, how: str) -> list[str]:
         layer.weight_mask = None
     others = [(unwrap(each), "weight") for each in wrappings.unwrapped(model).children()]
     calls = {
-        "select": lambda: prune.select(model),
+        "select": lambda: prune.select(model, everything=True),
         "prune one": lambda: prune.l1_unstructured(layer, "weight", 0.1),
         "prune all": lambda: prune.global_unstructured(others, prune.L1Unstructured, amount=0.1),
         "remove": lambda: prune.remove(layer, "weight"),

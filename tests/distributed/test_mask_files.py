@@ -22,7 +22,7 @@ FILE = "distprune/masks.safetensors"
 
 def pruned_net(net=ShapesNet, amount=0.4) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     model = fill(net(), "normal", "float32")
-    pairs = prune.select(model, names=("weight", "bias"), exclude="l2.bias")
+    pairs = prune.select(model, names=("weight", "bias"), exclude="l2.bias", everything=True)
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=amount)
     masks = {n.removesuffix("_mask"): m.bool() for n, m in model.named_buffers()}
     return model, masks

@@ -35,7 +35,7 @@ def keeps_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def pairs_of(model: nn.Module) -> list:
-    return prune.select(model, include="*", names=("weight", "bias"))
+    return prune.select(model, include="*", names=("weight", "bias"), everything=True)
 
 
 def problems(net: type, wrapping: str, dtype: str) -> list[str]:

@@ -18,7 +18,9 @@ SIZE = 12 * 36 + 18  # elements of all weights
 
 def chosen_of(kind: str, model: nn.Module) -> list:
     """This rank's parameters, in an order that is not that of other ranks."""
-    chosen = prune.select(model) if kind != "uneven" or list(model.parameters()) else []
+    chosen = (
+        prune.select(model, everything=True) if kind != "uneven" or list(model.parameters()) else []
+    )
     return chosen[:: -1 if dist.get_rank() % 2 else 1]
 
 
@@ -133,7 +135,7 @@ def test_masks_that_are_set_are_those_of_one_process(kind):
 def error_of(case: str) -> str:
     rank = dist.get_rank()
     model, _, _ = make_stage("plain", "normal")
-    chosen = prune.select(model)
+    chosen = prune.select(model, everything=True)
     options = {"pipeline_parallel": True}
     k = 10
     if case == "groups":
@@ -143,7 +145,10 @@ def error_of(case: str) -> str:
     elif case == "no names":
         chosen = [tuple(pair) for pair in chosen]
     elif case == "twice":
-        chosen = [*prune.select(nn.Linear(4, 4)), *prune.select(nn.Linear(4, 4))]
+        chosen = [
+            *prune.select(nn.Linear(4, 4)),
+            *prune.select(nn.Linear(4, 4)),
+        ]
     elif case == "other shapes":
         chosen = prune.select(fill(nn.Linear(4, 4 + rank), "normal", "float32"))
     elif case == "empty":

@@ -94,7 +94,9 @@ def keeps_of(data: str, amounts: tuple) -> dict[str, torch.Tensor]:
 def held(kind: str, data: str, amounts: tuple) -> list[tuple]:
     """(name, mask shard, how many are pruned everywhere) of what this rank has."""
     model, _, _ = make_stage(kind, data)
-    chosen = prune.select(model) if kind != "uneven" or list(model.parameters()) else []
+    chosen = (
+        prune.select(model, everything=True) if kind != "uneven" or list(model.parameters()) else []
+    )
     if dist.get_rank() % 2:
         chosen.reverse()  # the order of a rank's own list does not matter
     for amount in amounts:
@@ -140,7 +142,10 @@ def test_one_process_with_the_whole_model():
         model = fill(Deep(), data, "float32")
         for amount in amounts:
             prune.global_unstructured(
-                prune.select(model), prune.L1Unstructured, amount=amount, pipeline_parallel=True
+                prune.select(model, everything=True),
+                prune.L1Unstructured,
+                amount=amount,
+                pipeline_parallel=True,
             )
         for name, keep in keeps_of(data, amounts).items():
             assert torch.equal(target(model, name)[0].weight_mask.bool(), keep), name
@@ -149,7 +154,7 @@ def test_one_process_with_the_whole_model():
 def random_masks(kind: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(5 if dist.get_rank() == 0 else 6)
     model, _, _ = make_stage(kind, "normal")
-    chosen = prune.select(model)
+    chosen = prune.select(model, everything=True)
     floors = {"head.weight": 0.8}
     prune.global_unstructured(
         chosen, prune.RandomUnstructured, amount=0.5, pipeline_parallel=True, min_sparsity=floors
@@ -172,7 +177,7 @@ def scheduled(kind: str, resume_at: int) -> tuple[dict[str, torch.Tensor], list[
 
     def pruner() -> schedule.ScheduledPruner:
         return schedule.ScheduledPruner(
-            prune.select(model),
+            prune.select(model, everything=True),
             schedule.Linear(begin=0, end=4, frequency=2, final_sparsity=0.6),
             min_sparsity={"layers.3.weight": 0.9},
             max_sparsity=0.95,
@@ -186,7 +191,7 @@ def scheduled(kind: str, resume_at: int) -> tuple[dict[str, torch.Tensor], list[
             mine.load_state_dict(state)
         report = mine.step()
         counts.append(report.num_pruned if report else 0)
-    masks = {pair.fqn: pair[0].weight_mask for pair in prune.select(model)}
+    masks = {pair.fqn: pair[0].weight_mask for pair in prune.select(model, everything=True)}
     mine.remove()
     return masks, counts
 
@@ -210,7 +215,10 @@ def trained(steps: int) -> list[str]:
         torch_prune.custom_from_mask(*target(dense, name), keep)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, dense)]
     prune.global_unstructured(
-        prune.select(model), prune.L1Unstructured, amount=0.5, pipeline_parallel=True
+        prune.select(model, everything=True),
+        prune.L1Unstructured,
+        amount=0.5,
+        pipeline_parallel=True,
     )
     pipeline = ScheduleGPipe(
         PipelineStage(model, stage, size, torch.device("cpu")),
@@ -240,7 +248,7 @@ def test_training_with_torch_pipelining():
 def error_of(case: str) -> str:
     rank = dist.get_rank()
     model, _, _ = make_stage("plain", "normal")
-    chosen, options = prune.select(model), {"pipeline_parallel": True}
+    chosen, options = prune.select(model, everything=True), {"pipeline_parallel": True}
     match case:
         case "experts":
             chosen = prune.select(fill(nn.Linear(4, 4), "normal", "float32", seed=rank))
@@ -249,7 +257,10 @@ def error_of(case: str) -> str:
         case "no names":
             chosen = [tuple(pair) for pair in chosen]
         case "twice":
-            chosen = [*prune.select(nn.Linear(4, 4)), *prune.select(nn.Linear(4, 4))]
+            chosen = [
+                *prune.select(nn.Linear(4, 4)),
+                *prune.select(nn.Linear(4, 4)),
+            ]
         case "one rank only":
             options["pipeline_parallel"] = rank == 0
         case "nan":

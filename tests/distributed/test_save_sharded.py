@@ -49,7 +49,7 @@ def saved(source, target, wrap, mesh, amount, dtype=None):
     expected = {}
     if amount:
         report = prune.global_unstructured(
-            prune.select(model), pruning_method=prune.L1Unstructured, amount=amount
+            prune.select(model, everything=True), pruning_method=prune.L1Unstructured, amount=amount
         )
         expected = {entry.name: entry.num_pruned for entry in report.parameters}
     result = language_models.save_sharded(

@@ -10,11 +10,17 @@ from helpers.models import ShapesNet, fill
 
 WRAPPINGS = ["plain-2", "ddp-2", "fsdp2-2", "fsdp2_root-2", "tp-2", "fsdp2_tp-2x2"]
 SELECTIONS = {  # arguments, and the names that they select
-    "all": ({}, ["l1.weight", "l2.weight", "l3.weight", "conv.weight", "one.weight"]),
+    "default": ({}, ["l1.weight", "l2.weight", "l3.weight", "conv.weight"]),
+    "everything": (
+        {"everything": True}, ["l1.weight", "l2.weight", "l3.weight", "conv.weight", "one.weight"],
+    ),
+    "vectors": (
+        {"include": "l[12].*", "min_ndim": 1}, ["l1.bias", "l1.weight", "l2.bias", "l2.weight"],
+    ),
     "excluded": ({"exclude": ["l2", "one.*"]}, ["l1.weight", "l3.weight", "conv.weight"]),
     "included": ({"include": ["l*"]}, ["l1.weight", "l2.weight", "l3.weight"]),
     "pattern": ({"include": ["re:l[13].*"]}, ["l1.weight", "l3.weight"]),
-}
+}  # fmt: skip
 
 
 def selected(wrapping: str, checkpointed: bool) -> dict[tuple[str, bool], list[str]]:
@@ -30,7 +36,9 @@ def selected(wrapping: str, checkpointed: bool) -> dict[tuple[str, bool], list[s
             found[selection, pruned] = [pair.fqn for pair in pairs]
             for module, name in pairs:
                 getattr(module, name)
-        prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+        prune.global_unstructured(
+            prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
+        )
     return found
 
 

@@ -64,7 +64,7 @@ def differences(wrapping: str) -> list[str]:
             (model, [data_of(part)], None),
             (single, [data_of(other) for other in range(size)], alone),
         ):
-            parameters = prune.select(net)
+            parameters = prune.select(net, everything=True)
             statistics = ActivationStatistics(parameters, group=group)
             with statistics.collecting():
                 for x in batches:

@@ -219,7 +219,7 @@ def errors_on_ranks(folder: str) -> list[str]:
             texts.append(f"{type(error).__name__}: {error}")
 
     attempt(lambda: ActivationStatistics(prune.select(model)[rank:]))
-    bias = prune.select(model, names="bias")
+    bias = prune.select(model, names="bias", everything=True)
     attempt(lambda: ActivationStatistics(bias if rank else prune.select(model)))
     statistics = ActivationStatistics(prune.select(model))
     with statistics.collecting():

@@ -33,7 +33,7 @@ def outcome(wrapping: str, given: str) -> dict[str, object]:
     inner = wrappings.unwrapped(model)
     pairs = [(inner.embedding, "weight"), (inner.hidden, "weight"), (inner.head, "weight")]
     if given == "select":
-        pairs = prune.select(model)
+        pairs = prune.select(model, everything=True)
     elif given == "second name":
         pairs = [pairs[2], pairs[1]]
     report = prune.global_unstructured(pairs, prune.L1Unstructured, amount=20)

@@ -98,7 +98,9 @@ def removed(what: str, how: str, restored: str) -> list[str]:
         model(TOKENS)
     output = model(TOKENS)
     before = snapshot(model)
-    pruner = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 0.5))
+    pruner = schedule.ScheduledPruner(
+        prune.select(model, everything=True), schedule.OneShot(0, 0.5)
+    )
     try:
         if what == "one name":
             prune.remove(model.embedding, "weight")
@@ -188,7 +190,9 @@ def test_checkpoint_with_two_masks(tmp_path, wrapping):
 def into_one_mask(path: str, wrapping: str) -> list[str]:
     """Both names have one mask in the model; the checkpoint has two that differ."""
     model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    prune.global_unstructured(
+        prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
+    )
     before = snapshot(model)
     try:
         checkpoint.load(path, model, unmasked="ones")

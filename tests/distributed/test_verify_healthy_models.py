@@ -76,7 +76,8 @@ def other_ways(wrapping: str) -> list[str]:
     wrong += found(model, "one by one")
     model = make(wrapping)
     pruner = prune.schedule.ScheduledPruner(
-        prune.select(model), prune.schedule.Linear(begin=0, end=4, frequency=1, final_sparsity=0.6)
+        prune.select(model),
+        prune.schedule.Linear(begin=0, end=4, frequency=1, final_sparsity=0.6),
     )
     for step in range(6):
         report = pruner.step()

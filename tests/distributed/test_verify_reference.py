@@ -17,7 +17,7 @@ WRAPPINGS = [
 
 def pruned(wrapping: str, data: str = "few", dtype: str = "float32"):
     model = wrappings.wrap(fill(Net(wrappings.runnable_sizes(wrapping)), data, dtype), wrapping)
-    pairs = prune.select(model, names=("weight", "bias"))
+    pairs = prune.select(model, names=("weight", "bias"), everything=True)
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.4)
     return model, pairs
 

@@ -24,7 +24,9 @@ def network(stage: Stage, seed: int = 0) -> nn.Sequential:
 
 
 def prune(model: nn.Module, amount: float = 0.3) -> None:
-    distprune.global_unstructured(distprune.select(model), distprune.L1Unstructured, amount=amount)
+    distprune.global_unstructured(
+        distprune.select(model, everything=True), distprune.L1Unstructured, amount=amount
+    )
 
 
 def repeated_calls(stage: Stage) -> None:
@@ -34,7 +36,7 @@ def repeated_calls(stage: Stage) -> None:
     number = 4 if stage.quick else 20
     for _ in range(number):
         prune(model)
-        for module, name in distprune.select(model):
+        for module, name in distprune.select(model, everything=True):
             distprune.remove(module, name)
         release(stage.device)
         sizes.append(allocated(stage.device))

@@ -20,7 +20,9 @@ def network(stage: Stage) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     model.to(stage.device)
-    distprune.global_unstructured(distprune.select(model), distprune.L1Unstructured, amount=0.5)
+    distprune.global_unstructured(
+        distprune.select(model, everything=True), distprune.L1Unstructured, amount=0.5
+    )
     return model, torch.randn(8, width, device=stage.device)
 
 
@@ -114,7 +116,9 @@ def pruned_after_capture(stage: Stage) -> None:
     with torch.no_grad():
         replay, out = captured(stage, lambda: model(x))
         old = model(x)
-        distprune.global_unstructured(distprune.select(model), distprune.L1Unstructured, amount=0.5)
+        distprune.global_unstructured(
+            distprune.select(model, everything=True), distprune.L1Unstructured, amount=0.5
+        )
         new = model(x)
         replay()
         stage.check("the pruning changed the output", not torch.equal(old, new))

@@ -52,7 +52,7 @@ def fsdp2(device: torch.device, is_offloaded: bool) -> dict[str, Any]:
     fully_shard(model, mesh=init_device_mesh(device.type, (1,)), offload_policy=policy)
     before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     found: dict[str, Any] = {"error": None, "zeros": None, "expected": None}
-    targets = distprune.select(model)
+    targets = distprune.select(model, everything=True)
     try:
         distprune.global_unstructured(targets, distprune.L1Unstructured, amount=0.5)
         masks = [module.weight_mask.to_local() for module, _ in targets]
@@ -81,7 +81,7 @@ def fsdp1(device: torch.device) -> dict[str, int]:
     model = FullyShardedDataParallel(
         network(), device_id=device, use_orig_params=True, cpu_offload=offload
     )
-    targets = distprune.select(model)
+    targets = distprune.select(model, everything=True)
     distprune.global_unstructured(targets, distprune.L1Unstructured, amount=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     values = [getattr(module, name + "_orig").detach().clone() for module, name in targets]

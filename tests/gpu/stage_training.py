@@ -139,7 +139,7 @@ def make(way: str, sizes: Sizes, device: torch.device) -> nn.Module:
 
 
 def prune(model: nn.Module) -> None:
-    targets = distprune.select(model)
+    targets = distprune.select(model, everything=True)
     distprune.global_unstructured(targets, distprune.L1Unstructured, amount=AMOUNT)
 
 

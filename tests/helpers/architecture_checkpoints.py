@@ -46,11 +46,7 @@ class Architecture:
 
     def make(self, folder: Path) -> Path:
         """Save the checkpoint and return the folder that a user would name."""
-        import transformers
-
-        torch.manual_seed(len(self.name))
-        config = getattr(transformers, self.config)(**self.sizes)
-        model = getattr(transformers, self.model)(config)
+        model = self.model_of_its_class()
         with torch.no_grad():
             for parameter in model.parameters():
                 # Coarse values, so that many scores are equal.
@@ -60,6 +56,14 @@ class Architecture:
         (folder / "tokenizer.json").write_text('{"version": "1.0"}')
         (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A model\n\nWords.\n")
         return self.layout(folder)
+
+    def model_of_its_class(self) -> Any:
+        """Make the model, with transformers' initial values."""
+        import transformers
+
+        torch.manual_seed(len(self.name))
+        config = getattr(transformers, self.config)(**self.sizes)
+        return getattr(transformers, self.model)(config)
 
     def _cast(self, model: torch.nn.Module) -> None:
         if self.dtype == "mixed":

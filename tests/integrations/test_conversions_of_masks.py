@@ -211,7 +211,9 @@ def test_masks_that_cannot_be_saved_as_transformers_would(tmp_path, operation, m
     model._weight_conversions = [
         loading.WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [operation])
     ]
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.5)
+    prune.global_unstructured(
+        prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
+    )
     with pytest.raises(NotImplementedError, match=f"{message}.*expected names='model'"):
         prune.save_masks(model, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -184,7 +184,9 @@ def test_the_masks_of_a_live_model_load_again(tmp_path):
     for family in renamed_families.FAMILIES:
         model, other = renamed_families.make(family), renamed_families.make(family)
         pairs = prune.select(
-            model, names=[n.rpartition(".")[2] for n, _ in model.named_parameters()]
+            model,
+            names=[n.rpartition(".")[2] for n, _ in model.named_parameters()],
+            everything=True,
         )
         prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.5)
         prune.save_masks(model, tmp_path / family)
@@ -252,7 +254,7 @@ def test_sharded_models_get_the_same(pruned, family, wrapping):
 
 def everything_of(model: nn.Module) -> list:
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
-    return prune.select(model, include="*", names=sorted(names))
+    return prune.select(model, include="*", names=sorted(names), everything=True)
 
 
 def save_live(family: str, source: str, folder: str, wrapping: str = "plain") -> None:

@@ -42,7 +42,7 @@ def problems(path: str, wrapping: str, tied: bool, dtype: str) -> list[str]:
     dense = tiny_llama(tied).to(getattr(torch, dtype))
     before = {name: p.detach().clone() for name, p in dense.named_parameters()}
     model = wrapped(dense, wrapping)
-    pairs = prune.select(model, names=["weight"])
+    pairs = prune.select(model, names=["weight"], everything=True)
     prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.6)
     state = snapshot(model) if dtype == "float32" else {}
     checkpoint.save_pretrained(model, path, max_shard_size="1GB")
@@ -98,7 +98,9 @@ def test_the_config_is_left_alone(tmp_path):
 
 def failing(path: str) -> list[str]:
     model = wrapped(tiny_llama(), "fsdp2")
-    prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.6)
+    prune.global_unstructured(
+        prune.select(model, everything=True), prune.L1Unstructured, amount=0.6
+    )
     wrong = []
     for arguments, kind in [({"state_dict": {}}, TypeError), ({"max_shard_size": "x"}, Exception)]:
         try:

@@ -23,7 +23,7 @@ def linear_layers(model: nn.Module) -> list:
     """Every layer but embeddings, routers and the head."""
     from transformers.pytorch_utils import Conv1D
 
-    pairs = prune.select(model, types=(nn.Linear, nn.Conv1d, Conv1D))
+    pairs = prune.select(model, types=(nn.Linear, nn.Conv1d, Conv1D), everything=True)
     is_head = [len(pair.places) > 1 or "lm_head" in pair.fqn for pair in pairs]
     return [pair for pair, is_one in zip(pairs, is_head, strict=True) if not is_one]
 
@@ -73,7 +73,9 @@ def test_layers_whose_weights_are_taken_by_kernels_are_named(family):
 )
 def test_fused_experts_of_unknown_layout_are_refused_by_name(family, text):
     model = tiny_model(family)
-    fused = prune.select(model, names=("gate_up_proj", "down_proj", "w1"), include="*experts*")
+    fused = prune.select(
+        model, names=("gate_up_proj", "down_proj", "w1"), include="*experts*", everything=True
+    )
     with pytest.raises(NotImplementedError, match=text):
         ActivationStatistics(fused)
 
@@ -82,14 +84,14 @@ def test_fused_experts_of_unknown_layout_are_refused_by_name(family, text):
 def test_embeddings_and_routers_are_refused_by_name(family):
     model = tiny_model(family)
     with pytest.raises(NotImplementedError, match="embedding") as caught:
-        ActivationStatistics(prune.select(model))
+        ActivationStatistics(prune.select(model, everything=True))
     assert "types=torch.nn.Linear" in str(caught.value)
     assert "router.weight" in str(caught.value) or "gate.weight" in str(caught.value)
 
 
 def test_a_head_that_sees_sentences_does_not_fit_a_mask_of_tokens():
     model = tiny_model("bert")
-    statistics = ActivationStatistics(prune.select(model, types=nn.Linear))
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
     ids = torch.arange(3, 15).view(2, 6)
     with (
         statistics.collecting(),

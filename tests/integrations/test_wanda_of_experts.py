@@ -17,7 +17,7 @@ from distprune.files.formats.statistics_file import StoredStatistics, write_stat
 from distprune.files.recipe import FileRecipe
 from distprune.files.scoring.matching import Origin, origins_of
 from distprune.files.verifying import verify
-from distprune.language_models import linear_layers, select_matrices
+from distprune.language_models import linear_layers
 from distprune.statistics import ActivationStatistics
 from helpers.tiny_transformers import save_tiny, tiny_model
 
@@ -63,7 +63,7 @@ def factor_of(stored, score):
 def pruned_live(source, family, path, call):
     """The state of the model after pruning it in memory, and the number of pruned elements."""
     model = type(tiny_model(family)).from_pretrained(source)
-    parameters = select_matrices(model)
+    parameters = prune.select(model)
     statistics = ActivationStatistics.load(path, parameters)
     keywords = {key: value for key, value in call.items() if key != "score"}
     with warnings.catch_warnings():

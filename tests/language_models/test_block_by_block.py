@@ -86,7 +86,7 @@ def test_a_parameter_outside_of_the_blocks_is_refused(folder):
     model = tiny_llama()
     tokenizer = language_models.load_tokenizer(folder / "llama")
     windows = language_models.read_windows(tokenizer, folder / "text.txt", 16, limit=2)
-    statistics = ActivationStatistics(prune.select(model, types=torch.nn.Linear))
+    statistics = ActivationStatistics(prune.select(model, types=torch.nn.Linear, everything=True))
     with pytest.raises(ValueError, match="no decoder layer"):
         language_models.prune_block_by_block(model, windows, statistics, lambda pairs: None)
 

@@ -81,7 +81,7 @@ def integer_statistics(folder, count):
     model = IntegerModel()
     if dist.get_world_size() > 1:
         model = nn.parallel.DistributedDataParallel(model)
-    statistics = ActivationStatistics(prune.select(model, types=nn.Linear))
+    statistics = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
     calibrate(model, read(folder, count), statistics, batch_size=2)
     (total,) = statistics.totals().values()
     return total.num_tokens, total.sums.tolist(), total.squares.tolist()
@@ -182,7 +182,7 @@ def test_the_head_runs_only_if_its_statistics_are_wanted(folder):
     seen = []
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
     calibrate(model, windows, ActivationStatistics(layers_of(model)))
-    with_head = ActivationStatistics(prune.select(model, types=nn.Linear))
+    with_head = ActivationStatistics(prune.select(model, types=nn.Linear, everything=True))
     calibrate(model, windows, with_head)
     assert seen == [1, 1, 16, 16]
     assert set(with_head.num_tokens().values()) == {32}

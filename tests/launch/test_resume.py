@@ -59,7 +59,7 @@ def train_and_save(folder: str, wrap: str, steps: range) -> dict[str, torch.Tens
     torch.manual_seed(len(steps))  # weights that a checkpoint has to replace
     model = wrap_model(build_model(), wrap, job.device, size)
     optimizer = make_optimizer(model, 1e-2)
-    pruner = ScheduledPruner(prune.select(model, exclude="lm_head"), Linear(0, 9, 3, 0.9, 0.3))
+    pruner = ScheduledPruner(prune.select(model), Linear(0, 9, 3, 0.9, 0.3))
     checkpoints = Checkpoints(Path(folder), {"seed": 0}, job)
     first, events = checkpoints.load(model, optimizer, pruner)
     assert (first, len(events)) == (steps.start, steps.start)

@@ -28,9 +28,7 @@ def scores_of(wrap: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     job = Job(rank, size, torch.device("cpu"), 0.0)
     model = wrap_model(build_model(), wrap, job.device, size)
-    training = TrainingScores.of(
-        prune.select(model, exclude=["lm_head", "*embed_tokens"]), make_optimizer(model, 1e-3)
-    )
+    training = TrainingScores.of(prune.select(model), make_optimizer(model, 1e-3))
     trainer = Trainer.for_wrap(wrap, load_corpus(60), job)
     calibration = Calibration(model, training, trainer, num_batches=1, seed=0)
     found = {}

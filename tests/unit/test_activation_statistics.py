@@ -18,7 +18,7 @@ SEED = 7
 
 
 def collect(model: nn.Module, *batches: Tensor, **options) -> ActivationStatistics:
-    statistics = ActivationStatistics(prune.select(model), **options)
+    statistics = ActivationStatistics(prune.select(model, everything=True), **options)
     with statistics.collecting():
         for batch in batches:
             model(batch)

@@ -248,6 +248,9 @@ def test_nan_is_refused_with_bounds_too(amount):
         model.l2.weight[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"l2.weight \(1 of 50\) are NaN"):
         prune.global_unstructured(
-            prune.select(model), prune.L1Unstructured, amount=amount, max_sparsity=0.5
+            prune.select(model),
+            prune.L1Unstructured,
+            amount=amount,
+            max_sparsity=0.5,
         )
     assert not prune.is_pruned(model)

@@ -23,7 +23,11 @@ SIZES = {"l1.weight": 60, "l2.weight": 50, "l3.weight": 15}
 def pruned(budget, amount=None, model=None, **options):
     model = model or fill_model(Net(), "normal", "float32")
     report = prune.global_unstructured(
-        prune.select(model), prune.L1Unstructured, amount=amount, budget=budget, **options
+        prune.select(model),
+        prune.L1Unstructured,
+        amount=amount,
+        budget=budget,
+        **options,
     )
     return model, report, [entry.num_pruned for entry in report.parameters]
 

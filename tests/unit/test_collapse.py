@@ -25,7 +25,7 @@ def net(scale=0.001):
 
 def warned(amount, model=None, names=("weight",), **options):
     """The report of a call, and the warnings that it gave."""
-    targets = prune.select(net() if model is None else model, names=names)
+    targets = prune.select(net() if model is None else model, names=names, everything=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = prune.global_unstructured(
@@ -94,7 +94,8 @@ def test_it_is_said_once():
 
 def test_a_schedule_warns_at_the_step_that_empties_a_layer():
     pruner = ScheduledPruner(
-        prune.select(net()), Linear(begin=0, end=4, frequency=1, final_sparsity=0.4)
+        prune.select(net()),
+        Linear(begin=0, end=4, frequency=1, final_sparsity=0.4),
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

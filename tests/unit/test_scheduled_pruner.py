@@ -13,7 +13,7 @@ from helpers.models import Net, fill
 
 
 def weights(model):
-    return prune.select(model, names=("weight", "bias"))
+    return prune.select(model, names=("weight", "bias"), everything=True)
 
 
 def total(model):
@@ -143,7 +143,7 @@ def test_floors_hold_once_the_target_suffices_for_them(end):
     with torch.no_grad():  # else no bound would be met
         model.l1.weight.mul_(0.1)
         model.l3.weight.mul_(10)
-    targets = prune.select(model)
+    targets = prune.select(model, everything=True)
     names, sizes = [pair.fqn for pair in targets], [60, 50, 15]
     scores = [getattr(*pair).detach().clone() for pair in targets]
     keeps = [torch.ones(score.shape) for score in scores]
@@ -200,7 +200,7 @@ def test_bounds_that_the_end_cannot_meet_are_refused_at_once(low, high, text):
     final = 0.79 if low == 0.8 else 0.8
     with pytest.raises(ValueError, match=text):
         schedule.ScheduledPruner(
-            prune.select(model),
+            prune.select(model, everything=True),
             schedule.Cubic(0, 9, 1, final),
             min_sparsity=low,
             max_sparsity=high,
@@ -260,15 +260,17 @@ def test_the_state_is_plain_and_says_what_differs():
     import json
 
     model = fill(Net(), "normal", "float32")
-    pruner = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 1 / 3))
+    pruner = schedule.ScheduledPruner(
+        prune.select(model, everything=True), schedule.OneShot(0, 1 / 3)
+    )
     pruner.step()
     state = json.loads(json.dumps(pruner.state_dict()))
     assert state["num_steps"] == 1 and state["groups"][0]["sparsity"] == 1 / 3
-    other = schedule.ScheduledPruner(prune.select(model), schedule.OneShot(0, 0.5))
+    other = schedule.ScheduledPruner(prune.select(model, everything=True), schedule.OneShot(0, 0.5))
     with pytest.raises(ValueError, match=r"OneShot\(step=0, sparsity=0.333.*sparsity=0.5\)"):
         other.load_state_dict(state)
     assert other.num_steps == 0
-    fewer = prune.select(model, exclude="l2")
+    fewer = prune.select(model, exclude="l2", everything=True)
     with pytest.raises(ValueError, match=r"only in the state: l2.weight; only in this.*\(none\)"):
         schedule.ScheduledPruner(fewer, schedule.OneShot(0, 1 / 3)).load_state_dict(state)
     with pytest.raises(ValueError, match=r"keys \['steps'\]; expected \['num_steps', 'groups'\]"):

@@ -195,8 +195,10 @@ def test_outlier_ratios(per, is_pruned, multiple):
         for parameter in model.parameters():
             parameter.pow_(5)  # heavy tails
     if is_pruned:
-        prune.global_unstructured(prune.select(model), prune.L1Unstructured, amount=0.3)
-    statistics = ActivationStatistics(prune.select(model))
+        prune.global_unstructured(
+            prune.select(model, everything=True), prune.L1Unstructured, amount=0.3
+        )
+    statistics = ActivationStatistics(prune.select(model, everything=True))
     with statistics.collecting():
         model(x)
     groups: dict[str, list[float]] = {}

@@ -30,7 +30,7 @@ class Small(nn.Module):
 @pytest.fixture
 def collected() -> ActivationStatistics:
     torch.manual_seed(0)
-    statistics = ActivationStatistics(prune.select(Small()))
+    statistics = ActivationStatistics(prune.select(Small(), everything=True))
     with statistics.collecting():
         for layer, x in zip(("conv", "fc"), (torch.randn(2, 4, 7), torch.randn(5, 6)), strict=True):
             pair = next(pair for pair in statistics._pairs if pair.fqn.startswith(layer))
@@ -47,7 +47,9 @@ def assert_same(a: ActivationStatistics, b: ActivationStatistics) -> None:
 
 def test_a_file_gives_back_what_was_saved(collected, tmp_path):
     collected.save(tmp_path / "statistics.safetensors")
-    loaded = ActivationStatistics.load(tmp_path / "statistics.safetensors", prune.select(Small()))
+    loaded = ActivationStatistics.load(
+        tmp_path / "statistics.safetensors", prune.select(Small(), everything=True)
+    )
     assert_same(collected, loaded)
     assert [path.name for path in tmp_path.iterdir()] == ["statistics.safetensors"]
     some = prune.select(Small(), include="fc")
@@ -74,7 +76,7 @@ def test_the_safetensors_library_reads_it(collected, tmp_path):
 def test_a_dictionary_gives_back_what_was_collected_and_goes_on(collected):
     state = collected.state_dict()
     model = Small()
-    other = ActivationStatistics(prune.select(model))
+    other = ActivationStatistics(prune.select(model, everything=True))
     with other.collecting():
         model.fc(torch.ones(100, 6))  # forgotten
     other.load_state_dict(state)
@@ -92,19 +94,22 @@ def test_a_dictionary_gives_back_what_was_collected_and_goes_on(collected):
 def test_a_parameter_of_another_shape_is_named(collected, tmp_path):
     collected.save(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"fc\.weight: .*a\.safetensors.*\(4, 6\).*\(5, 6\)"):
-        ActivationStatistics.load(tmp_path / "a.safetensors", prune.select(Small(5)))
+        ActivationStatistics.load(
+            tmp_path / "a.safetensors", prune.select(Small(5), everything=True)
+        )
     with pytest.raises(ValueError, match=r"no statistics of 0\.weight.*conv\.weight, fc\.weight"):
         ActivationStatistics.load(
-            tmp_path / "a.safetensors", prune.select(nn.Sequential(nn.Linear(6, 4)))
+            tmp_path / "a.safetensors",
+            prune.select(nn.Sequential(nn.Linear(6, 4))),
         )
-    statistics = ActivationStatistics(prune.select(Small(5)))
+    statistics = ActivationStatistics(prune.select(Small(5), everything=True))
     with pytest.raises(ValueError, match=r"fc\.weight: state"):
         statistics.load_state_dict(collected.state_dict())
 
 
 @pytest.mark.parametrize("state", [None, {}, {"version": 2}])
 def test_another_dictionary_is_refused(state):
-    statistics = ActivationStatistics(prune.select(Small()))
+    statistics = ActivationStatistics(prune.select(Small(), everything=True))
     with pytest.raises(ValueError, match="state_dict"):
         statistics.load_state_dict(state)
 

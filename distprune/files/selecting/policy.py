@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distprune._common.bounds import CEILING, FLOOR, Bounded, to_bounds, violated_bound
+from distprune._common.default_selection import ADAPTER, reason_of_shape, reason_to_keep
 from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.default_selection import ADAPTER, reason_to_keep
 from distprune.files.selecting.layouts import Layouts, UnknownLayout, matched
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -93,12 +93,10 @@ def _verdicts(
             reason = "excluded"
         elif recipe.include is not None and not is_named:
             reason = "not included"
-        elif sum(size > 1 for size in entry.shape) < recipe.min_ndim and entry.numel:
-            reason = _too_few(entry, recipe.min_ndim)
-        elif entry.numel == 0:
-            reason = "no elements"
         else:
-            reason = "" if is_named else reason_to_keep(entry.name, entry.shape, entry.dtype)
+            reason = reason_of_shape(entry.shape, recipe.min_ndim)
+            if not reason and not is_named:
+                reason = reason_to_keep(entry.name, entry.shape, entry.dtype)
         verdicts.append(Verdict(entry, not reason, reason))
     return verdicts
 
@@ -122,11 +120,6 @@ def warnings_of(
         if verdict.entry.name in also and verdict.reason not in ("", "excluded")
     ]
     return (*warnings, *left_out[:_MAX_PROBLEMS])
-
-
-def _too_few(entry: TensorEntry, min_ndim: int) -> str:
-    ones = " that are larger than 1" if len(entry.shape) >= min_ndim else ""
-    return f"fewer than {min_ndim} dimensions{ones}"
 
 
 def _entry_problems(

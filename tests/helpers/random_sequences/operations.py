@@ -148,7 +148,7 @@ class Run(SideBySide):
     def schedule(self) -> Both:
         if self.pruner is None:
             self.pruner = self.new_pruner()
-        names = [pair.fqn for pair in prune.select(self.model)]
+        names = [pair.fqn for pair in prune.select(self.model, everything=True)]
 
         def expect() -> Counts | None:
             oracle, step = self.oracle, self.oracle.num_steps

@@ -64,7 +64,7 @@ class SideBySide:
             self.pruner.load_state_dict(state)
 
     def new_pruner(self) -> schedule.ScheduledPruner:
-        return schedule.ScheduledPruner(prune.select(self.model), self.ramp)
+        return schedule.ScheduledPruner(prune.select(self.model, everything=True), self.ramp)
 
     def target(self, name: str) -> tuple[nn.Module, str]:
         path, _, leaf = name.rpartition(".")
@@ -74,7 +74,7 @@ class SideBySide:
         """Return names and pairs in one order; select finds all names of tied weights."""
         if not select and self.plan.family != "tied":
             return list(names), [self.target(name) for name in names]
-        pairs = prune.select(self.model, include=names, names=("weight", "bias"))
+        pairs = prune.select(self.model, include=names, names=("weight", "bias"), everything=True)
         return [pair.fqn for pair in pairs], pairs
 
     def held(self, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 The rules are those of common model families, above all of transformers: embeddings, output heads,
 normalisations, routers, biases and tables of positions are left alone, and so are tensors with the
 shape of a matrix that are none. A tensor with only one dimension larger than 1 is a vector, and is
-left alone before these rules are applied.
+left alone before these rules are applied. Live models and files have these rules in common.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 _INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64")
 ADAPTER = "part of an adapter"
-_HEAD = "the output head"
+EMBEDDING = "an embedding"
+HEAD = "the output head"
+NORM = "a normalisation"
 _LEARNED = "a learned input"
 # Parts of names, between dots, in lower case. The first rule that matches any part is the reason.
 _PARTS = (
@@ -27,7 +29,7 @@ _PARTS = (
     (
         r"(?!embed_out$).*embed.*|wte|wpe|shared|(.*_)?emb(_.*)?|position_?enc.*|pos_enc.*"
         r"|.*positional_encoding.*|patch_conv|codebook",
-        "an embedding",
+        EMBEDDING,
     ),
     (r".*router.*|gate|.*expert_gate", "a router"),
     (
@@ -36,12 +38,12 @@ _PARTS = (
         r"|logits?(_.*)?|.*_logits?|seq_relationship|pred_layer|lm_loss|ctc_proj"
         r"|.*(class|bbox|box)_predictor|vocab_(projector|transform)|output_projection.*"
         r"|sequence_summary",
-        _HEAD,
+        HEAD,
     ),
     (
         r"(?!(roberta_prelayernorm|norm_attn_norm)$).*norm.*|ln(_.*)?|ln[0-9]*|.*_ln|bn[0-9]*|.*layer_?scale.*"
         r"|(.*_)?gamma(_.*)?",
-        "a normalisation",
+        NORM,
     ),
     (r"bias(_[uv])?|.*_bias", "a bias"),
 )
@@ -58,9 +60,22 @@ _OWNERS = (
 )
 # Whole names: short ones, which mean something else deeper in a model.
 _WHOLE = (
-    (r"(output|fc|proj_out|v_head\.summary)\.weight", _HEAD),
-    (r"(transformer\.)?w\.weight", "an embedding"),
+    (r"(output|fc|proj_out|v_head\.summary)\.weight", HEAD),
+    (r"(transformer\.)?w\.weight", EMBEDDING),
 )
+
+
+MIN_NDIM = 2
+
+
+def reason_of_shape(shape: Sequence[int], min_ndim: int = MIN_NDIM) -> str:
+    """Why a tensor of this shape is left alone, also where a pattern names it; "" if it is not."""
+    if 0 in shape:
+        return "no elements"
+    if sum(size > 1 for size in shape) >= min_ndim:
+        return ""
+    ones = " that are larger than 1" if len(shape) >= min_ndim else ""
+    return f"fewer than {min_ndim} dimensions{ones}"
 
 
 def reason_to_keep(name: str, shape: Sequence[int], dtype: str = "F32") -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from distprune._common.naming import NamedParameter, full_name, named_modules
-from distprune._common.pruned_form import mask_key, name_without_orig
-from distprune.torch_private.wrapper import managed_parameters
+from distprune._common.pruned_form import name_of_pruned_orig
+from distprune.torch_private.wrapper import is_flat, is_flattened, managed_parameters
 
 
 @dataclass(frozen=True)
@@ -20,30 +20,40 @@ class Place:
         key: the same for all places of a tied parameter.
         shape: of the whole parameter.
         pair: (module, name), with the plain full name.
+        is_floating: whether the parameter is of real floating-point numbers.
     """
 
     key: Hashable
     shape: tuple[int, ...]
     pair: NamedParameter
+    is_floating: bool
 
 
 def all_places(model: nn.Module) -> Iterable[Place]:
     """Every parameter at every place, in the order of registration."""
     managed = managed_parameters(model)
+    modules = []
+    for path, module in named_modules(model):
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        modules.append((path, module, {name: p for name, p in own.items() if not is_flat(p)}))
+    if any(
+        (id(module), name) not in managed and is_flattened(module, name)
+        for _, module, registered in modules
+        for name in registered
+    ):  # ``model`` is inside an FSDP1 module that was not seen yet
+        managed = managed_parameters(everywhere=True)
     names_of: dict[int, list[str]] = {}
     for module_id, name in managed:
         names_of.setdefault(module_id, []).append(name)
-    for path, module in named_modules(model):
-        registered = {name: p for name, p in module._parameters.items() if p is not None}
+    for path, module, registered in modules:
         for name in dict.fromkeys([*registered, *names_of.get(id(module), ())]):
             record = managed.get((id(module), name))
             key = record.key if record is not None else id(registered[name])
             shape = record.shape if record is not None else registered[name].shape
-            plain = name_without_orig(name)
-            if plain != name and mask_key(plain) not in module._buffers:
-                plain = name
-            fqn = full_name(path, plain)
-            yield Place(key, tuple(shape), NamedParameter(module, plain, fqn))
+            plain = name_of_pruned_orig(name, module._buffers) or name
+            pair = NamedParameter(module, plain, full_name(path, plain))
+            is_floating = name not in registered or registered[name].is_floating_point()
+            yield Place(key, tuple(shape), pair, is_floating)
 
 
 def find_places(model: nn.Module, is_wanted: Callable[[Place], bool]) -> list[NamedParameter]:

@@ -1,0 +1,177 @@
+"""What select takes of a live model is what the command line prunes in its checkpoint."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import distprune as prune
+from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.grouping import select_groups
+from distprune.files.selecting.policy import select_tensors
+from distprune.recipe import parse_recipe
+from distprune.recipes.checkpoints import file_recipe
+from helpers.architecture_checkpoints import ARCHITECTURES
+from helpers.tiny_transformers import FAMILIES, tiny_model
+
+pytest.importorskip("transformers")
+
+
+def convolution(inputs, outputs, groups=1):
+    """Return a convolution, a norm and an activation, as torchvision's Conv2dNormActivation."""
+    conv = nn.Conv2d(inputs, outputs, 3, groups=groups, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3), nn.BatchNorm2d(outputs)
+        self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1), nn.BatchNorm2d(outputs))
+
+
+class ResNet(nn.Module):
+    """With the names of torchvision's, as all nets here."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(BasicBlock(4, 8))
+        self.fc = nn.Linear(8, 10)
+
+
+class Vgg(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3))
+        self.classifier = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 10))
+
+
+class MobileNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        depthwise = convolution(4, 4, groups=4)
+        self.features = nn.Sequential(convolution(3, 4), nn.Sequential(depthwise))
+        self.classifier = nn.Sequential(nn.Dropout(), nn.Linear(4, 10))
+
+
+class EncoderBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.self_attention = nn.MultiheadAttention(8, 2)
+        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_proj = nn.Conv2d(3, 8, 4)
+        self.class_token = nn.Parameter(torch.ones(1, 1, 8))
+        self.encoder = nn.Module()
+        self.encoder.pos_embedding = nn.Parameter(torch.ones(1, 5, 8))
+        self.encoder.layers = nn.ModuleDict({"encoder_layer_0": EncoderBlock()})
+        self.heads = nn.ModuleDict({"head": nn.Linear(8, 10)})
+
+
+BLOCK = "encoder.layers.encoder_layer_0"
+NETS = {  # what is taken of each
+    ResNet: [
+        "conv1.weight", "layer1.0.conv1.weight", "layer1.0.conv2.weight",
+        "layer1.0.downsample.0.weight",
+    ],
+    Vgg: ["features.0.weight", "features.2.weight"],
+    MobileNet: ["features.0.0.weight"],
+    VisionTransformer: [
+        "conv_proj.weight", f"{BLOCK}.self_attention.in_proj_weight",
+        f"{BLOCK}.self_attention.out_proj.weight", f"{BLOCK}.mlp.0.weight", f"{BLOCK}.mlp.2.weight",
+    ],
+}  # fmt: skip
+
+
+def names(selected):
+    return [parameter.fqn for parameter in selected]
+
+
+def check_like_files(model, folder):
+    """The tensors in files that are zero, when those of the model are, are those of the files."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        for buffer in model.buffers():
+            buffer.fill_(1)
+        for module, name in prune.select(model):
+            getattr(module, name).zero_()
+    model.save_pretrained(folder)
+    verdicts = select_tensors(open_checkpoint(folder), FileRecipe(sparsity=0.5))
+    weights = load_file(folder / "model.safetensors")
+    zero = {name for name, weight in weights.items() if weight.ndim > 1 and not weight.any()}
+    assert zero == {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    check_like_files(tiny_model(family), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+def test_architectures(architecture, tmp_path):
+    check_like_files(architecture.model_of_its_class(), tmp_path)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_nets_for_images(net, tmp_path):
+    """The classifier is an output head, and a depthwise convolution has no inputs to choose."""
+    model = net()
+    assert names(prune.select(model)) == NETS[net]
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    verdicts = select_tensors(open_checkpoint(tmp_path), FileRecipe(sparsity=0.5))
+    pruned = {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
+    assert pruned == set(NETS[net])
+
+
+SELECTS = {
+    "default": {},
+    "also": {"also": "lm_head", "exclude": "*.layers.1.*"},
+    "include": {"include": ["*.self_attn.*", "*norm"]},
+    "vectors": {"include": ["*.mlp.*", "*norm"], "min_ndim": 1},
+    "vectors by default": {"min_ndim": 1},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("select", SELECTS)
+def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_path):
+    recipe = parse_recipe({"version": 2, "sparsity": 0.5, "select": SELECTS[select]})
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    found = select_groups(open_checkpoint(tmp_path), file_recipe(recipe, "a recipe"))
+    entries = {entry.name for entry in found.groups[0]}
+    assert entries and set(names(recipe.pruner(model).parameters)) == entries
+
+
+def test_experts_are_selected_and_routers_are_not():
+    selected = names(prune.select(tiny_model("mixtral")))
+    own = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    own += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    layers = {fqn.removeprefix("model.layers.0.") for fqn in selected if "layers.0." in fqn}
+    assert layers == set(own) and len(selected) == 12
+
+
+def test_patterns_replace_the_default():
+    model = tiny_model("mixtral")
+    only = prune.select(model, include="*gate.weight", exclude="model.layers.1.*")
+    assert names(only) == ["model.layers.0.mlp.gate.weight"]
+    with pytest.raises(ValueError, match="'nonsense' match no parameter"):
+        prune.select(model, exclude="nonsense")
+    with pytest.raises(ValueError, match=r"nothing is selected in this MixtralFor.*a router"):
+        prune.select(model, exclude=["*self_attn*", "*experts*"])
+
+
+def test_pruned_parameters_are_selected_as_before():
+    model = tiny_model("mixtral")
+    selected = prune.select(model)
+    prune.global_unstructured(selected, prune.L1Unstructured, amount=0.5)
+    assert prune.select(model) == selected
