@@ -9,7 +9,7 @@ from distprune._common.schedules import OneShot
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.yaml_text import yaml_text
 from distprune.recipes.problems import RecipeError
-from distprune.recipes.request import Request
+from distprune.recipes.request import FOR_MODELS, Request
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,7 +44,7 @@ class FileRecipe(Request):
     @classmethod
     def _made(cls, values: dict[str, Any], where: str) -> Self:
         parts: list[dict[str, Any]] = values["groups"] or [values]
-        _refuse_what_models_have(parts, where)
+        cls._refuse_what_models_have([values, *parts], where)
         problems = []
         if len(parts) > MAX_GROUPS:
             problems.append(f"there are {len(parts)} groups; expected at most {MAX_GROUPS}.")
@@ -65,6 +65,23 @@ class FileRecipe(Request):
         if is_random and values["seed"] is None:
             values["seed"] = 0
         return super()._made(values, where)
+
+    @classmethod
+    def _refuse_what_models_have(cls, mappings: list[dict[str, Any]], where: str) -> None:
+        keys = [
+            key
+            for key, name in FOR_MODELS.items()
+            for found in [values.get(name, getattr(cls, name)) for values in mappings]
+            if found != getattr(cls, name) and not isinstance(found, OneShot)
+        ]
+        if keys:
+            subject = where if where == "the recipe" else f"the recipe {where}"
+            names = ", ".join(dict.fromkeys(keys))
+            raise SelectionError(
+                f"{subject} has {names}, which a checkpoint has no use for: it is pruned at once, "
+                "and patterns match whole names of tensors. Expected 'sparsity' or 'pattern', and "
+                "'select' with 'include' and 'exclude'.",
+            )
 
     @property
     def divisor_text(self) -> str:
@@ -87,7 +104,8 @@ class FileRecipe(Request):
         """
         values = asdict(self)
         for part in (values, *values["groups"]):
-            del part["schedule"], part["names"]
+            for name in FOR_MODELS.values():
+                del part[name]
             for name in ("normalize", "statistics", "scores"):
                 if part[name] is None:
                     del part[name]
@@ -106,18 +124,3 @@ class FileRecipe(Request):
         A recipe with a single group is read as one without groups, which prunes the same.
         """
         return yaml_text(self.as_mapping())
-
-
-def _refuse_what_models_have(parts: list[dict[str, Any]], where: str) -> None:
-    problems = []
-    if any(not isinstance(part["schedule"], OneShot | None) for part in parts):
-        problems.append("schedule")
-    if any(part["names"] is not None for part in parts):
-        problems.append("select.names")
-    if problems:
-        subject = where if where == "the recipe" else f"the recipe {where}"
-        raise SelectionError(
-            f"{subject} has {', '.join(problems)}, which a checkpoint has no use for: it "
-            "is pruned at once, and patterns match whole names of tensors. Expected 'sparsity' or "
-            "'pattern', and 'select' with 'include' and 'exclude'.",
-        )

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from distprune.recipes.form import GroupForm, RecipeForm
 
 Score = Literal["magnitude", "random", "wanda", "stade", "given"]
+# Keys of the recipe as a whole that may be left out.
+_WHOLE = ("seed", "statistics", "scores")
 # Fields of the request as a whole; all others are fields of each group.
-_SHARED = ("seed", "nan", "masks", "card", "groups", "statistics", "scores")
+_SHARED = (*_WHOLE, "nan", "masks", "card", "groups")
+# Fields that a checkpoint has no use for, by their keys in a recipe.
+FOR_MODELS = {"schedule": "schedule", "select.names": "names"}
 _PREFIX = re.compile(r"^(the document: |select\.|limits\.|output\.)")  # no part of a field's name
 
 
@@ -241,7 +245,7 @@ class Request:
         """
         is_raw = all(part.normalize is None for part in self.parts)
         values: dict[str, Any] = {"version": 1 if is_raw else 2}
-        for name in ("seed", "statistics", "scores"):
+        for name in _WHOLE:
             if getattr(self, name) is not None:
                 values[name] = getattr(self, name)
         if self.groups:
@@ -377,7 +381,7 @@ def _values_of(form: RecipeForm) -> dict[str, Any]:
     parts = [_part_of(group) for group in form.resolved()]
     for part in parts:
         part |= shared | {"seed": form.seed if part["score"] == "random" else None}
-    whole = {"seed": form.seed, "statistics": form.statistics, "scores": form.scores}
+    whole = {name: getattr(form, name) for name in _WHOLE}
     if form.groups:
         return {**shared, **whole, "groups": parts}
     return {**parts[0], **whole, "groups": []}

@@ -1,0 +1,49 @@
+"""The diffs of docs/extending.md apply to the package, touch few files, and do what they say."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distprune
+
+ROOT = Path(__file__).parents[2]
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+OPTION = """
+from torch import nn
+from distprune.files.errors import SelectionError
+from distprune.files.recipe import FileRecipe
+from distprune.recipe import parse_recipe
+mapping = {"version": 2, "sparsity": 0.5, "verify_every": 3}
+recipe = parse_recipe(mapping)
+assert parse_recipe(recipe.as_mapping()) == recipe and recipe.verify_every == 3
+assert recipe.pruner(nn.Linear(4, 4))._verify_every == 3
+assert "verify_every" not in FileRecipe(0.5).as_fields()
+try:
+    FileRecipe.parse(mapping)
+except SelectionError as error:
+    assert "has verify_every, which a checkpoint has no use for" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+SCORE = """
+import torch
+import distprune as prune
+layer = torch.nn.Linear(4, 1)
+layer.weight.data = torch.tensor([[0.0, 1.0, -1.0, 1.5]])
+prune.global_unstructured([(layer, "weight")], prune.FarFromOne, amount=2)
+assert layer.weight_mask.tolist() == [[0, 1, 0, 1]]
+"""
+
+
+@pytest.mark.parametrize(("diff", "script"), list(zip(DIFFS, (OPTION, SCORE), strict=True)))
+def test_a_diff_applies_and_works(diff, script, tmp_path):
+    shutil.copytree(Path(distprune.__file__).parent, tmp_path / "distprune")
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, check=True, cwd=tmp_path)
+    assert 1 < diff.count("\n+++ ") + diff.startswith("+++ ") <= 3
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
