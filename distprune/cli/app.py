@@ -25,7 +25,7 @@ from distprune.cli.commands import (
     selftest,
     verify,
 )
-from distprune.cli.escaping import printable
+from distprune.cli.streams import printable
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
@@ -117,14 +117,7 @@ _ParserError: Any = next(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse a command line and run its command.
-
-    Args:
-        arguments: without the program's name.
-
-    Returns:
-        The exit code. Wrong usage is written to stderr, and to a JSON document with ``--json``.
-    """
+    """Parse a command line and run its command."""
     try:
         # typer.Exit in a command is what comes back.
         code = app(

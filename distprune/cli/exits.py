@@ -1,7 +1,25 @@
-"""How a command ends: exit codes that scripts can rely on.
+"""How a command ends: exit codes that scripts can rely on, messages, and what signals do.
 
-torchrun ends with 1 whatever its workers end with; the code is in the report as well.
+An error becomes one message, one exit code and one JSON document. torchrun ends with 1 whatever its
+workers end with; the code is in the report as well.
 """
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from distprune.cli import ranks, streams
+from distprune.cli.streams import printable
+from distprune.files.errors import FilesError, Interrupted, MachineError, explained
 
 OK = 0
 INTERNAL = 1  # a defect of distprune
@@ -14,3 +32,192 @@ MACHINE = 7  # memory, open files, processes
 INTERRUPTED = 130  # SIGINT
 TERMINATED = 143  # SIGTERM
 READER_GONE = 141  # nobody reads stdout any more, as after `| head`; SIGPIPE
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a command
+
+
+_DEFECT = (
+    "this is a defect of distprune. Please report it, with the lines above and the output of "
+    "`distprune env`."
+)
+_TORCH_BYTES = 750_000_000  # of address space, to import torch and start
+_SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # also clears the line of a progress bar
+
+
+def finish(
+    run: Callable[[Sequence[str]], int], arguments: Sequence[str], *, is_process: bool = False
+) -> int:
+    """Run a command and return its exit code. All output is written when this returns."""
+    as_json = streams.wants_json(arguments)
+    try:
+        try:
+            _check_memory_limit()
+            code = run(arguments)
+            streams.flush()
+            if code != OK and as_json and ranks.is_leader():
+                _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
+            if is_process and ranks.is_rank():
+                _leave_at_once(code)
+            return code
+        except SystemExit as exit_:
+            # The parsers exit with 2; only rich and typer with 1, if the reader of stdout is gone.
+            code = exit_.code if isinstance(exit_.code, int) else OK
+            if code == INTERNAL:
+                raise streams.ReaderGone from exit_
+            if code != OK and as_json and ranks.is_leader():
+                _write_json(code, "wrong usage; stderr says what is wrong.")
+            streams.flush()
+            return code
+        except Exception as error:
+            if isinstance(error, streams.ReaderGone):
+                raise
+            code = _report(error, as_json)
+            if is_process and ranks.is_rank():
+                _leave_at_once(code)
+            return code
+    except (streams.ReaderGone, BrokenPipeError):
+        streams.give_up(sys.stdout, sys.__stdout__)
+        return READER_GONE
+    finally:
+        streams.flush_errors()
+
+
+def _check_memory_limit() -> None:
+    """Raise MachineError where the libraries of torch would abort: that cannot be caught."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < _TORCH_BYTES:
+        raise MachineError(
+            f"the memory of a process is limited to {limit / 1e6:.0f} MB; expected at least "
+            f"{_TORCH_BYTES / 1e6:.0f} MB, which torch needs. Raise the limit (`ulimit -v`)."
+        )
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """End this rank without Python's own shutdown, in which gloo may abort the process.
+
+    A sharded model, or an error, keeps gloo's groups and their threads until then. A thread that
+    frees the tensors of a collective, or that another rank is still connected to, aborts with
+    "terminate called without an active exception", which would hide the exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none
+            stream.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
+    """SIGINT and SIGTERM end the process with one line, even while modules are imported.
+
+    Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
+    Work that writes files handles signals itself; see :class:`distprune.cli.exits.Stop`.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        is_interrupt = number == signal.SIGINT
+        code = INTERRUPTED if is_interrupt else TERMINATED
+        text = "interrupted." if is_interrupt else "terminated."
+        if as_json and ranks.is_leader() and not streams.has_document():
+            _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
+        if ranks.is_leader():
+            with contextlib.suppress(OSError):
+                text = f"distprune: {text}\n"
+                _write_at_once(2, _SHOW_CURSOR + text if os.isatty(2) else text)
+        os._exit(code)
+
+    end.ends_the_process = True  # type: ignore[attr-defined]
+    previous = {}
+    with contextlib.suppress(ValueError):  # only the main thread can set handlers
+        for number in SIGNALS:
+            if ranks.is_child() or signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, end)
+        if ranks.is_child():  # it was started with both blocked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, list(previous))
+    try:
+        yield
+    finally:
+        # A signal while Python shuts down then ends the process without a traceback.
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if is_process else handler)
+
+
+def _report(error: Exception, as_json: bool) -> int:
+    """Write what went wrong, once if all ranks have the error; return the exit code."""
+    explanation = explained(error)
+    code = INTERNAL if explanation is None else explanation.exit_code
+    if explanation is None or code == INTERNAL:
+        _write_error(_printable_lines("".join(traceback.format_exception(error)).rstrip()))
+        text = _DEFECT
+    else:
+        text = _printable_lines(str(explanation), indent="  ")
+    if as_json and ranks.is_leader():
+        _write_json(code, text)
+    if code in (INTERNAL, DISTRIBUTED) or ranks.is_leader():
+        _write_error(f"distprune: {text}")
+    return code
+
+
+def _printable_lines(text: str, indent: str = "") -> str:
+    """The lines of a message; an indent shows which lines continue it."""
+    first, *rest = [printable(line) for line in text.split("\n")]
+    return "\n".join([first, *(line if line[:1] == " " else indent + line for line in rest)])
+
+
+def _write_json(code: int, text: str) -> None:
+    # The error may be that stdout cannot be written.
+    with contextlib.suppress(FilesError):
+        streams.write_document(json.dumps({"exit_code": code, "error": text}) + "\n")
+
+
+def _write_error(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _write_at_once(descriptor: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(descriptor, text.encode("ascii", "backslashreplace"))
+
+
+class Stop:
+    """Whether long work should stop; pass it as ``stop`` to the functions of ``distprune.files``.
+
+    It is true after SIGINT or SIGTERM. A second signal ends the process at once. In a process that
+    ``--nproc`` started, it is also true once the process that started it has ended.
+
+    Attributes:
+        code: exit code of the signal that was received; None before one is.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._previous_handlers: dict[int, Any] = {}
+        parent = os.environ.get(ranks.PARENT)
+        self._parent = None if parent is None else int(parent)
+
+    def __call__(self) -> bool:
+        return self.code is not None or (self._parent is not None and os.getppid() != self._parent)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals while in the context."""
+        self._previous_handlers = {
+            number: signal.signal(number, self._on_signal) for number in SIGNALS
+        }
+        try:
+            yield
+        except Interrupted as error:
+            error.exit_code = self.code or TERMINATED
+            raise
+        finally:
+            for number, handler in self._previous_handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_second = self.code is not None
+        self.code = INTERRUPTED if number == signal.SIGINT else TERMINATED
+        if is_second:
+            handler = self._previous_handlers[number]
+            if getattr(handler, "ends_the_process", False):
+                handler(number, frame)  # it writes a message
+            os._exit(self.code)

@@ -11,18 +11,14 @@ if TYPE_CHECKING:  # a Ctrl-C while this file is imported would end in a traceba
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit.
-
-    Args:
-        arguments: without the program's name; those of the process by default.
-    """
+    """Run one command and exit."""
     try:
-        from distprune.cli import ending, streams
+        from distprune.cli import exits, streams
 
         command_line = sys.argv[1:] if arguments is None else list(arguments)
         streams.prepare()
-        with ending.signals_end_the_process(streams.wants_json(command_line), arguments is None):
-            code = ending.finish(_run, command_line, is_process=arguments is None)
+        with exits.signals_end_the_process(streams.wants_json(command_line), arguments is None):
+            code = exits.finish(_run, command_line, is_process=arguments is None)
     except KeyboardInterrupt:
         code = 130
         print("distprune: interrupted.", file=sys.stderr)

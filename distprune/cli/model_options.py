@@ -117,13 +117,7 @@ class ModelOptions:
     tokenizer: Path | None
 
     def check(self) -> None:
-        """Check what needs no torch.
-
-        Raises:
-            SelectionError: a value that is none; packages that are not installed.
-            CheckpointError: there is no such model.
-            TextError: a text that cannot be opened.
-        """
+        """Check what needs no torch."""
         missing = [
             name for name in ("transformers", "safetensors") if not importlib.util.find_spec(name)
         ]
@@ -160,11 +154,7 @@ class ModelOptions:
         return tuple(map(int, sizes))
 
     def kind_of_device(self) -> str:
-        """ "cpu", or the kind of an accelerator; this rank's is the current one afterwards.
-
-        Raises:
-            SelectionError: there is no such device, or too few of them.
-        """
+        """ "cpu", or the kind of an accelerator; this rank's is the current one afterwards."""
         import torch
 
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -197,11 +187,7 @@ def backend_of(kind: str) -> str:
 def opened(
     terminal: Terminal, options: ModelOptions, kind: str
 ) -> tuple[nn.Module, TokenWindows, str]:
-    """The model, the windows of all texts, and how the model is wrapped. Collective.
-
-    Raises:
-        FilesError: see :func:`translated`.
-    """
+    """The model, the windows of all texts, and how the model is wrapped. Collective."""
     with translated(CheckpointError):
         import torch
         from transformers.utils import logging
@@ -237,15 +223,7 @@ def opened(
 
 @contextlib.contextmanager
 def translated(kind: type[FilesError]) -> Iterator[None]:
-    """Give errors of the library, which are Python's, the exit codes of the command line.
-
-    Args:
-        kind: what a ValueError or NotImplementedError becomes.
-
-    Raises:
-        FilesError: ``kind``; SelectionError for packages that are missing; RanksError for ranks
-            that differ, or that are lost. What is a defect stays what it is.
-    """
+    """Give errors of the library, which are Python's, the exit codes of the command line."""
     try:
         yield
     except FilesError:

@@ -65,3 +65,11 @@ Timeout = Annotated[
         "--timeout", min=1, help="Seconds after which a rank that does not respond is lost."
     ),
 ]
+FollowLinks = Annotated[
+    bool,
+    typer.Option(
+        "--follow-links",
+        help="Also copy the targets of links in SRC that are outside of SRC and its Hugging Face "
+        "cache.",
+    ),
+]

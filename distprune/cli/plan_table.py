@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distprune.cli import sources
-from distprune.cli.console import Terminal, count, counted, percent
-from distprune.cli.names import shape_text, without_numbers
+from distprune.cli import folders
+from distprune.cli.console import Terminal, count, counted, percent, shape_text, without_numbers
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
             for verdict in plan.verdicts
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        **sources.as_values(plan.checkpoint),
+        **folders.as_values(plan.checkpoint),
         "copied": [file.name for file in plan.copied],
     }
 

@@ -55,11 +55,7 @@ class WindowsState(Protocol):
 
 
 class Meter:
-    """Shows the progress of all ranks together; use it in a ``with`` statement.
-
-    Args:
-        terminal: of this rank; only the leader's shows anything, and not with ``-q``.
-    """
+    """Shows the progress of all ranks together; use it in a ``with`` statement."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -111,13 +107,7 @@ class Meter:
 
 
 class Reading:
-    """The progress of one process; call it with the bytes of every piece.
-
-    Args:
-        meter: shows it.
-        total_bytes: that will be read or written.
-        phase: what it is called.
-    """
+    """The progress of one process; call it with the bytes of every piece."""
 
     def __init__(self, meter: Meter, total_bytes: int, phase: str = "read") -> None:
         self.phase = phase

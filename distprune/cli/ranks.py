@@ -34,15 +34,7 @@ def is_child() -> bool:
 
 @contextlib.contextmanager
 def process_group(timeout: float, backend: str = "gloo") -> Iterator[None]:
-    """Join the other ranks, if there are any, in a process group.
-
-    Args:
-        timeout: seconds after which a rank that does not respond is treated as lost.
-        backend: of torch.distributed.
-
-    Raises:
-        RanksError: the process group cannot be initialised.
-    """
+    """Join the other ranks, if there are any, in a process group."""
     if not is_rank():
         yield
         return

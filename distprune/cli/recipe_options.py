@@ -1,17 +1,54 @@
-"""The options that say what to prune and how much; with a recipe they make a FileRecipe."""
+"""Recipes by name or path, and the options that override them; together they make a FileRecipe."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from distprune._common.sparsity_pattern import Pattern as ParsedPattern
-from distprune.cli import recipe_files
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
+from distprune.recipes.request import Request, shipped_recipes
+
+R = TypeVar("R", bound=Request)
+
+
+def complete(incomplete: str) -> list[str]:
+    """Names of shipped recipes, for completion; the shell completes names of files by itself."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def find(name: str) -> Path:
+    """The file of a recipe, by the name of a shipped one or by path."""
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if not path.is_file():
+        raise SelectionError(
+            f"{name!r} is neither a file nor a shipped recipe; expected a YAML file, or one of "
+            f"{', '.join(shipped)}.",
+        )
+    return path
+
+
+def read(name: str, kind: type[R]) -> R:
+    """A checked recipe of a kind, for models or for checkpoints, by path or name."""
+    path = find(name)
+    try:
+        return kind.load(path)
+    except ImportError as error:
+        raise SelectionError(
+            "recipes need PyYAML and pydantic: pip install 'distprune[cli]'"
+        ) from error
+    except ValueError as error:
+        raise SelectionError(str(error)) from error
+    except OSError as error:
+        raise SelectionError(f"{path} cannot be read: {error.strerror}.") from error
+
 
 _PANEL = "What to prune (options override the recipe)"
 
@@ -32,7 +69,7 @@ RecipeName = Annotated[
         help="A YAML file, or the name of a shipped recipe (`distprune recipe ls`).",
         metavar="FILE|NAME",
         rich_help_panel=_PANEL,
-        autocompletion=recipe_files.complete,
+        autocompletion=complete,
     ),
 ]
 Sparsity = Annotated[
@@ -143,17 +180,8 @@ Nan = Annotated[
 
 
 def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
-    """A recipe, overridden by options.
-
-    Args:
-        name: of a shipped recipe, or of a file; None: there are only options.
-        options: fields of FileRecipe; None for an option that is not on the command line.
-
-    Raises:
-        SelectionError: there is no such recipe, it is not for checkpoints, or values are wrong;
-            with every problem.
-    """
-    recipe = None if name is None else recipe_files.read(name, FileRecipe)
+    """A recipe, overridden by options."""
+    recipe = None if name is None else read(name, FileRecipe)
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
     if recipe is not None and not overrides:
         return recipe
@@ -242,12 +270,7 @@ def _unused(score: object) -> set[str]:
 
 
 def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe with the default of ``normalize``, or without it if it has no effect.
-
-    Args:
-        fields: of the recipe.
-        overrides: the options.
-    """
+    """The fields of a recipe, with the default of ``normalize`` only where it has an effect."""
     merged = fields | overrides
     is_together = merged.get("pattern") is None and merged.get("scope", "global") == "global"
     if not is_together or merged.get("score", "magnitude") == "random":
@@ -280,11 +303,7 @@ def _refuse_in_groups(name: str | None, count: int, given: dict[str, str]) -> No
 
 
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
-    """``--input-dim`` options as the field ``input_dims`` of a recipe.
-
-    Raises:
-        SelectionError: an option is not PATTERN=DIM.
-    """
+    """``--input-dim`` options as the field ``input_dims`` of a recipe."""
     dims = {}
     for option in options:
         pattern, _, text = option.rpartition("=")

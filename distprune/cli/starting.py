@@ -24,7 +24,6 @@ import typer
 import distprune
 from distprune.cli import exits, ranks, streams
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_SECONDS = 30.0  # for the other ranks, after a failure of one or a signal
 KILL_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _POLL_SECONDS = 0.05
@@ -33,18 +32,7 @@ _POLL_SECONDS = 0.05
 def run_on_ranks(
     context: typer.Context, num_ranks: int | None, check: Callable[[], object] | None = None
 ) -> None:
-    """Run the command on ``num_ranks`` processes and exit with its code; None: return.
-
-    Args:
-        context: of the command.
-        num_ranks: the value of ``--nproc``.
-        check: called before processes are started, so that what it raises is reported once and
-            at once.
-
-    Raises:
-        typer.Exit: with the exit code, after all processes have ended.
-        typer.BadParameter: this process is a rank already.
-    """
+    """Run the command on ``num_ranks`` processes and exit with its code; None: return."""
     if num_ranks is None:
         return
     if ranks.is_rank():
@@ -59,13 +47,6 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
 
     The processes run this package with this Python, and never a module of the current folder.
     With ``--json``, exactly one document is written to stdout, even if rank 0 is killed.
-
-    Args:
-        arguments: the command and its arguments, without ``--nproc``.
-        num_ranks: number of processes.
-
-    Returns:
-        The exit code; see :meth:`Watch.run`.
     """
     as_json = streams.wants_json(arguments)
     with tempfile.TemporaryDirectory(prefix="distprune") as folder:
@@ -109,9 +90,6 @@ class Watch:
     A signal is passed on to all of them. After a failure of one, or a signal, the others have
     ``GRACE_SECONDS`` to end; then they get SIGTERM, and ``KILL_SECONDS`` later SIGKILL. A second
     signal kills them at once.
-
-    Args:
-        say: called with messages for the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -126,24 +104,12 @@ class Watch:
         self._causes: list[int] = []  # exit codes of failures that this process did not cause
 
     def run(self, start: Callable[[int], subprocess.Popen[bytes]], num_ranks: int) -> int:
-        """Start all ranks and wait for them.
-
-        Args:
-            start: starts the process of a rank.
-            num_ranks: how many.
-
-        Returns:
-            0 if all ranks return 0; the code of the signal, if one was received before any
-            failure; otherwise the code of a rank that failed, or 5 if one was killed.
-
-        Raises:
-            OSError: a process cannot be started; those that were started are killed.
-        """
-        previous = {n: signal.signal(n, self._on_signal) for n in SIGNALS}
+        """Start all ranks and wait for them."""
+        previous = {n: signal.signal(n, self._on_signal) for n in exits.SIGNALS}
         try:
             for rank in range(num_ranks):
                 # Blocked signals are inherited; the rank unblocks them when it is ready.
-                mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, exits.SIGNALS)
                 try:
                     self._processes.append(start(rank))
                 finally:

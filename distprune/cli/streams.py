@@ -1,15 +1,47 @@
-"""stdout and stderr in any state: closed, full, of any encoding, or a broken pipe."""
+"""stdout and stderr in any state (closed, full, of any encoding, a broken pipe), and text for them.
+
+Text of unknown origin, such as names in files, may hold escape sequences of terminals.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from distprune.files.errors import OutputError
+
+_HARMLESS = "\t"
+
+
+def printable(text: str) -> str:
+    """Write every character that is not visible as an escape sequence.
+
+    These are control characters ("\\x1b", a line break), marks that change the direction of text,
+    other spaces, and bytes of file names that are not UTF-8. A tab stays.
+    """
+    if text.isprintable():
+        return text
+    return _NOT_ASCII_PRINTABLE.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    character = match.group()
+    if character.isprintable() or character in _HARMLESS:
+        return character
+    number = ord(character)
+    if 0xDC80 <= number <= 0xDCFF:  # a byte of a file name
+        number -= 0xDC00
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+_NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]")
 
 
 class ReaderGone(Exception):
@@ -49,23 +81,13 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 
 def write(text: str) -> None:
-    """Write to stdout.
-
-    Raises:
-        ReaderGone: its reader is gone.
-        OutputError: it cannot be written.
-    """
+    """Write to stdout."""
     with _writing():
         sys.stdout.write(text)
 
 
 def write_document(text: str) -> None:
-    """Write the JSON document of a command, unless one has been written.
-
-    Raises:
-        ReaderGone: its reader is gone.
-        OutputError: it cannot be written.
-    """
+    """Write the JSON document of a command, unless one has been written."""
     if _State.has_document:
         return
     _State.has_document = True
@@ -80,12 +102,7 @@ def has_document() -> bool:
 
 
 def flush() -> None:
-    """Flush stdout.
-
-    Raises:
-        ReaderGone: its reader is gone.
-        OutputError: it cannot be written.
-    """
+    """Flush stdout."""
     with _writing():
         sys.stdout.flush()
 
@@ -99,12 +116,7 @@ def flush_errors() -> None:
 
 
 def give_up(stream: TextIO | None, original: TextIO | None) -> None:
-    """Discard what is left in a buffer, which Python would try to write again when it ends.
-
-    Args:
-        stream: sys.stdout or sys.stderr.
-        original: the stream when the process started; a replacement is left alone.
-    """
+    """Discard what is left in a buffer, which Python would try to write again when it ends."""
     if stream is not None and stream is original:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             null = os.open(os.devnull, os.O_WRONLY)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli.csv_files import COLUMNS
+from distprune.cli.commands.inspect import CSV_COLUMNS
 from helpers.tiny_checkpoints import save
 
 HOSTILE = ['a,"b"', "two\nlines", "\x1b]0;title\x07", "=HYPERLINK(1)", "back\\slash", "日本", "@x"]
@@ -38,7 +38,7 @@ def test_one_row_for_each_tensor(run, tmp_path):
         ["empty", first, "F32", "0x3", "0", "0", "", "0", "0", "", "", "empty"],
         ["ids", first.replace("1-", "2-"), "I64", "4", "4", "1", "0.25", "0", "0", "", "", "ids"],
     ]  # fmt: skip
-    assert [list(row.values()) for row in rows] == wanted and tuple(rows[0]) == COLUMNS
+    assert [list(row.values()) for row in rows] == wanted and tuple(rows[0]) == CSV_COLUMNS
     done = run("inspect", source, "--csv", "-")
     assert done.out == path.read_text()
 

@@ -110,7 +110,7 @@ def test_of_a_failure_after_the_document(run, folders, tmp_path, monkeypatch):
 
 
 def test_an_interruption(run, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("distprune.cli.stopping.Stop.__call__", lambda self: True)
+    monkeypatch.setattr("distprune.cli.exits.Stop.__call__", lambda self: True)
     done = run("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json")
     assert done.code == 143 and done.json["exit_code"] == 143
 

@@ -12,10 +12,7 @@ from commands import start
 
 from distprune.cli import plotting, progress
 from distprune.cli.commands import prune
-from distprune.cli.picture import Picture
-from distprune.cli.plot_magnitudes import robust_limits
-from distprune.cli.plotting import make_figure
-from distprune.cli.sparsity_grid import make_grid
+from distprune.cli.plotting import Picture, make_figure, make_grid, robust_limits
 from distprune.files.checkpoints import scanning
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect, sample_exponents

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli import costing
+from distprune.cli.commands import plan as plan_command
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
 from helpers.tiny_checkpoints import encode, save, tree_digest
@@ -52,7 +52,7 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
     class Full:
         f_bavail, f_frsize = 1, 512
 
-    monkeypatch.setattr(costing.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(plan_command.os, "statvfs", lambda path: Full)
     done = run("plan", source, tmp_path / "other", "-s", "0.5")
     assert done.code == 4 and "There is not enough space" in done.out
     done = run("plan", source, tmp_path / "other", "-s", "0.5", "--json")
@@ -62,13 +62,13 @@ def test_the_bytes_are_those_that_prune_needs(run, source, tmp_path, monkeypatch
 
 def test_what_an_interrupted_run_left_is_not_needed_again(source, tmp_path):
     made = plan(source, FileRecipe(0.5))
-    whole = costing.estimate(made, tmp_path / "out[1]").missing_bytes
+    whole = plan_command.estimate(made, tmp_path / "out[1]").missing_bytes
     part = tmp_path / "out[1].partial-0123456789abcdef" / "distprune"
     part.mkdir(parents=True)
     (tmp_path / "out1.partial-0123456789abcdef").write_bytes(bytes(4096))  # of another destination
-    assert costing.estimate(made, tmp_path / "out[1]").missing_bytes == whole > 0
+    assert plan_command.estimate(made, tmp_path / "out[1]").missing_bytes == whole > 0
     (part / "masks.safetensors").write_bytes(bytes(4096))
-    assert costing.estimate(made, tmp_path / "out[1]").missing_bytes == max(whole - 4096, 0)
+    assert plan_command.estimate(made, tmp_path / "out[1]").missing_bytes == max(whole - 4096, 0)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_bytes_that_are_read_to_find_the_threshold(tmp_path, recipe, dtypes, pas
     source = save(tmp_path / "source", tensors)
     total = sum(path.stat().st_size for path in source.iterdir())
     weights = sum(tensor.nbytes for tensor in tensors.values())
-    assert costing.estimate(plan(source, recipe), None).read_bytes == total + passes * weights
+    assert plan_command.estimate(plan(source, recipe), None).read_bytes == total + passes * weights
 
 
 def test_the_time_comes_from_a_sample_of_the_disk(run, tmp_path):
@@ -123,12 +123,12 @@ def test_a_hundred_thousand_tensors(tmp_path):
     source.mkdir()
     (source / "model.safetensors").write_bytes(encode(header, bytes(end)))
     script = (
-        "import sys, time\nfrom distprune.cli import tables\n"
-        "layout, seconds = tables.layout, []\n"
+        "import sys, time\nfrom distprune.cli import console\n"
+        "layout, seconds = console.layout, []\n"
         "def timed(*arguments, **more):\n"
         "    began = time.process_time()\n    lines = list(layout(*arguments, **more))\n"
         "    seconds.append(time.process_time() - began)\n    return iter(lines)\n"
-        "tables.layout = timed\nfrom distprune.cli.main import main\n"
+        "console.layout = timed\nfrom distprune.cli.main import main\n"
         "try:\n    main()\nfinally:\n"
         "    print(seconds[0] if seconds else 0, time.process_time(), file=sys.stderr)\n"
     )

@@ -12,7 +12,7 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import progress, starting, stopping
+from distprune.cli import exits, progress, starting
 from distprune.cli.commands import prune
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
@@ -224,16 +224,16 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
 
 
 def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
-    assert stopping.Stop()() is False
+    assert exits.Stop()() is False
     monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getppid()))
-    assert stopping.Stop()() is False
+    assert exits.Stop()() is False
     monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getpid()))
-    assert stopping.Stop()() is True
+    assert exits.Stop()() is True
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
-    stop, ended = stopping.Stop(), []
-    monkeypatch.setattr(stopping.os, "_exit", ended.append)
+    stop, ended = exits.Stop(), []
+    monkeypatch.setattr(exits.os, "_exit", ended.append)
     with stop.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop() and stop.code == 143 and ended == []

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import discarding, ranks, sources, starting, stopping
+from distprune.cli import exits, folders, ranks, starting
 from distprune.cli.console import Terminal, count, counted, percent
-from distprune.cli.mask_tables import show_masks
+from distprune.cli.folders import show_masks
 from distprune.cli.options import (
     AsJson,
     Destination,
     Discard,
+    FollowLinks,
     Nproc,
     Quiet,
     Source,
@@ -44,7 +45,7 @@ def apply(
     masks: MaskFolder,
     source: Source,
     destination: Destination,
-    follow_links: sources.FollowLinks = False,
+    follow_links: FollowLinks = False,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
     take_over: TakeOver = False,
@@ -69,7 +70,7 @@ def apply(
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
     if discard:
-        discarding.discard(terminal, destination, take_over)
+        folders.discard(terminal, destination, take_over)
         return
 
     def find() -> Application:
@@ -78,13 +79,13 @@ def apply(
         return Application(masks, source, follow_links=follow_links)
 
     starting.run_on_ranks(context, nproc, find)
-    stop = stopping.Stop()
+    stop = exits.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with stop.listening(), ranks.process_group(timeout):
         checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
     if as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
-        terminal.json({**values, **sources.as_values(checkpoint)})
+        terminal.json({**values, **folders.as_values(checkpoint)})
         return
     show_masks(terminal, destination)
     terminal.text(
@@ -100,14 +101,14 @@ def _apply(
     terminal: Terminal,
     find: Callable[[], Application],
     destination: Path,
-    stop: stopping.Stop,
+    stop: exits.Stop,
     take_over: bool,
 ) -> tuple[Checkpoint, Applied]:
     from distprune._common.process_groups import world
     from distprune.files.team import Team
 
     application = Team(world()).attempt(find)
-    sources.tell(terminal, application.checkpoint)
+    folders.tell(terminal, application.checkpoint)
     with Meter(terminal) as meter:
         applied = application.write(
             destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import sources, stopping
+from distprune.cli import exits, folders
 from distprune.cli.console import Terminal, counted
-from distprune.cli.options import AsJson, Destination, Quiet, Verbose
+from distprune.cli.options import AsJson, Destination, FollowLinks, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
 from distprune.files.text import format_size
 
@@ -28,7 +28,7 @@ Pickled = Annotated[
 def convert(
     source: Pickled,
     destination: Destination,
-    follow_links: sources.FollowLinks = False,
+    follow_links: FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -52,8 +52,8 @@ def convert(
     conversion = Conversion(source, follow_links=follow_links)
     if conversion.note:
         terminal.note(conversion.note)
-    sources.tell_skipped(terminal, conversion.skipped)
-    stop = stopping.Stop()
+    folders.tell_skipped(terminal, conversion.skipped)
+    stop = exits.Stop()
     with stop.listening(), Meter(terminal) as meter:
         reading = Reading(meter, conversion.total_bytes, "write")
         converted = conversion.write(destination, reading, stop)
@@ -62,7 +62,7 @@ def convert(
     for names in converted.tied:
         terminal.note(f"One tensor, written under each of its names: {', '.join(names)}.")
     left = [name for name in converted.copied if is_weights(name)]
-    sources.tell_names(terminal, "Copied, not converted", left)
+    folders.tell_names(terminal, "Copied, not converted", left)
     if as_json:
         values = {"source": conversion.folder, **asdict(converted)}
         terminal.json({**values, "copied_not_converted": left})

@@ -2,25 +2,99 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distprune._common.sparsity_pattern import Pattern
-from distprune.cli.console import Terminal, count, counted, percent
-from distprune.cli.names import shape_text, without_numbers
+from distprune.cli import streams
+from distprune.cli.console import Terminal, count, counted, percent, shape_text, without_numbers
 from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
 from distprune.cli.progress import Meter, Reading
-from distprune.files.errors import CheckpointError, SelectionError
+from distprune.files.errors import CheckpointError, OutputError, SelectionError
 from distprune.files.selecting.kinds import role_of
 
 if TYPE_CHECKING:
-    from distprune.cli.picture import Picture
+    from distprune.cli.plotting import Picture
     from distprune.files.inspecting import TensorFacts
     from distprune.files.recipe import FileRecipe
+
+CSV_COLUMNS = (
+    "name", "file", "dtype", "shape", "elements", "zeros", "sparsity", "nan", "inf", "pruned",
+    "layer", "kind",
+)  # fmt: skip
+# What a spreadsheet takes for a formula at the beginning of a cell.
+_FORMULA = "=+-@"
+
+
+def _check_csv(path: Path) -> None:
+    """Check that the file can be written, before all weights are read; "-" is stdout."""
+    if str(path) == "-":
+        return
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"--csv {path}: its folder does not exist; make it first.")
+    if path.is_dir():
+        raise OutputError(f"--csv {path}: this is a folder; expected the name of a file, or -.")
+
+
+def _write_csv(
+    path: Path, facts: Iterable[TensorFacts], num_pruned: Mapping[str, int] | None
+) -> None:
+    """Write a heading and a row for each tensor.
+
+    A cell has no control characters in it: those in names are written as in Python ("\\n",
+    "\\x1b"), and so is a backslash, and a first character that would make the cell a formula.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for tensor in facts:
+        writer.writerow(_csv_row(tensor, num_pruned))
+    if str(path) == "-":
+        streams.write(text.getvalue())
+        return
+    try:
+        path.write_text(text.getvalue(), encoding="utf-8", newline="")
+    except OSError as error:
+        raise OutputError(f"--csv {path} cannot be written: {error.strerror}.") from error
+
+
+def _cell(text: str) -> str:
+    """A name for a cell; ``text.encode().decode("unicode_escape")`` undoes it for ASCII."""
+    escaped = "".join(
+        character.encode("unicode_escape").decode()
+        if character == "\\" or not character.isprintable()
+        else character
+        for character in text
+    )
+    return f"\\x{ord(escaped[0]):02x}{escaped[1:]}" if escaped[:1] in [*_FORMULA] else escaped
+
+
+def _csv_row(facts: TensorFacts, num_pruned: Mapping[str, int] | None) -> tuple[object, ...]:
+    entry, place = facts.entry, role_of(facts.entry.name)
+    share = ""
+    if facts.num_zero is not None and entry.numel:
+        share = repr(facts.num_zero / entry.numel)
+    return (
+        _cell(entry.name),
+        _cell(entry.file),
+        _cell(entry.dtype),
+        "x".join(map(str, entry.shape)) or "scalar",
+        entry.numel,
+        "" if facts.num_zero is None else facts.num_zero,
+        share,
+        facts.num_nan,
+        facts.num_inf,
+        "" if num_pruned is None else num_pruned.get(entry.name, 0),
+        _cell(".".join([place.stack, *map(str, place.layer)]).strip(".")) if place.layer else "",
+        _cell(place.kind),
+    )
+
 
 Patterns = Annotated[
     list[str],
@@ -76,7 +150,7 @@ def inspect(
 
       distprune inspect Llama-3.2-1B-50 --csv sparsity.csv --plot sparsity.png
     """
-    from distprune.cli import csv_files, plotting
+    from distprune.cli import plotting
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.inspecting import inspect as inspect_tensors
 
@@ -89,7 +163,7 @@ def inspect(
     if csv is not None:
         if as_json and str(csv) == "-":
             raise SelectionError("--csv - and --json both write to stdout; leave one of them out.")
-        csv_files.check(csv)
+        _check_csv(csv)
     terminal = Terminal(as_json, -1 if quiet else verbose)
     with Meter(terminal) as meter:
         reading = Reading(meter, checkpoint.num_bytes)
@@ -99,7 +173,7 @@ def inspect(
     if plot is not None:
         plotting.draw(plot, _picture(source, facts))
     if csv is not None:
-        csv_files.write(csv, facts, _pruned_counts(terminal, source))
+        _write_csv(csv, facts, _pruned_counts(terminal, source))
     if as_json:
         terminal.json(
             {
@@ -171,7 +245,7 @@ def _pruned_counts(terminal: Terminal, folder: Path) -> dict[str, int] | None:
 
 def _picture(source: Path, facts: list[TensorFacts]) -> Picture:
     """Matrices of floats; vectors would be columns without zeros."""
-    from distprune.cli.picture import Picture
+    from distprune.cli.plotting import Picture
     from distprune.files.inspecting import is_float
     from distprune.files.reports.model_card import cached_name
 

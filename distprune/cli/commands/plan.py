@@ -3,16 +3,121 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import costing, exits, plan_table, recipe_options, sources
+from distprune._common.mask_bits import num_bytes_of
+from distprune.cli import exits, folders, plan_table, recipe_options
 from distprune.cli.console import Terminal, duration
-from distprune.cli.options import AsJson, Quiet, Source, Verbose
+from distprune.cli.options import AsJson, FollowLinks, Quiet, Source, Verbose
+from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
+from distprune.files.errors import OutputError
+from distprune.files.ranking.reads import bytes_to_count, bytes_to_count_alone
 from distprune.files.text import format_size
+
+if TYPE_CHECKING:
+    from distprune.files.planning import Plan
+
+# Bytes per second of one process, if the disk is not the limit.
+_SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
+_SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
+_WRITING_IS_SLOWER = 3  # than reading, on a bad disk
+_SAMPLE_SECONDS, _SAMPLE_BYTES, _CHUNK = 0.3, 64_000_000, 4_000_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ``prune`` will need.
+
+    Attributes:
+        read_bytes: bytes to read from the source.
+        write_bytes: bytes to write to the destination; masks and report are estimated.
+        missing_bytes: bytes of these that are not on the disk yet: an unfinished result has some.
+        free_bytes: free bytes at the destination; None: no destination is given.
+        sampled_bytes_per_second: of the source's disk; None: there is too little to read.
+        seconds: (least, most) for one process. Several share the work, but not the disk.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    missing_bytes: int
+    free_bytes: int | None
+    sampled_bytes_per_second: float | None
+    seconds: tuple[float, float]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether there is enough space; None: no destination is given."""
+        return None if self.free_bytes is None else self.missing_bytes <= self.free_bytes
+
+
+def estimate(plan: Plan, destination: Path | None) -> Cost:
+    """Estimate what a plan needs.
+
+    Cost: reads up to 64 MB of the source, for a third of a second.
+    """
+    checkpoint = plan.checkpoint
+    others = sum(file.size for file in checkpoint.others)
+    reads = checkpoint.num_bytes + others + bytes_to_count(plan) + bytes_to_count_alone(plan)
+    writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
+    free, missing = None, writes
+    if destination is not None:
+        free, missing = _disk_space(destination, writes)
+    rate = _sample(plan) if reads >= 2 * _SAMPLE_BYTES else None
+    least, most = (reads + writes) / _FASTEST_BYTES, (reads + writes) / _SLOWEST_BYTES
+    if rate is not None:
+        least = max(least, reads / rate)
+        most += (reads + _WRITING_IS_SLOWER * writes) / rate
+    first, last = _SECONDS_TO_START
+    return Cost(reads, writes, missing, free, rate, (least + first, most + last))
+
+
+def _sidecar_bytes(plan: Plan) -> int:
+    """Bytes of the masks and the report."""
+    masks = (
+        sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) if plan.recipe.masks else 0
+    )
+    names = sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
+    return masks + 2 * names
+
+
+def _disk_space(destination: Path, num_bytes: int) -> tuple[int, int]:
+    """Free bytes at the destination, and bytes that are still to be written there."""
+    parent = Path(os.path.abspath(destination)).parent
+    if not parent.is_dir():
+        raise OutputError(f"{parent} is not a folder; create it first.")
+    num_written = sum(map(folder_bytes, partial_folders(Path(os.path.abspath(destination)))))
+    return free_bytes(parent), max(num_bytes - num_written, 0)
+
+
+def _sample(plan: Plan) -> float | None:
+    """Bytes per second when reading the largest file, if possible not from the page cache."""
+    largest = max(plan.checkpoint.files, key=lambda file: file.size)
+    end = min(largest.size, largest.data_start + _SAMPLE_BYTES)
+    try:
+        descriptor = os.open(largest.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if hasattr(os, "posix_fadvise"):
+            size = end - largest.data_start
+            os.posix_fadvise(descriptor, largest.data_start, size, os.POSIX_FADV_DONTNEED)
+        done, began = 0, time.perf_counter()
+        while largest.data_start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
+            chunk = os.pread(descriptor, _CHUNK, largest.data_start + done)
+            if not chunk:
+                break
+            done += len(chunk)
+        return done / max(time.perf_counter() - began, 1e-6) if done else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
 
 MaybeDestination = Annotated[
     Path | None,
@@ -44,7 +149,7 @@ def plan(
     max_sparsity: recipe_options.MaxSparsity = None,
     input_dim: recipe_options.InputDim = None,
     nan: recipe_options.Nan = None,
-    follow_links: sources.FollowLinks = False,
+    follow_links: FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
@@ -78,9 +183,9 @@ def plan(
         },
     )  # fmt: skip
     made = make_plan(source, chosen, follow_links=follow_links)
-    cost = costing.estimate(made, destination)
+    cost = estimate(made, destination)
     terminal = Terminal(as_json, -1 if quiet else verbose)
-    sources.tell(terminal, made.checkpoint)
+    folders.tell(terminal, made.checkpoint)
     plan_table.show_warnings(terminal, made)
     if as_json:
         terminal.json(
@@ -93,7 +198,7 @@ def plan(
         raise typer.Exit(exits.OUTPUT)
 
 
-def _show_cost(terminal: Terminal, cost: costing.Cost, destination: Path | None) -> None:
+def _show_cost(terminal: Terminal, cost: Cost, destination: Path | None) -> None:
     least, most = map(duration, cost.seconds)
     speed = ""
     if cost.sampled_bytes_per_second is not None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import discarding, plan_table, ranks, recipe_options, sources, starting, stopping
+from distprune.cli import exits, folders, plan_table, ranks, recipe_options, starting
 from distprune.cli.console import Terminal, count, counted, percent
 from distprune.cli.options import (
     AsJson,
     Destination,
     Discard,
+    FollowLinks,
     Nproc,
     Plot,
     Quiet,
@@ -76,7 +77,7 @@ def prune(
     input_dim: recipe_options.InputDim = None,
     nan: recipe_options.Nan = None,
     masks: Masks = None,
-    follow_links: sources.FollowLinks = False,
+    follow_links: FollowLinks = False,
     card: Card = None,
     nproc: Nproc = None,
     timeout: Timeout = 600.0,
@@ -115,7 +116,7 @@ def prune(
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
     if discard:
-        discarding.discard(terminal, destination, take_over)
+        folders.discard(terminal, destination, take_over)
         return
 
     def make_recipe() -> FileRecipe:
@@ -130,7 +131,7 @@ def prune(
     starting.run_on_ranks(context, nproc, check)
     from distprune.files.reports.warning import advice_about
 
-    stop = stopping.Stop()
+    stop = exits.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with stop.listening(), ranks.process_group(timeout):
         plan, report = _prune(
@@ -151,7 +152,7 @@ def _prune(
     source: Path,
     destination: Path,
     make_recipe: Callable[[], FileRecipe],
-    stop: stopping.Stop,
+    stop: exits.Stop,
     follow_links: bool,
     take_over: bool,
 ) -> tuple[Plan, Report]:
@@ -162,7 +163,7 @@ def _prune(
 
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe, follow_links=follow_links)
-    sources.tell(terminal, plan.checkpoint)
+    folders.tell(terminal, plan.checkpoint)
     plan_table.show_warnings(terminal, plan)
     terminal.note(plan_table.summary(plan))
     with Meter(terminal) as meter:
@@ -183,7 +184,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | sources.as_values(plan.checkpoint)
+        values = json.loads(report.result_json()) | folders.as_values(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run_json())})
         return
     if terminal.verbosity > 0:
@@ -256,7 +257,7 @@ def _describe_group(report: Report, group: GroupReport, recipe: FileRecipe) -> s
 def _draw(terminal: Terminal, plan: Plan, report: Report, destination: Path, path: Path) -> None:
     """Draw the picture; reads at most a sample of the magnitudes again."""
     from distprune.cli import plotting
-    from distprune.cli.picture import Picture
+    from distprune.cli.plotting import Picture
     from distprune.files.inspecting import sample_exponents
     from distprune.files.reports.model_card import cached_name
 

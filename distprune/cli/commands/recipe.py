@@ -9,7 +9,7 @@ import typer
 
 from distprune.cli.console import Terminal
 from distprune.cli.options import AsJson
-from distprune.cli.recipe_files import complete, find, read
+from distprune.cli.recipe_options import complete, find, read
 from distprune.recipe import Recipe
 from distprune.recipes.request import recipe_schema, shipped_recipes
 

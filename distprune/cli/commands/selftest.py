@@ -29,14 +29,7 @@ exit codes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the self-test on this rank.
-
-    Args:
-        arguments: what follows ``selftest``.
-
-    Returns:
-        The exit code, the same on every rank.
-    """
+    """Run the self-test on this rank."""
     options = _parser().parse_args(arguments)
     try:
         import numpy  # noqa: F401

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from distprune.cli import exits, ranks, starting, stopping
+from distprune.cli import exits, ranks, starting
 from distprune.cli.console import Terminal, count, percent
-from distprune.cli.mask_tables import show_masks
+from distprune.cli.folders import show_masks
 from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
 from distprune.cli.progress import Meter
 from distprune.files.text import format_size
@@ -63,7 +63,7 @@ def verify(
     from distprune.files.verifying import verify as check
 
     terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=ranks.is_leader())
-    stop = stopping.Stop()
+    stop = exits.Stop()
     with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
         result = check(pruned, against, scores=scores, progress=meter, stop=stop)
     if as_json:
