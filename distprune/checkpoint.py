@@ -34,7 +34,7 @@ from distprune.api.pretrained import fold, save_pretrained
 from distprune.masks.hook import PruningHook
 from distprune.masks.writable import check_writable
 from distprune.methods.builtin import Identity
-from distprune.verification.records import put_records, records_of
+from distprune.verification.places import put_records, records_of
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup

@@ -38,9 +38,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distprune._common.attempts import Failed, attempt_all
-from distprune._common.exclusive import exclusively, raise_waiting_interrupt
-from distprune._common.shared_errors import is_shared, mark_shared, moment
+from distprune._common.attempts import (
+    Failed,
+    attempt_all,
+    exclusively,
+    is_shared,
+    mark_shared,
+    moment,
+    raise_waiting_interrupt,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -1,8 +1,8 @@
-"""Patterns for names of parameters: the one rule of live models and files.
+"""Names of parameters: patterns for them, and the order in which "layers.2" is before "layers.10".
 
 A pattern is a glob (``*``, ``?``, ``[...]``; ``*`` crosses dots) or, after ``re:``, a regular
 expression. It matches a parameter if it matches its whole name ("layers.0.mlp.weight") or that of
-its module ("layers.0.mlp"). Case matters.
+its module ("layers.0.mlp"). Case matters. Live models and files have this one rule.
 
 [Note: patterns without end] Python's regular expressions backtrack: some, such as ``(a+)+``, take
 years on a name that they nearly match. A recipe from elsewhere may have one, by mistake or to do
@@ -12,6 +12,7 @@ a search; in other threads than the main one there is no such limit.
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import threading
@@ -76,3 +77,23 @@ def check_pattern(pattern: str) -> None:
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+SortKey = list[tuple[int, int, str]]
+
+
+def natural_key(name: str) -> SortKey:
+    """A key to sort names by: numbers in them compare as numbers."""
+    return [_part_key(part) for part in _PARTS.findall(name)]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _part_key(part: str) -> tuple[int, int, str]:
+    """The key of a run of digits or of other characters; names consist of few different runs."""
+    if not "0" <= part[0] <= "9":
+        return (1, 0, part)
+    number = part.lstrip("0")
+    return (0, len(number), number)  # a longer number without leading zeros is a larger one
+
+
+_PARTS = re.compile(r"[0-9]+|[^0-9]+")

@@ -17,7 +17,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
@@ -65,7 +65,7 @@ def masked_product(original: Tensor, mask: Tensor) -> Tensor:
     """``mask * original`` in the dtype of ``original``, as ``torch.nn.utils.prune`` computes it.
 
     Pruned elements keep their sign (-0.0), and inf becomes NaN. Where memory matters,
-    ``_common.product.write_product`` writes the same values without temporaries.
+    ``_common.mask_values.write_product`` writes the same values without temporaries.
     """
     import torch
 
@@ -83,3 +83,13 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def lost_mask(module: nn.Module, name: str) -> RuntimeError:
+    """The error for a pruned parameter whose mask buffer was deleted, or set to None."""
+    key = mask_key(name)
+    return RuntimeError(
+        f"{type(module).__name__}.{name} is pruned, and its mask is gone: something deleted the "
+        f"buffer {key}, or set it to None; expected a tensor like {orig_key(name)}. Put the mask "
+        f"back (module.register_buffer({key!r}, mask)), or load a checkpoint that has it."
+    )

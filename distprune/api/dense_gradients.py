@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from distprune._common.mask_values import write_product
 from distprune._common.naming import checked_pair, unwrap
-from distprune._common.product import write_product
 from distprune._common.pruned_form import name_without_orig
 from distprune.masks.hook import find_hook, named_hooks
 from distprune.shards.gradients import available_gradient

@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from distprune._common.amount import Amount, validate_amount
-from distprune._common.bounds import SparsityBound
+from distprune._common.amount import Amount, SparsityBound, validate_amount
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world

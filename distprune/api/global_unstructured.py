@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, overload
 
 from torch import nn
 
-from distprune._common.amount import Amount
-from distprune._common.bounds import SparsityBound
+from distprune._common.amount import Amount, SparsityBound
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world

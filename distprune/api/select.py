@@ -17,10 +17,9 @@ from distprune._common.default_selection import (
     reason_of_shape,
     reason_to_keep,
 )
-from distprune._common.lost import lost_mask
 from distprune._common.naming import NamedParameter, full_name, unwrap
 from distprune._common.patterns import matcher
-from distprune._common.pruned_form import mask_key, name_without_orig
+from distprune._common.pruned_form import lost_mask, mask_key, name_without_orig
 from distprune.masks.hook import find_hook
 from distprune.shards.parameter_places import Place, all_places
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from distprune._common.bounds import Bounded, Bounds
+from distprune._common.amount import Bounded, Bounds
 from distprune._common.collectives import Communicator
 from distprune.budgets.filling import Line, NoLevelError, fill, rounded
 from distprune.selection.candidates import Candidates

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distprune._common import memory
-from distprune._common.bounds import Bounded, Bounds
+from distprune._common.amount import Bounded, Bounds
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, Array, Scratch
 from distprune._common.radix import Descent

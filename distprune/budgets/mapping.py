@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from distprune._common.bounds import Bounded, Bounds, per_parameter
+from distprune._common.amount import Bounded, Bounds, per_parameter
 from distprune.budgets.base import Budget, Counts, Division, LinearDivision, Ranked
 from distprune.budgets.filling import Line, rounded
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from distprune._common.bounds import Bounded
+from distprune._common.amount import Bounded
 from distprune.budgets.base import Budget, LinearDivision
 from distprune.budgets.filling import Line
 

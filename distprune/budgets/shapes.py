@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distprune._common.bounds import Bounded
+from distprune._common.amount import Bounded
 from distprune.budgets.base import Budget, LinearDivision
 from distprune.budgets.filling import Line
 

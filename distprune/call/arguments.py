@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
-from distprune._common.amount import Amount
-from distprune._common.bounds import SparsityBound
+from distprune._common.amount import Amount, SparsityBound
 from distprune._common.element_groups import GroupRule
 from distprune._common.exact_sums import Normalization
 from distprune.budgets.base import Budget

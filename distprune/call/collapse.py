@@ -1,6 +1,6 @@
 """Layers that a ranking over all parameters has emptied: what counts as one, and the warning.
 
-What has collapsed is said in _common/collapse.py, for files too. Not counted here are parameters of
+What has collapsed is said in _common/amount.py, for files too. Not counted here are parameters of
 fewer than two dimensions (biases often begin at zero), those for which the caller asked for it, by
 a budget or a bound, and those that had collapsed before.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from distprune._common.collapse import collapsed, is_nearly_empty
+from distprune._common.amount import collapsed, is_nearly_empty
 from distprune.call.report import ParameterReport, PruningReport
 
 _SHOWN = 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distprune._common.bounds import Bounds
+from distprune._common.amount import Bounds
 from distprune._common.collectives import Communicator
 from distprune._common.exact_sums import Normalization
 from distprune.budgets.base import Division

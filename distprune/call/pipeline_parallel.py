@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.natural_order import natural_key
+from distprune._common.patterns import natural_key
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
 from distprune.shards.shard import FlatShard

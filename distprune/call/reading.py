@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.bounds import Bounded, Bounds, to_bounds
+from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair, label_of, tied_places
 from distprune.call import pipeline_parallel as stages

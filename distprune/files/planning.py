@@ -19,7 +19,7 @@ from typing import Any
 
 from distprune._common.amount import resolve_count
 from distprune._common.element_groups import Layout
-from distprune._common.natural_order import natural_key
+from distprune._common.patterns import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError

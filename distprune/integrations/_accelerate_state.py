@@ -22,7 +22,7 @@ from distprune._common.process_groups import world
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
 from distprune.schedule.pruner import ScheduledPruner
-from distprune.verification.records import put_records, records_of
+from distprune.verification.places import put_records, records_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -36,7 +36,7 @@ from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
 from distprune.recipe import Recipe
 from distprune.schedule.pruner import ScheduledPruner
-from distprune.verification.records import put_records, records_of
+from distprune.verification.places import put_records, records_of
 from distprune.verification.verifying import verify
 
 try:

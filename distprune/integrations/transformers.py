@@ -51,7 +51,7 @@ from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection
 from distprune.methods.builtin import L1Unstructured
 from distprune.recipe import Recipe
 from distprune.schedule.pruner import ScheduledPruner
-from distprune.verification.records import put_records, records_of
+from distprune.verification.places import put_records, records_of
 from distprune.verification.verifying import verify
 
 logger = logging.getLogger(__name__)

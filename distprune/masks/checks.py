@@ -15,9 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distprune._common.lost import lost_mask
 from distprune._common.naming import Pair, full_name, named_modules
-from distprune._common.pruned_form import local_tensor, mask_key, name_without_orig, orig_key
+from distprune._common.pruned_form import (
+    local_tensor,
+    lost_mask,
+    mask_key,
+    name_without_orig,
+    orig_key,
+)
 from distprune.masks import hook as hooks
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private.live_property import shard_mask_key

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.lost import lost_mask
 from distprune._common.naming import full_name
-from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
+from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
 from distprune.masks.adapters import guard_merges
 from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import dense_gradients, live_property

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distprune._common.attempts import interrupts_wait
 from distprune._common.collectives import Communicator
-from distprune._common.exclusive import interrupts_wait
 from distprune._common.mask_bits import pack, unpack
 from distprune._common.naming import Pair, label_of, tied_places, unwrap
 from distprune.masks.checks import check_idle, check_state

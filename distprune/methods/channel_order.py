@@ -14,8 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from distprune._common.amount import Amount, checked_count
-from distprune._common.bounds import Bounds
+from distprune._common.amount import Amount, Bounds, checked_count
 from distprune._common.exact_sums import Normalization, power_of
 
 Unit = Literal["channels", "elements"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distprune._common.amount import Amount, checked_count
-from distprune._common.bounds import CEILING, FLOOR, Bounds
+from distprune._common.amount import CEILING, FLOOR, Amount, Bounds, checked_count
 from distprune.budgets.base import Counts, Ranked
 from distprune.call.context import Divided, PruningCall, Together
 from distprune.selection.candidates import Candidates

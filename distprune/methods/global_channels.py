@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.amount import Amount
-from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
-from distprune._common.collapse import collapsed, is_nearly_empty
+from distprune._common.amount import (
+    Amount,
+    Bounded,
+    Bounds,
+    SparsityBound,
+    collapsed,
+    is_nearly_empty,
+    to_bounds,
+)
 from distprune._common.exact_sums import Normalization
 from distprune.call.channel_groups import ChannelGroup, ChannelPart
 from distprune.call.context import Decision, LocalMasks, PruningCall

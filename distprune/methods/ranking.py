@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from distprune._common.amount import Amount
-from distprune._common.bounds import Bounds
+from distprune._common.amount import Amount, Bounds
 from distprune._common.collectives import Communicator
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.grouping import Grouping

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from distprune._common.amount import Amount, checked_count, resolve_count
-from distprune._common.bounds import Bounds
+from distprune._common.amount import Amount, Bounds, checked_count, resolve_count
 from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.grouping import Grouping
 from distprune.selection.candidates import Candidates, PartCut

@@ -6,8 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from distprune._common.amount import resolve_count
-from distprune._common.bounds import Bounded, Bounds, SparsityBound, to_bounds
+from distprune._common.amount import Bounded, Bounds, SparsityBound, resolve_count, to_bounds
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from distprune._common.bounds import SparsityBound
+from distprune._common.amount import SparsityBound
 from distprune._common.collectives import Communicator
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization

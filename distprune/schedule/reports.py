@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distprune._common.bounds import FLOOR
+from distprune._common.amount import FLOOR
 from distprune.call.report import PruningReport
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distprune._common.bounds import CEILING, FLOOR, Bounds, violated_bound
+from distprune._common.amount import CEILING, FLOOR, Bounds, violated_bound
 from distprune._common.collectives import Reducer
 from distprune.selection.bracket import COLLECT_ALL, sample_size
 from distprune.selection.candidates import Candidates, Cut, PartCut

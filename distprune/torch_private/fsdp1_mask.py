@@ -21,9 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.lost import lost_mask
-from distprune._common.product import write_product
-from distprune._common.pruned_form import mask_key, masked_product, name_without_orig, orig_key
+from distprune._common.mask_values import write_product
+from distprune._common.pruned_form import (
+    lost_mask,
+    mask_key,
+    masked_product,
+    name_without_orig,
+    orig_key,
+)
 from distprune.torch_private import dense_gradients
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
 from distprune.torch_private.fsdp1_state_dict import LoadHook, SaveHook

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from distprune._common.lost import lost_mask
-from distprune._common.product import write_product
-from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
+from distprune._common.mask_values import write_product
+from distprune._common.pruned_form import lost_mask, mask_key, name_without_orig, orig_key
 from distprune.torch_private import dense_gradients
 from distprune.torch_private.fsdp2 import ManagedParameter
 from distprune.torch_private.managed import ShardMask

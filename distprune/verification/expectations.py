@@ -33,12 +33,7 @@ class ExpectedParameter:
 
 
 def expected_parameters(expected: Expected) -> list[ExpectedParameter]:
-    """Parameters, names or a report in one form.
-
-    Raises:
-        TypeError: an entry that is neither a name nor a (module, name) pair.
-        ValueError: a report of parameters without full names.
-    """
+    """Parameters, names or a report in one form."""
     if isinstance(expected, VerificationReport | PruningReport):
         unnamed = [entry.name for entry in expected.parameters if entry.name.endswith(")")]
         if unnamed:

@@ -1,7 +1,8 @@
-"""The pruned parameters of a model on this rank, and those with traces of a deleted mask."""
+"""The pruned parameters of a model on this rank, traces of deleted masks, and records of masks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import mask_key, name_of_mask, orig_key
 from distprune.masks import survival
 from distprune.masks.hook import PruningHook
+from distprune.masks.record import MaskRecord
 from distprune.torch_private import live_property
 
 
@@ -105,3 +107,29 @@ def hooks_of(module: nn.Module, name: str) -> list[PruningHook]:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, PruningHook) and getattr(hook, "_tensor_name", None) == name
     ]
+
+
+def records_of(model: nn.Module) -> dict[str, list[int]]:
+    """[fingerprint, pruned elements] of every parameter that has a record, by full name.
+
+    They are the same on any sharding, and on every rank that has the parameter.
+    """
+    return {
+        name: [hook.record.fingerprint, hook.record.num_pruned]
+        for name, hook in _named_hooks(model)
+        if hook.record is not None
+    }
+
+
+def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
+    """Store the records of loaded masks in the hooks of a model."""
+    for name, hook in _named_hooks(model):
+        hook.record = MaskRecord(*records[name]) if name in records else None
+
+
+def _named_hooks(model: nn.Module) -> Iterator[tuple[str, PruningHook]]:
+    for path, module in named_modules(model):
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PruningHook):
+                name = hook._tensor_name
+                yield full_name(path, name), hook

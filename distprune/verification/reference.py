@@ -19,7 +19,7 @@ from distprune.masks.hook import PruningHook
 from distprune.masks.record import CallRecord
 from distprune.shards.shard import LocalShard
 from distprune.verification.entries import LocalEntry
-from distprune.verification.totals import leader_of
+from distprune.verification.sharing import leader_of
 
 _UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"
 
@@ -58,13 +58,6 @@ def recompute(
 
     A selection can be repeated if it was by magnitude alone, of parameters that had no mask
     before, and whose weights have not changed since.
-
-    Args:
-        entries: of every pruned parameter; the same names on every rank (so no pipeline stages).
-        hooks: of each parameter, by name.
-
-    Raises:
-        Exception: what a rank raised, on every rank.
 
     Cost: for each such call, memory for 17 bytes per element of all its parameters on every
     rank, 16 bytes of communication per element, and a sort.

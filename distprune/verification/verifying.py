@@ -138,12 +138,6 @@ def verify_parameters(
     """:func:`verify` for single parameters.
 
     Problems that only the whole model shows, such as a replaced module, are not found.
-
-    Args:
-        parameters: (module, name) pairs.
-        communicator: the ranks that take part.
-        pruned: the pairs that have to be pruned.
-        pipeline_parallel: as for :func:`verify`.
     """
 
     def inspect_parameters() -> LocalFindings:

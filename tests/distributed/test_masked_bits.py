@@ -13,7 +13,7 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import distprune as prune
-from distprune._common import product
+from distprune._common import mask_values
 from distprune._common.naming import named_modules
 from distprune.testing import run_ranks
 from helpers import wrappings
@@ -64,7 +64,7 @@ def one_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 def differences(wrapping: str, policy: str) -> list[str]:
     """With chunks so small that these shards have several."""
-    with mock.patch.multiple(product, _SMALL=0, _CHUNK=8):
+    with mock.patch.multiple(mask_values, _SMALL=0, _CHUNK=8):
         return differences_of_a_step(wrapping, policy)
 
 

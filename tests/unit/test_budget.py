@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
-from distprune._common.bounds import Bounded, Bounds, to_bounds
+from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune.selection import within_bounds
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import write_keep

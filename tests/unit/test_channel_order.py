@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.bounds import Bounds
+from distprune._common.amount import Bounds
 from distprune.methods.channel_order import cut_channels, normalized
 from helpers.sampling import num_examples
 

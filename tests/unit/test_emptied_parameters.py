@@ -2,7 +2,7 @@
 
 import pytest
 
-from distprune._common.collapse import collapsed
+from distprune._common.amount import collapsed
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distprune._common import product
+from distprune._common import mask_values
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -11,7 +11,7 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 @pytest.fixture(autouse=True, params=["in chunks", "at once"])
 def way(request, monkeypatch):
-    monkeypatch.setattr(product, "_SMALL", 0 if request.param == "in chunks" else 1 << 60)
+    monkeypatch.setattr(mask_values, "_SMALL", 0 if request.param == "in chunks" else 1 << 60)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def some_mask(num: int) -> torch.Tensor:
 
 def written(values: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.full(values.shape, 7, dtype=dtype, device=values.device)
-    product.write_product(values, mask, out)
+    mask_values.write_product(values, mask, out)
     return out
 
 
@@ -47,7 +47,7 @@ def test_the_bits_are_those_of_the_product(dtype, out_dtype, device):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (1,), (1, 40), (40, 1), (7, 3, 5), (40,)])
 def test_shapes_that_chunks_do_not_divide(shape, monkeypatch):
-    monkeypatch.setattr(product, "_CHUNK", 8)
+    monkeypatch.setattr(mask_values, "_CHUNK", 8)
     num = torch.Size(shape).numel()
     values, mask = hard_values(num, torch.float32).view(shape), some_mask(num).view(shape)
     for out_dtype in FLOATS:
@@ -56,7 +56,7 @@ def test_shapes_that_chunks_do_not_divide(shape, monkeypatch):
 
 
 def test_more_than_one_chunk():
-    rows = 3 * product._CHUNK // 1000
+    rows = 3 * mask_values._CHUNK // 1000
     values, mask = torch.randn(rows, 1000), some_mask(rows * 1000).view(rows, 1000)
     assert torch.equal(written(values, mask, torch.float32), values * mask)
 
@@ -70,7 +70,7 @@ def test_any_strides(device):
 def test_in_place(device):
     values, mask = hard_values(5000, torch.float32).to(device), some_mask(5000).to(device)
     expected = values * mask
-    product.write_product(values, mask, out=values)
+    mask_values.write_product(values, mask, out=values)
     assert torch.equal(bits(values), bits(expected))
 
 

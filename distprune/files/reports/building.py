@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from distprune._common.bounds import FLOOR
+from distprune._common.amount import FLOOR
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
 from distprune.files.ranking.cuts import Cuts

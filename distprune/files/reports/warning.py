@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distprune._common.collapse import collapsed
+from distprune._common.amount import collapsed
 from distprune.files.planning import Plan
 from distprune.files.reports.report import TensorReport
 from distprune.files.text import format_percent

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distprune._common.bounds import CEILING, FLOOR, Bounded, to_bounds, violated_bound
+from distprune._common.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
 from distprune._common.default_selection import ADAPTER, reason_of_shape, reason_to_keep
 from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
