@@ -31,8 +31,8 @@ from distprune._common.pruned_form import mask_key, orig_key
 from distprune.api.checkpoint_ties import check_masks_of_ties, to_be_masked
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.pretrained import fold, save_pretrained
+from distprune.masks.checks import check_writable
 from distprune.masks.hook import PruningHook
-from distprune.masks.writable import check_writable
 from distprune.methods.builtin import Identity
 from distprune.verification.places import put_records, records_of
 

@@ -18,8 +18,7 @@ from distprune._common.pruned_form import (
     name_of_pruned_orig,
 )
 from distprune.api.checkpoint_ties import tied_names
-from distprune.masks.checks import check_ties
-from distprune.masks.writable import check_writable
+from distprune.masks.checks import check_ties, check_writable
 from distprune.torch_private.wrapper import is_flattened
 
 

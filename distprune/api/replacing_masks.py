@@ -21,8 +21,7 @@ from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.mask_update import MaskUpdate, MaskUpdateReport
 from distprune.call.run import prune_parameters
 from distprune.masks.checks import check_binary
-from distprune.masks.optimizer_state import Optimizer, ParameterState
-from distprune.masks.replaced import Replaced
+from distprune.masks.optimizer_state import Optimizer, ParameterState, Replaced
 from distprune.methods.builtin import lasting_hook
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard

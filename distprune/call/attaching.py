@@ -14,9 +14,8 @@ from distprune.call.arguments import PruningArguments
 from distprune.call.comparing import for_comparison, is_on_rank
 from distprune.call.context import Decision
 from distprune.masks.attach import Transaction
-from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import CallRecord, MaskRecord, Member, join, new_token
+from distprune.masks.record import CallRecord, MaskRecord, Member, fingerprint_part, join, new_token
 from distprune.shards.checksum import replicas_agree
 from distprune.shards.target import Target
 

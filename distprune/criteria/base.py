@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distprune._common.process_groups import world
 from distprune.call.signed_scores import SignedScores
-from distprune.criteria import saving
+from distprune.criteria import tracking
 from distprune.criteria.tracking import tracked_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
@@ -223,7 +223,7 @@ class Criterion(ABC):
                 for position, (parameter, shard) in enumerate(
                     zip(self._tracked, self._read(reader), strict=True)
                 ):
-                    saving.load(
+                    tracking.load(
                         parameter,
                         reader,
                         shard,
@@ -248,7 +248,7 @@ class Criterion(ABC):
         shards = self._read(reader)
         return {
             name: {
-                parameter.key: saving.to_save(
+                parameter.key: tracking.to_save(
                     parameter, reader, shard, self._accumulator(name, position, shard)
                 )
                 for position, (parameter, shard) in enumerate(
@@ -259,11 +259,11 @@ class Criterion(ABC):
         }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        saving.check_names(state, type(self).__name__, self.ACCUMULATORS, self._tracked)
+        tracking.check_names(state, type(self).__name__, self.ACCUMULATORS, self._tracked)
         reader = ShardReader()
         for name in self.ACCUMULATORS:
             for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
-                saving.check(parameter, reader, shard, state["accumulators"][name][parameter.key])
+                tracking.check(parameter, reader, shard, state["accumulators"][name][parameter.key])
 
     def _prepared(
         self, shards: list[LocalShard], gradients: list[Tensor], weight: float

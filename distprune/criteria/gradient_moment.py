@@ -15,9 +15,9 @@ from distprune._common.collectives import Communicator
 from distprune._common.process_groups import over_groups, world
 from distprune.criteria.base import Criterion, Unit, checked_unit, checked_weight
 from distprune.criteria.rank_batch import Batch, Power, RankBatchSums, add_moment
+from distprune.shards.gradients import unaveraged_gradients
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
-from distprune.shards.unaveraged_gradients import unaveraged_gradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distprune._common.process_groups import world
 from distprune.criteria.base import Criterion
-from distprune.masks.evaluation import KeptModel, kept_model
+from distprune.masks.values import KeptModel, kept_model
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 

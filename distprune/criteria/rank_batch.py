@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune._common.process_groups import over_groups
-from distprune.shards.unaveraged_gradients import LocalGradients
+from distprune.shards.gradients import LocalGradients
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

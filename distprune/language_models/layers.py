@@ -1,8 +1,9 @@
-"""Which layers of a language model are calibrated, and its tokenizer."""
+"""Which layers of a language model are calibrated, its tokenizer, and the extra that it needs."""
 
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,10 @@ from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune.api.select import head_of, select
 from distprune.files.checkpoints.locating import locate
 from distprune.files.errors import CheckpointError
-from distprune.language_models.extra import require_extra
 from distprune.statistics.layers import layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 # The weights of transformers' fused experts; those of JetMoe are called "weight".
 _OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -110,3 +109,16 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             "; expected tokenizer.json or the like. Give the folder of one that has."
         ) from error
     return made
+
+
+_PACKAGES = ("transformers", "safetensors")
+
+
+def require_extra() -> None:
+    """Raise ImportError, which names the extra, if a package of it is not installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"distprune.language_models needs {' and '.join(missing)}; expected the extra "
+            "language-models. Install it: pip install 'distprune[language-models]'"
+        )

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import NamedParameter
+from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.process_groups import world
+from distprune._common.pruned_form import local_tensor, name_of_mask
 from distprune._transformers.saving import as_saved
 from distprune._transformers.table import pretrained_model
 from distprune.call.arguments import ParameterArguments
@@ -27,12 +28,24 @@ from distprune.files.disk.access import copy_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import OutputError
 from distprune.files.results.placing import check_place, new_folder
-from distprune.language_models.buffers import persistent_buffers
-from distprune.language_models.extra import require_extra
-from distprune.language_models.gathering import Gathering
-from distprune.language_models.weight_writing import WeightFiles, parse_size
+from distprune.language_models.layers import require_extra
+from distprune.language_models.weight_writing import Gathering, WeightFiles, parse_size
+from distprune.masks.hook import find_hook
 from distprune.shards.parameter_places import all_places, find_places
 from distprune.shards.target import Target
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers by their full names, without masks; the same on every rank."""
+    found: dict[str, Tensor] = {}
+    for path, module in named_modules(model):
+        for name, buffer in module._buffers.items():
+            masked = name_of_mask(name)
+            is_mask = masked is not None and find_hook(module, masked) is not None
+            if buffer is None or is_mask or name in module._non_persistent_buffers_set:
+                continue
+            found[full_name(path, name)] = local_tensor(buffer)
+    return found
 
 
 @dataclass(frozen=True)

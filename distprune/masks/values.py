@@ -1,4 +1,7 @@
-"""Other values in parameters for a while: on this rank's shards, in place, and back bit for bit."""
+"""Other values in parameters for a while, in place, and back bit for bit.
+
+A model that is evaluated for a measurement keeps its buffers and modes as well.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distprune._common.attempts import interrupts_wait
 from distprune._common.collectives import Communicator
 from distprune._common.mask_bits import pack, unpack
 from distprune._common.naming import Pair, label_of, tied_places, unwrap
+from distprune._common.pruned_form import local_tensor, name_of_mask
 from distprune.masks.checks import check_idle, check_state
 from distprune.masks.hook import find_hook
 from distprune.shards.geometry import memory_order
@@ -206,3 +210,54 @@ def _chunks(values: Tensor) -> list[Tensor]:
     """Views of all elements: 1-d pieces in the order of memory, if they lie there without gaps."""
     order = memory_order(values)
     return [values] if order is None else list(torch.split(values.permute(order).view(-1), _CHUNK))
+
+
+class KeptModel:
+    """Copies of a model's buffers, but for masks, and the modes of its modules.
+
+    Cost: memory for the buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not _is_mask(module, name):
+                    copy = local_tensor(buffer.detach()).clone()
+                    self._buffers.append((module, name, buffer, copy))
+
+    def restore_buffers(self) -> None:
+        """Give every buffer the value that it had. The tensors are those that they were."""
+        with torch.inference_mode(False), torch.no_grad():
+            for module, name, buffer, copy in self._buffers:
+                module._buffers[name] = buffer
+                local_tensor(buffer.detach()).data.copy_(copy)
+
+    def change_buffers_to_absolute_values(self) -> None:
+        """Replace every floating-point buffer by its absolute values, in place."""
+        with torch.inference_mode(False), torch.no_grad():
+            for _, _, buffer, _ in self._buffers:
+                if buffer.is_floating_point():
+                    local_tensor(buffer.detach()).data.abs_()
+
+    def restore_modes(self) -> None:
+        """Give every module its mode, training or evaluation."""
+        for module, is_training in self._modes:
+            module.training = is_training
+
+
+@contextmanager
+def kept_model(model: nn.Module) -> Iterator[KeptModel]:
+    """Run a block of code after which the model's buffers and modes are as they were."""
+    kept = KeptModel(model)
+    try:
+        yield kept
+    finally:
+        kept.restore_modes()
+        kept.restore_buffers()
+
+
+def _is_mask(module: nn.Module, key: str) -> bool:
+    name = name_of_mask(key)
+    return name is not None and find_hook(module, name) is not None

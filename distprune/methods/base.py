@@ -22,9 +22,8 @@ from distprune.call.context import Decision, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
 from distprune.masks.attach import Transaction
-from distprune.masks.fingerprint import fingerprint_part
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.masks.record import MaskRecord, Member, join
+from distprune.masks.record import MaskRecord, Member, fingerprint_part, join
 from distprune.methods import mask_functions, ranking, rankings
 from distprune.methods.combining import combined_mask
 from distprune.methods.describing import describe_argument

@@ -1,12 +1,13 @@
-"""Parameter groups of a pruner, each with a budget, and the bounds that apply at a step."""
+"""Parameter groups of a pruner: budgets, bounds that apply at a step, its report and state."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from distprune._common.amount import Bounded, Bounds, SparsityBound, resolve_count, to_bounds
+from distprune._common.amount import FLOOR, Bounded, Bounds, SparsityBound, resolve_count, to_bounds
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places
@@ -15,7 +16,7 @@ from distprune.budgets.base import Budget
 from distprune.budgets.given import BudgetLike, to_budget
 from distprune.budgets.mapping import Sparsities
 from distprune.call.grouping import InputDims, to_pattern, to_rule
-from distprune.call.report import ParameterReport
+from distprune.call.report import ParameterReport, PruningReport
 from distprune.methods.base import BasePruningMethod
 from distprune.selection.within_bounds import limits_for
 from distprune.shards.reader import ShardReader
@@ -269,3 +270,72 @@ def _scheduled(budget: Budget | None) -> Budget | None:
     if isinstance(budget, Sparsities):
         return Sparsities(budget.sparsities, relative=True)
     return budget
+
+
+def with_floors(report: PruningReport) -> PruningReport:
+    """The report of a pruning to which floors were passed as ceilings."""
+    entries = (
+        replace(
+            entry,
+            held_at=entry.held_at and FLOOR,
+            min_sparsity=entry.max_sparsity,
+            max_sparsity=None,
+        )
+        for entry in report.parameters
+    )
+    return replace(report, parameters=tuple(entries))
+
+
+def merged(reports: Sequence[PruningReport]) -> PruningReport:
+    """One report for all groups that were pruned at a step."""
+    if len(reports) == 1:
+        return reports[0]
+    return PruningReport(
+        method=", ".join(dict.fromkeys(report.method for report in reports)),
+        amount=sum(int(report.amount or 0) for report in reports),
+        parameters=tuple(entry for report in reports for entry in report.parameters),
+        threshold=None,
+        num_ties=0,
+        num_ties_pruned=0,
+        num_ranks=reports[0].num_ranks,
+        num_collectives=sum(report.num_collectives for report in reports),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        collapsed=tuple(name for report in reports for name in report.collapsed),
+    )
+
+
+def check_state(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Raise if a state was saved with other groups, schedules or parameters.
+
+    Args:
+        saved: the state to load.
+        present: the state of the pruner that is to load it.
+
+    Raises:
+        ValueError: says what differs.
+    """
+    if not set(present) <= set(saved):
+        raise ValueError(
+            f"the state has the keys {list(saved)}; expected {list(present)}, as state_dict() of a "
+            "ScheduledPruner has them."
+        )
+    if len(saved["groups"]) != len(present["groups"]):
+        raise ValueError(
+            f"the state has {len(saved['groups'])} parameter groups and this pruner "
+            f"{len(present['groups'])}; expected the groups that it was saved with."
+        )
+    for position, (old, new) in enumerate(zip(saved["groups"], present["groups"], strict=True)):
+        if old["schedule"] != new["schedule"]:
+            raise ValueError(
+                f"the state of group {position} was saved with schedule {old['schedule']}, and "
+                f"this pruner has {new['schedule']}; expected the same one."
+            )
+        if old["parameters"] != new["parameters"]:
+            lost = [name for name in old["parameters"] if name not in new["parameters"]]
+            added = [name for name in new["parameters"] if name not in old["parameters"]]
+            raise ValueError(
+                f"the state of group {position} was saved with other parameters: only in the "
+                f"state: {', '.join(lost) or '(none)'}; only in this pruner: "
+                f"{', '.join(added) or '(none)'}; expected the same ones, in the same order."
+            )

@@ -28,9 +28,7 @@ from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.schedule.groups import Group, make_groups
-from distprune.schedule.reports import merged, with_floors
-from distprune.schedule.states import check_state
+from distprune.schedule.groups import Group, check_state, make_groups, merged, with_floors
 from distprune.shards.target import Scores
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters

@@ -17,7 +17,7 @@ from distprune._common import memory
 from distprune._common.exact_sums import product_dtype, scale_scores
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.shards.factored import FactoredScores
-from distprune.shards.matrix import Block, MatrixRun
+from distprune.shards.geometry import Block, MatrixRun
 from distprune.shards.shard import LocalShard
 
 # The array that scores are computed in. Keys are made of them in place: see keys.ScoreKeys.

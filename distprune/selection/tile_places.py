@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import Array
-from distprune.shards.geometry import IndexMap
-from distprune.shards.matrix import MatrixRun
+from distprune.shards.geometry import IndexMap, MatrixRun
 
 # Elements of a chunk, unless a row of tiles has more.
 _CHUNK = 1 << 18

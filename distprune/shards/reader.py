@@ -19,10 +19,80 @@ from distprune._common.naming import unwrap
 from distprune._common.process_groups import over_groups, over_mesh
 from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, orig_key
 from distprune.shards.checksum import checksums
+from distprune.shards.geometry import dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
 from distprune.torch_private.live_property import shard_mask_key
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
+
+
+def shard_of_run(
+    name: str, piece: ManagedRun, mask: Tensor | None, ranks: tuple[int, ...]
+) -> FlatShard:
+    """Read this rank's run of a parameter.
+
+    Args:
+        name: for messages.
+        piece: the wrapper's record of the parameter.
+        mask: the mask in force: this rank's run of it, or, on a parameter that was pruned
+            before it was wrapped, the whole.
+        ranks: those of the piece, one tuple for all pieces of a wrapper.
+
+    Raises:
+        NotImplementedError: the parameter has gaps or overlaps in memory.
+    """
+    index = run_index_map(piece.shape, piece.stride, piece.start)
+    if index is None:
+        raise NotImplementedError(
+            f"{name}: a parameter of shape {tuple(piece.shape)} and stride {tuple(piece.stride)} "
+            "overlaps itself or has gaps; expected one that is dense in memory."
+        )
+    replica, num_replicas = piece.replica
+    values = piece.values
+    return FlatShard(
+        name=name,
+        parameter=values,
+        values=values,
+        mask=None if mask is None else mask.detach(),
+        shape=piece.shape,
+        coordinates=(),
+        order=(0,),
+        index=index,
+        replica=replica,
+        num_replicas=num_replicas,
+        ranks=ranks,
+        layout=piece.layout,
+        key=piece.key,
+    )
+
+
+def shard_of_replica(
+    name: str, parameter: Tensor, mask: Tensor | None, replica: int, num_replicas: int
+) -> LocalShard:
+    """Read a plain parameter.
+
+    Args:
+        name: for messages.
+        parameter: dense in memory, in any order of dimensions.
+        mask: the mask in force, same shape.
+        replica, num_replicas: this rank's place among those that take part.
+    """
+    values = parameter.detach()
+    coordinates = dim_coordinates(values.shape, ())
+    order = memory_order(values) or list(range(values.ndim))
+    return LocalShard(
+        name=name,
+        parameter=parameter,
+        values=values,
+        mask=None if mask is None else mask.detach(),
+        shape=values.shape,
+        coordinates=coordinates,
+        order=tuple(order),
+        index=index_map(values.shape, coordinates, order),
+        replica=replica,
+        num_replicas=num_replicas,
+        key=id(parameter),
+    )
 
 
 class ShardReader:
@@ -112,11 +182,9 @@ class ShardReader:
         mask: Tensor | None,
     ) -> LocalShard:
         if isinstance(managed, ManagedRun):
-            from distprune.shards import flat
-
             if managed.wrapper not in self._ranks:
                 self._ranks[managed.wrapper] = managed.ranks
-            return flat.local_shard(label, managed, mask, self._ranks[managed.wrapper])
+            return shard_of_run(label, managed, mask, self._ranks[managed.wrapper])
         if isinstance(managed, ManagedDTensor):
             return self.read_tensor(managed.sharded, label, mask, is_from_fsdp2=True)
         return self.read_tensor(_registered(module, name, label), label, mask)
@@ -154,9 +222,8 @@ class ShardReader:
                 self._mesh_views[mesh],
                 is_from_fsdp2=is_from_fsdp2,
             )
-        from distprune.shards import replicated
 
-        return replicated.local_shard(label, parameter, mask, self._replica, self._num_replicas)
+        return shard_of_replica(label, parameter, mask, self._replica, self._num_replicas)
 
     def identity(self, module: nn.Module, name: str) -> tuple[Hashable, int]:
         """What is the same for all names of a parameter, and how many elements it has, whole.

@@ -17,19 +17,20 @@ from distprune.files.formats.statistics_file import (
     write_statistics,
 )
 from distprune.shards.factored import FactoredScores
-from distprune.statistics import factors, outliers
+from distprune.statistics import factors
 from distprune.statistics.collected import CollectedInputs, Pairs
+from distprune.statistics.factors import magnitudes_along
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.matrix_sums import magnitudes_along
-from distprune.statistics.storing import (
+from distprune.statistics.totals import (
     VERSION,
+    Totals,
     as_entry,
     as_stored,
     checked_entries,
     digest_of,
     fitting,
+    warn_of_empty,
 )
-from distprune.statistics.totals import Totals, warn_of_empty
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -188,7 +189,7 @@ class ActivationStatistics(CollectedInputs):
         }
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = self._read_weights()
-            ratios = outliers.outlier_ratios(
+            ratios = factors.outlier_ratios(
                 targets,
                 count_live_and_compare(targets, True, self._communicator),
                 scores,

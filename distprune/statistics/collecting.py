@@ -16,9 +16,15 @@ from torch import Tensor, nn
 from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.statistics.experts import FusedWeight, RunningExperts
 from distprune.statistics.forwards import Forwards
-from distprune.statistics.input_parts import Part, read_input, same_data_group
+from distprune.statistics.input_parts import (
+    Part,
+    Sums,
+    read_input,
+    same_data_group,
+    sums_of_rows,
+    sums_of_windows,
+)
 from distprune.statistics.layers import WeightLayout
-from distprune.statistics.sums import Sums, sums_of_rows, sums_of_windows
 from distprune.torch_private.module_calls import observed_calls
 
 

@@ -7,7 +7,7 @@ even slice of it, so a rank has a *run* of a parameter's elements, in the order 
     flat parameter | a a a a a a a   b b b b b b b b b b   c c c | padding |
     slices         |   rank 0    |    rank 1   |   rank 2   |   rank 3     |
 
-How a mask acts on it: fsdp1_mask. Masks in state dicts: fsdp1_state_dict.
+How a mask acts on it, and masks in state dicts: fsdp1_mask.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.utils.hooks import RemovableHandle
 
 from distprune.torch_private import live_graphs, private_fields
+from distprune.torch_private.gradient_source import GradientSource, Receive
 from distprune.torch_private.managed import ManagedRun
 
 if TYPE_CHECKING:
@@ -291,3 +293,43 @@ def find_modules() -> None:
     for value in gc.get_objects():
         if issubclass(type(value), FullyShardedDataParallel):
             _known.add(value)
+
+
+class FlatSource(GradientSource):
+    """A flat parameter, for all pieces of it: see gradient_source.[Note: hooks on leaves].
+
+    A rank's piece of its gradient has the runs of its parameters where :attr:`FlatPiece.span` says.
+
+    Args:
+        piece: any parameter of the flat one.
+    """
+
+    def __init__(self, piece: FlatPiece) -> None:
+        self._flat_handle = piece.handle
+        self._hook_handle: RemovableHandle | None = None
+        shards, *replicas = piece.groups
+        self.shard_group = shards
+        self.replica_groups = tuple(replicas)
+
+    def attach(self, receive: Receive) -> None:
+        def hook(gradient: Tensor) -> None:
+            with torch.no_grad():
+                receive(gradient)
+
+        flat_param: Tensor = self._flat_handle.flat_param
+        self._hook_handle = flat_param.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def detach(self) -> None:
+        if self._hook_handle is not None:
+            self._hook_handle.remove()
+            self._hook_handle = None
+
+    def pieces(self, gradient: Tensor) -> Tensor:
+        num_ranks = self._flat_handle.process_group.size()
+        pieces = gradient.new_empty(
+            (num_ranks, local_slice(self._flat_handle).numel()), dtype=torch.float32
+        )
+        flat = pieces.view(-1)
+        flat[: gradient.numel()].copy_(gradient.reshape(-1))
+        flat[gradient.numel() :].zero_()
+        return pieces

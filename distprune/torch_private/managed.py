@@ -14,11 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from distprune.torch_private.errors import backward_to_come
+from distprune._common.pruned_form import name_without_orig
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
+
+
+def backward_to_come(module: nn.Module, name: str) -> RuntimeError:
+    """A mask would change between a forward and its backward."""
+    name = name_without_orig(name)
+    return RuntimeError(
+        f"{type(module).__name__}.{name} was used by a forward whose backward is still to come. "
+        "FSDP gathers parameters again for backward, so that gradients would mix the weights "
+        "before and after this call; expected a call before the forward, or after its backward. "
+        "If no backward is to come, delete what the forward returned (loss, outputs) first, or run "
+        "it under torch.no_grad()."
+    )
 
 
 class Managed(ABC):

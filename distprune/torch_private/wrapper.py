@@ -56,14 +56,14 @@ def masked_by(managed: Managed, mask: Tensor) -> ShardMask:
 def gradients_of(managed: Managed) -> GradientSource:
     """Where the un-averaged gradients of a managed parameter are seen."""
     if isinstance(managed, ManagedRun):
-        from distprune.torch_private import fsdp1, fsdp1_gradients
+        from distprune.torch_private import fsdp1
 
         assert isinstance(managed, fsdp1.FlatPiece)
-        return fsdp1_gradients.FlatSource(managed)
-    from distprune.torch_private import fsdp2, fsdp2_gradients
+        return fsdp1.FlatSource(managed)
+    from distprune.torch_private import fsdp2
 
     assert isinstance(managed, fsdp2.ManagedParameter)
-    return fsdp2_gradients.GatheredSource(managed)
+    return fsdp2.GatheredSource(managed)
 
 
 def plain_class(module: nn.Module) -> type:

@@ -12,8 +12,7 @@ from torch import Tensor
 from distprune._common import memory
 from distprune._common.mask_values import is_one, is_zero
 from distprune._common.memory import Array
-from distprune.masks.fingerprint import fingerprint_part
-from distprune.masks.record import MaskRecord
+from distprune.masks.record import MaskRecord, fingerprint_part
 from distprune.shards.checksum import checksums, of_shard
 from distprune.shards.shard import LocalShard
 from distprune.verification.report import VerifiedParameter

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune.criteria import Fisher, Taylor, rank_batch
-from distprune.shards import unaveraged_gradients
+from distprune.shards import gradients
 from distprune.testing import run_ranks
 from distprune.torch_private.gradient_source import ParameterSource
 from helpers import wrappings
@@ -122,7 +122,7 @@ def sum_over_tensor_parallel_ranks(patch: pytest.MonkeyPatch) -> None:
     def replicas_of(shard, group):
         return (dist.group.WORLD,)
 
-    patch.setattr(unaveraged_gradients, "_replicas_of", replicas_of)
+    patch.setattr(gradients, "_replicas_of", replicas_of)
 
 
 def unweighted(patch: pytest.MonkeyPatch) -> None:

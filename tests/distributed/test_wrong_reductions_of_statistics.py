@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
 from distprune._common.collectives import Communicator
-from distprune.statistics import ActivationStatistics, collecting, input_parts, sums, totals
+from distprune.statistics import ActivationStatistics, collecting, input_parts, totals
 from distprune.testing import run_ranks
 
 
@@ -72,7 +72,7 @@ def squares_in_the_dtype_of_the_input():
     def rounded(rows, keep=None, num_kept=None):
         rows = rows if keep is None else rows[keep]
         both = torch.stack([rows.sum(0), rows.square().sum(0)]).double()
-        return sums.Sums(rows.shape[0], both)
+        return input_parts.Sums(rows.shape[0], both)
 
     return [mock.patch.object(collecting, "sums_of_rows", rounded)]
 

@@ -33,8 +33,7 @@ from distprune.selection.keys import (
     key_range,
 )
 from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource
-from distprune.shards.geometry import IndexMap
-from distprune.shards.matrix import MatrixRun
+from distprune.shards.geometry import IndexMap, MatrixRun
 
 CPU = torch.device("cpu")
 
