@@ -80,8 +80,8 @@ def prune(
             this process alone if there is none.
         progress: called about twice a second, with what all ranks have done.
         stop: called after every few megabytes; True on any rank stops all of them.
-        take_over: do not wait two minutes before the lock of a run on another machine counts as
-            abandoned. If that run is at work after all, it stops with an error.
+        take_over: replace the lock of a run that is not known to run on this machine. If that run
+            is at work after all, it stops with an error.
         tell: called with sentences for the user: that a run continues, or that nothing is left to
             do.
 
