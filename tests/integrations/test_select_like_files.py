@@ -10,7 +10,6 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.recipe import FileRecipe
 from distprune.files.selecting.policy import select_groups, select_tensors
 from distprune.recipe import parse_recipe
-from distprune.recipes.checkpoints import file_recipe
 from helpers.architecture_checkpoints import ARCHITECTURES
 from helpers.tiny_transformers import FAMILIES, tiny_model
 
@@ -143,10 +142,11 @@ SELECTS = {
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("select", SELECTS)
 def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_path):
-    recipe = parse_recipe({"version": 2, "sparsity": 0.5, "select": SELECTS[select]})
+    mapping = {"version": 2, "sparsity": 0.5, "select": SELECTS[select]}
+    recipe = parse_recipe(mapping)
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    found = select_groups(open_checkpoint(tmp_path), file_recipe(recipe, "a recipe"))
+    found = select_groups(open_checkpoint(tmp_path), FileRecipe.parse(mapping))
     entries = {entry.name for entry in found.groups[0]}
     assert entries and set(names(recipe.pruner(model).parameters)) == entries
 
