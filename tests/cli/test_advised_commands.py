@@ -432,7 +432,6 @@ NOTHING_TO_RUN = {
     "both by --statistics": "help of an option",
     "as `distprune calibrate` writes them": "help of an option",
     "the default of --include": "help of an option",
-    "one with --folder": "needs machines without a common folder",
     "aws s3 cp --recursive": "needs a network",
     "or --dtype float32": "needs a CPU without instructions for 16 bits",
     "Check --num_processes, --num_machines": "needs a launcher that is wrong",
