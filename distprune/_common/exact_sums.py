@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import SERIAL, Array, Scratch
+from distprune._common.naming import error_about
 
 Normalization = Literal["rms", "l2", "mean"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
@@ -154,10 +155,6 @@ def statistic(normalize: Normalization, total: int, exponent: int, num_elements:
         return math.inf
 
 
-class DivisorError(ValueError):
-    """Scores cannot be divided exactly by a statistic of them."""
-
-
 def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
     """Refuse a statistic that float64 holds in part only, or whose inverse it does.
 
@@ -170,15 +167,17 @@ def check_divisor(divisor: float, normalize: Normalization, label: str) -> None:
         label: the parameter or tensor, for the message.
 
     Raises:
-        DivisorError: names it.
+        ValueError: names it.
     """
     lowest, highest = 2.0**-1022, 2.0**1022
     if divisor and not lowest <= divisor <= highest:
-        raise DivisorError(
+        raise error_about(
+            "divisor",
+            [label],
             f"{label}: normalize={normalize!r} would divide its scores by {divisor:.3g}; expected "
             f"a number between {lowest:.3g} and {highest:.3g}, which float64 holds with all its "
             "digits, as it does the inverse. Multiply the scores by a power of two, or rank them "
-            "without a normalisation."
+            "without a normalisation.",
         )
 
 

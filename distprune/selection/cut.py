@@ -87,7 +87,7 @@ def select_lowest(
         most_collected: keys that all ranks together may collect in memory; None: any number.
 
     Raises:
-        NaNScoresError: a live score is NaN; names its parameters.
+        ValueError: a live score is NaN; names its parameters.
         RuntimeError: the scores changed between two scans.
 
     Cost: one scan of the scores (more when a bracket misses, or more keys lie in it than may be

@@ -9,7 +9,7 @@ done before can begin at the key that was found then, without a sample (start.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import concatenate, select
+from distprune._common.naming import error_about
 from distprune.selection.bracket import COLLECT_ALL, Around, bracket
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange
@@ -256,32 +257,22 @@ class KthKeySearch:
         raise changed()
 
 
-class NaNScoresError(ValueError):
-    """Live scores are NaN.
-
-    Attributes:
-        names: of the parameters.
-    """
-
-    def __init__(self, where: Mapping[str, str]) -> None:
-        self.names = tuple(where)
-        parameters = ", ".join(f"{name} ({count})" for name, count in where.items())
-        super().__init__(
-            f"the scores of {parameters} are NaN; expected numbers for every unpruned "
-            "element. NaN has no place in a ranking: repair the weights, or mask them first "
-            "with custom_from_mask."
-        )
-
-
 def refuse_nan_in(names: Sequence[str], num_live: Sequence[int], num_nan: Sequence[int]) -> None:
-    """Raise NaNScoresError for the parameters that have NaN among their live elements."""
+    """Raise ValueError for the parameters that have NaN among their live elements."""
     where = {
         name: f"{nan} of {live}"
         for name, live, nan in zip(names, num_live, num_nan, strict=True)
         if nan
     }
     if where:
-        raise NaNScoresError(where)
+        parameters = ", ".join(f"{name} ({count})" for name, count in where.items())
+        raise error_about(
+            "nan",
+            where,
+            f"the scores of {parameters} are NaN; expected numbers for every unpruned "
+            "element. NaN has no place in a ranking: repair the weights, or mask them first "
+            "with custom_from_mask.",
+        )
 
 
 def _around(start: Start, low: int, high: int) -> Around:

@@ -21,6 +21,7 @@ from distprune._common.collectives import Reducer
 from distprune._common.exact_sums import Normalization
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Count, Scratch, on_host
+from distprune._common.naming import error_about
 from distprune.selection.chunks import call_all, num_threads, spans_of
 from distprune.selection.kernels import kernels_on
 from distprune.selection.scores import ScaledScores, ScoreSource, Tally, widened
@@ -84,8 +85,8 @@ def divisors_of(
         communicator: the ranks that have the parts.
 
     Raises:
-        InfiniteScoresError: a live score is infinite; names its parameter.
-        DivisorError: a statistic is too small or too large for float64; names its parameter.
+        ValueError: a live score is infinite; names its parameter.
+        ValueError: a statistic is too small or too large for float64; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
     Cost: two reads of the scores, none of those that have tallies; all-reduces of 8 and of 16 bytes
@@ -104,22 +105,6 @@ def divisors_of(
     return divisors
 
 
-class InfiniteScoresError(ValueError):
-    """Live scores are infinite, where a statistic needs finite ones.
-
-    Attributes:
-        names: of the parameters.
-    """
-
-    def __init__(self, names: Sequence[str], what: str, way_out: str) -> None:
-        self.names = tuple(names)
-        have = "has" if len(names) == 1 else "have"
-        super().__init__(
-            f"{', '.join(names)} {have} infinite scores, so {what} has no meaning; "
-            f"expected finite scores{way_out}."
-        )
-
-
 def largest_scores(
     parts: Sequence[Scored], what: str, communicator: Reducer, way_out: str = ""
 ) -> list[float]:
@@ -132,7 +117,7 @@ def largest_scores(
         way_out: how to do without finite scores, for messages.
 
     Raises:
-        InfiniteScoresError: a live score is infinite; names its parameter.
+        ValueError: a live score is infinite; names its parameter.
         NotImplementedError: scores that are no floating-point numbers. On every rank.
 
     Cost: a read of the scores that have no tally; an all-reduce of 8 bytes per parameter.
@@ -155,7 +140,13 @@ def largest_scores(
     largest: list[float] = bits.view(torch.float64).tolist()
     infinite = [p.name for p, value in zip(parts, largest, strict=True) if math.isinf(value)]
     if infinite:
-        raise InfiniteScoresError(infinite, what, way_out)
+        have = "has" if len(infinite) == 1 else "have"
+        raise error_about(
+            "infinite",
+            infinite,
+            f"{', '.join(infinite)} {have} infinite scores, so {what} has no meaning; "
+            f"expected finite scores{way_out}.",
+        )
     return largest
 
 

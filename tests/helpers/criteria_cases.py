@@ -20,7 +20,9 @@ from helpers import wrappings
 from helpers.models import Net, fill, target
 
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
-TOLERANCE = 1e-6  # of the largest score of a parameter
+# Of the largest score of a parameter. The rounding of a gradient depends on the kernels of the CPU,
+# and its square has twice the relative error: up to 1.1e-6 were seen.
+TOLERANCE = 2e-6
 
 
 class ReluNet(Net):

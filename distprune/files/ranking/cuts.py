@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.exact_sums import DivisorError
+from distprune._common.naming import subject_of
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
 from distprune.files.ranking.source import CPU, Source
@@ -25,8 +25,7 @@ from distprune.files.team import Team
 from distprune.selection.candidates import Candidates, Cut, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import KeyRange
-from distprune.selection.kth_key import NaNScoresError
-from distprune.selection.normalizing import InfiniteScoresError, Scored, divisors_of
+from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
 from distprune.selection.tallies import are_tallied, keys_of_tally, tallied
@@ -318,18 +317,21 @@ def _errors_of_files(plan: Plan) -> Iterator[None]:
     position_of = {tensor.entry.name: p for p, tensor in enumerate(plan.tensors)}
     try:
         yield
-    except NaNScoresError as error:
-        raise nan_error(plan, [position_of[name] for name in error.names]) from None
-    except InfiniteScoresError as error:
-        recipes = [plan.recipe_of(position_of[name]) for name in error.names]
-        are_weights = all(recipe.ranks_magnitudes for recipe in recipes)
+    except ValueError as error:
+        what, names = subject_of(error)
+        positions = [position_of[name] for name in names]
+        if what == "nan":
+            raise nan_error(plan, positions) from None
+        if what == "divisor":
+            raise CheckpointError(str(error)) from None
+        if what != "infinite":
+            raise
+        are_weights = all(plan.recipe_of(position).ranks_magnitudes for position in positions)
         raise CheckpointError(
-            f"infinite {'elements in' if are_weights else 'scores of'} {', '.join(error.names)}; a "
+            f"infinite {'elements in' if are_weights else 'scores of'} {', '.join(names)}; a "
             "tensor with them has no rms, l2 norm or mean. Repair the checkpoint, exclude the "
             f"tensor, or rank raw {'magnitudes' if are_weights else 'scores'} (normalize: none)."
         ) from None
-    except DivisorError as error:
-        raise CheckpointError(str(error)) from None
     except ChangedError:
         raise CheckpointError(
             "The weights changed while they were read: the counts of two passes differ. Expected "
