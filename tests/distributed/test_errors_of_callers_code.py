@@ -283,11 +283,15 @@ def progress_of_perplexity(case: Case, failing: int) -> None:
 
 def progress_of_files(case: Case) -> None:
     """After the last round, too."""
-    Team(world(), lambda _: case.fail()).work(iter([1]), "count", 0, 2)
+    team = Team(world(), lambda _: case.fail())
+    team.begin("count", 2)
+    team.work(iter([1]))
 
 
 def stop_of_files(case: Case) -> None:
-    Team(world(), stop=lambda: case.fail() or False).work(iter([1]), "count", 0, 2)
+    team = Team(world(), stop=lambda: case.fail() or False)
+    team.begin("count", 2)
+    team.work(iter([1]))
 
 
 CASES = {
