@@ -17,6 +17,7 @@ def measure(wrapping, gradients):
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    import distprune as prune
     from distprune import criteria, language_models
 
     torch.set_num_threads(1)
@@ -32,7 +33,7 @@ def measure(wrapping, gradients):
     windows = language_models.TokenWindows(
         ("text",), tokens, torch.zeros(1, dtype=torch.int64), None, False
     )
-    parameters = language_models.select_matrices(model)
+    parameters = prune.select(model)
     read = [getattr(*pair) for pair in parameters] if gradients else []
     estimate = language_models.estimate_memory(model, 512, gradients_of=read, values_kept=1)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
