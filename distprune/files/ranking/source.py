@@ -50,9 +50,10 @@ class Source:
         self.files = OpenFiles(os.O_RDONLY)
         self._plan = plan
         self._did = did
+        self._range_of_group: dict[int, KeyRange] = {}
         paths = {file.name: file.path for file in plan.checkpoint.files}
         self._values = [
-            FileValues(self.files, paths[tensor.entry.file], tensor.entry, self._read)
+            FileValues(self.files, paths[tensor.entry.file], tensor.entry, did)
             for tensor in plan.tensors
         ]
         self._seed = _hash_seed(plan.recipe.seed)
@@ -63,6 +64,7 @@ class Source:
     def divide(self, divisors: Sequence[float | None]) -> None:
         """Rank normalised scores from now on: per tensor, what its scores are divided by."""
         self._divisors = divisors
+        self._range_of_group.clear()
 
     def bands(self, position: int) -> Bands | None:
         """The bands of a tensor whose tiles are ranked; None if its elements are."""
@@ -99,9 +101,13 @@ class Source:
             return RANDOM_KEYS
         tensor = self._plan.tensors[position]
         group = self._plan.groups[tensor.group]
-        together = range(group.first, group.last) if group.recipe.is_together else [position]
-        dtypes = [self.scores(p).dtype for p in together]
-        return key_range(functools.reduce(torch.promote_types, dtypes), Order.MAGNITUDE)
+        if not group.recipe.is_together:
+            return key_range(self.scores(position).dtype, Order.MAGNITUDE)
+        if tensor.group not in self._range_of_group:
+            dtypes = [self.scores(p).dtype for p in range(group.first, group.last)]
+            common = functools.reduce(torch.promote_types, dtypes)
+            self._range_of_group[tensor.group] = key_range(common, Order.MAGNITUDE)
+        return self._range_of_group[tensor.group]
 
     def part(
         self, position: int, counted: range | None = None, scores: ScoreSource | None = None
@@ -138,9 +144,6 @@ class Source:
     def close(self) -> None:
         self.files.close()
 
-    def _read(self, num_bytes: int) -> None:
-        self._did(num_bytes)
-
     def _raw_scores(self, position: int) -> ScoreSource:
         recipe, entry = self._plan.recipe_of(position), self._plan.tensors[position].entry
         inputs = self._plan.inputs
@@ -149,7 +152,7 @@ class Source:
             assert inputs.given is not None
             given = inputs.given.entries[entry.name]
             paths = {file.name: file.path for file in inputs.given.checkpoint.files}
-            scores = FileValues(self.files, paths[given.file], given, self._read)
+            scores = FileValues(self.files, paths[given.file], given, self._did)
         elif recipe.needs_statistics:
             assert inputs.statistics is not None
             stored = inputs.statistics.of_tensor[entry.name]

@@ -2,11 +2,10 @@
 
 Units depend on the task and on nothing else: not on the number of ranks, and not on what an earlier
 run did. So any number of ranks can do the units that are left. A unit of pruning is a run of
-elements of one group, in the order of ranking, so a unit's ties come before those of the next.
+elements of one group, in the order of ranking.
 
     tensors of group 0              |0 a.weight |1 b.weight       |2 c.weight    |
     units, cut when they are full   |0                |1               |2        |
-    units of a group with limits    |0                            |1             |  whole tensors
 """
 
 from __future__ import annotations
@@ -60,8 +59,6 @@ class SpanUnit:
 @dataclass(frozen=True, slots=True)
 class PruneUnit(SpanUnit):
     """Elements of one group to prune, in the order of ranking.
-
-    In a group with limits, the spans are either whole tensors, or one part of a tensor.
 
     Attributes:
         group: number of the group.
