@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -117,6 +120,10 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
 
 def peak_rss_bytes() -> int:
     """The most memory of this process so far, or of the largest of its children that has ended."""
-    usages = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    peak = max(resource.getrusage(who).ru_maxrss for who in usages)
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux starts ru_maxrss with the peak of the process that started this one; VmHWM is its own.
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        own = int(found[1]) if found else own
+    peak = max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     return peak if sys.platform == "darwin" else peak * 1024

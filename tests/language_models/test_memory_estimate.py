@@ -19,6 +19,7 @@ def measure(wrapping, gradients):
 
     import distprune as prune
     from distprune import criteria, language_models
+    from distprune._common.memory import peak_rss_bytes
 
     torch.set_num_threads(1)
     sizes = {"vocab_size": 1 << 17, "hidden_size": 128, "intermediate_size": 512}
@@ -41,8 +42,7 @@ def measure(wrapping, gradients):
         language_models.calibrate(model, windows, criteria.Fisher(parameters, unit="rank_batch"))
     else:
         language_models.perplexity(model, windows)
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    grown = peak - pages * resource.getpagesize()
+    grown = peak_rss_bytes() - pages * resource.getpagesize()
     print(estimate.total - estimate.parts["weights"], grown)
     print(estimate)
 
