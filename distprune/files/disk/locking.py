@@ -124,7 +124,7 @@ class Lock:
         self._text = json.dumps(facts).encode() + b"\n"
         try:
             with writing(self.path):
-                os.pwrite(descriptor, self._text, 0)
+                access.write_all(descriptor, self._text)
                 os.fsync(descriptor)
         except OutputError:
             os.unlink(self.path)
