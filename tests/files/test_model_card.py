@@ -148,7 +148,9 @@ def test_every_kind_of_recipe(tmp_path, recipe):
     assert f"exactly {report['num_pruned']} of {report['num_elements']} weights" in found
     said = found.split("```yaml\n")[1].split("```")[0]
     assert said == (tmp_path / "out" / "distprune" / "recipe.yaml").read_text()
-    assert parse_recipe(yaml.safe_load(said)).groups
+    read = parse_recipe(yaml.safe_load(said))
+    for field in ("sparsity", "scope", "pattern", "score", "seed", "include"):
+        assert getattr(read, field) == getattr(recipe, field)
     assert "magnitude that was pruned" in found or report["threshold"] is None
 
 
