@@ -90,9 +90,12 @@ def test_a_first_run_says_nothing(source, target):
     assert said == []
 
 
-@pytest.mark.parametrize("name", ["mkdir", "fallocate", "pwrite"])
-def test_a_run_that_never_began_leaves_nothing(source, target, name):
-    for step in (1, 2):
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("mkdir", (1, 2)), ("fallocate", (1, 2)), ("write", (1, 2)), ("pwrite", (1,))],
+)
+def test_a_run_that_never_began_leaves_nothing(source, target, name, steps):
+    for step in steps:
         with Steps(step, disk_is_full, (name,)), pytest.raises(OutputError):
             prune(source, target)
         assert names(target) == {"source"}

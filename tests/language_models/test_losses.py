@@ -91,8 +91,8 @@ def test_they_are_the_models_own(family, monkeypatch):
     assert torch.allclose(nll, of_windows, rtol=1e-5)
     assert found.keys() == gradients.keys()
     largest = max(float(gradient.norm()) for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        assert float((found[name] - gradient).norm()) <= 1e-6 * largest, name
+    for name, gradient in gradients.items():  # CPUs differ in the order of their sums
+        assert float((found[name] - gradient).norm()) <= 1e-5 * largest, name
     assert [*vars(model)] == before[1] and vars(model.lm_head).keys() == before[0].keys()
 
 
