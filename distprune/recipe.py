@@ -11,6 +11,8 @@ required::
     seed: 0                    # of random
     scope: global              # one ranking over all selected parameters; layer: one for each of
                                # them; row: one for each output row
+    budget: erk                # divide the total among parameters by a rule, not by one ranking:
+                               # uniform, uniform+, erk or lamp; not beside a pattern
     pattern: "4x4"             # prune whole tiles of 4 outputs and 4 inputs; or, instead of a
                                # sparsity, "2:4": 2 of every 4 in a row are kept
     schedule:                  # or, at once: sparsity: 0.8
@@ -37,8 +39,11 @@ from the top level.
 The command line prunes checkpoints by the same recipes. A checkpoint is pruned at once, so its
 recipe has ``sparsity`` or ``pattern``. These keys are for checkpoints only::
 
-    score: wanda               # |w| times the rms of its input; stade: times its deviation
-    statistics: a.safetensors  # of activations, for wanda and stade; relative to the recipe
+    score: wanda               # |w| times the rms of its input; stade: times its deviation;
+                               # ria: relative importance times the rms
+    budget: owl                # layers with more outliers lose less
+    statistics: a.safetensors  # of activations, for wanda, stade, ria and owl; relative to the
+                               # recipe
     scores: FOLDER             # for score given: tensors of the same names and shapes
     nan: keep                  # keep NaN; error, the default, refuses weights that have any
     output: {masks: true, card: true}  # whether to write the masks and a model card
@@ -54,6 +59,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.recipes.problems import RecipeError
 from distprune.recipes.request import Request, shipped_recipes
 
@@ -98,6 +104,8 @@ class Recipe(Request):
         """The keys of a recipe that a pruner does not support."""
         scores = {part.score for part in self.parts} - {"magnitude", "random"}
         names = [f"score {score!r}" for score in sorted(scores)]
+        if any(part.budget == BUDGET_FROM_STATISTICS for part in self.parts):
+            names.append(f"budget {BUDGET_FROM_STATISTICS!r}")
         if self.nan != "error":
             names.append(f"nan {self.nan!r}")
         if not self.masks:
@@ -126,6 +134,7 @@ class Recipe(Request):
             "normalize": self.normalize,
             "input_dims": dict(self.input_dims),
             "scope": self.scope,
+            "budget": self.budget,
             "pattern": self.pattern,
             "min_sparsity": limits[0],
             "max_sparsity": limits[1],

@@ -166,6 +166,20 @@ def violated_bound(num_to_prune: int, num_lowest: int, num_highest: int) -> str 
     return CEILING if num_highest < num_to_prune else None
 
 
+def bound_met(count: int, lowest: int, highest: int, num_elements: int, pruned: int) -> str | None:
+    """The floor or the ceiling that the count of a budget meets, if any.
+
+    Args:
+        count: elements of a parameter that are pruned after the call.
+        lowest, highest: its bounds.
+        num_elements: of the parameter.
+        pruned: elements that were pruned before.
+    """
+    if count == lowest > pruned:
+        return FLOOR
+    return CEILING if count == highest < num_elements else None
+
+
 def per_parameter(
     keyword: str, bound: SparsityBound | None, parameters: Sequence[Bounded], default: int | None
 ) -> list[Fraction]:

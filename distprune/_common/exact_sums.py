@@ -31,7 +31,7 @@ from distprune._common.naming import error_about
 Normalization = Literal["rms", "l2", "mean"]
 NORMALIZATIONS: tuple[str, ...] = get_args(Normalization)
 
-_GRID_BITS = 36  # SERIAL terms, 2**15, have a sum below 2**53: exact in float64
+GRID_BITS = 36  # SERIAL terms, 2**15, have a sum below 2**53: exact in float64
 _WORD = 1 << 32
 
 
@@ -150,7 +150,7 @@ def statistic(normalize: Normalization, total: int, exponent: int, num_elements:
     power = power_of(normalize)
     try:
         root = math.sqrt(amount) if power == 2 else amount
-        return max(math.ldexp(root, exponent - _GRID_BITS // power), math.ulp(0.0))
+        return max(math.ldexp(root, exponent - GRID_BITS // power), math.ulp(0.0))
     except OverflowError:
         return math.inf
 
@@ -238,7 +238,7 @@ def _terms(block: Array, exponent: int, power: Literal[1, 2], scratch: Scratch) 
 
 def _scales(exponent: int, power: Literal[1, 2]) -> tuple[float, ...]:
     """Powers of two whose product takes a score to the grid: one, unless that would overflow."""
-    shift = _GRID_BITS // power - exponent
+    shift = GRID_BITS // power - exponent
     if abs(shift) < 1000:
         return (math.ldexp(1.0, shift),)
     return math.ldexp(1.0, shift // 2), math.ldexp(1.0, shift - shift // 2)

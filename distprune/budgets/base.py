@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from distprune._common.amount import Bounded, Bounds
-from distprune._common.collectives import Communicator
+from distprune._common.collectives import Reducer
 from distprune.budgets.filling import Line, NoLevelError, fill, rounded
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange
@@ -28,7 +28,7 @@ class Ranked:
     parts: Sequence[Candidates]
     num_live: Sequence[int]
     keys: KeyRange
-    communicator: Communicator
+    communicator: Reducer
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,10 @@ class LinearDivision(Division):
         ]
 
     def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
+        return self.divided(total, limits)
+
+    def divided(self, total: int, limits: Bounds) -> Counts:
+        """:meth:`counts`, which depend on no score here; a local step."""
         sizes = [parameter.num_elements for parameter in self.parameters]
         wanted = self._filled([0] * len(sizes), self.caps, total)
         counts = self._filled(limits.lowest, self._capped(limits), total)

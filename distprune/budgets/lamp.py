@@ -28,12 +28,14 @@ from distprune._common import memory
 from distprune._common.amount import Bounded, Bounds
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, Array, Scratch
+from distprune._common.naming import error_about
 from distprune._common.radix import Descent
 from distprune.budgets.base import Budget, Counts, Division, Ranked
 from distprune.selection.candidates import Candidates
 from distprune.selection.chunks import call_all, chunks_of, num_threads_for
 from distprune.selection.keys import KeyRange, Order
 from distprune.selection.radix import histogram_of
+from distprune.selection.tallies import are_tallied, keys_of_tally
 
 # Each power of two has 2**_BITS bins.
 _BITS = 5
@@ -118,10 +120,12 @@ def num_to_prune(
         curves += [bins.curve(row) for row in shared.view(len(parts), bins.number).numpy()]
     infinite = [name for name, curve in zip(names, curves, strict=True) if curve is None]
     if infinite:
-        raise ValueError(
+        raise error_about(
+            "infinite",
+            infinite,
             f"scores of {', '.join(infinite)} are NaN or infinite; expected finite numbers for "
             "every unpruned element, because LAMP scores divide by their squares. Repair the "
-            "weights, or mask them first with custom_from_mask."
+            "weights, or mask them first with custom_from_mask.",
         )
     found = [curve for curve in curves if curve is not None]
     owner = np.repeat(np.arange(len(found)), [curve[0].size for curve in found])
@@ -185,8 +189,17 @@ class _Bins:
         if memory.takes_numpy(keys.device):
             last = self.low.size << self.shift
             return histogram_of(keys, Descent(0, last, 0, 0, self.shift)).numpy()
-        counts: Array = torch.bincount(keys >> self.shift, minlength=self.number).cpu().numpy()
+        number = (keys >> self.shift).clamp_(max=self.number - 1)
+        counts: Array = torch.bincount(number, minlength=self.number).cpu().numpy()
         return counts
+
+    def count_of_tally(self, keys: Array, counts: Array) -> Array:
+        """:meth:`count` of keys that occur several times."""
+        if not self.is_float:
+            keys = np.abs(keys.astype(np.float32)).view(np.int32)
+        number = np.minimum(keys >> self.shift, self.number - 1)
+        # Exact: the counts of a rank are below 2**53.
+        return np.bincount(number, counts, self.number).astype(np.int64)
 
     def curve(self, counts: Array) -> tuple[Array, Array, Array] | None:
         """Of each bin that holds elements: their number, the first 1/score, its fall per element.
@@ -209,6 +222,9 @@ class _Bins:
 
 def _count(parts: Sequence[Candidates], bins: _Bins) -> Tensor:
     """This rank's live elements in each bin of each part, one part after the other."""
+    if are_tallied(parts):
+        tallied = [bins.count_of_tally(*keys_of_tally(part)) for part in parts]
+        return torch.from_numpy(np.concatenate(tallied))
     counts = np.zeros((len(parts), bins.number), dtype=np.int64)
     lock = threading.Lock()
 

@@ -13,6 +13,7 @@ from distprune._common.amount import Bounded
 from distprune.budgets.base import Budget, LinearDivision
 from distprune.budgets.filling import Line
 
+OWL_MULTIPLE = 5.0  # by default, an outlier is above so many times the mean of its block
 # Up to the first number in a name: "model.layers.3." of "model.layers.3.mlp.up_proj.weight".
 _BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")
 
@@ -68,7 +69,7 @@ class OWL(Budget):
         ratios: Mapping[Any, float] | HasOutlierRatios,
         *,
         lam: float = 0.08,
-        threshold_multiple: float = 5.0,
+        threshold_multiple: float = OWL_MULTIPLE,
         per: Literal["block", "parameter"] = "block",
     ) -> None:
         if per not in ("block", "parameter"):

@@ -30,7 +30,11 @@ def advice_for_language_models(plan: Plan) -> str:
     how = "--score wanda --statistics FILE"
     if recipe.groups:
         how = "score: wanda in the recipe, and --statistics FILE"
-    elif recipe.pattern is None and not recipe.has_limits and recipe.normalize in (None, "rms"):
+    elif (
+        recipe.pattern is None
+        and not (recipe.has_limits or recipe.budget)
+        and recipe.normalize in (None, "rms")
+    ):
         how += " --scope row"
     return (
         f"pruning {plan.num_to_prune / plan.num_elements:.0%} of a language model by magnitude may "
@@ -182,6 +186,8 @@ def _count(plan: Plan, tensor: PlannedTensor) -> int | None:
     if tensor.num_groups:
         size = plan.groups[tensor.group].recipe.group_rule.tile_size
         return tensor.num_groups * tensor.num_pruned_per_group * size
+    if tensor.budgeted is not None:
+        return tensor.budgeted
     return tensor.lowest if tensor.lowest == tensor.highest else None
 
 
@@ -197,4 +203,7 @@ def ranking_text(recipe: FileRecipe) -> str:
     if recipe.has_limits:
         low, high = (f"{100 * share:g}" for share in (recipe.min_sparsity, recipe.max_sparsity))
         limits = f", each tensor within {low} to {high} %"
-    return f"ranked {together[recipe.scope]} by {recipe.score_text}{limits}"
+    how = together[recipe.scope]
+    if recipe.budget is not None:
+        how = f"{together['layer']}, divided by budget {recipe.budget},"
+    return f"ranked {how} by {recipe.score_text}{limits}"

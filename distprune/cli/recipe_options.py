@@ -11,6 +11,7 @@ import typer
 from distprune._common.sparsity_pattern import Pattern as ParsedPattern
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
+from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
 from distprune.recipes.request import Request, shipped_recipes
 
 R = TypeVar("R", bound=Request)
@@ -53,7 +54,7 @@ def read(name: str, kind: type[R]) -> R:
 _PANEL = "What to prune (options override the recipe)"
 
 
-_LIMITS = ("min_sparsity", "max_sparsity")
+_DIVIDING = ("min_sparsity", "max_sparsity", "budget")  # one ranking among its tensors
 _FOR_ALL_GROUPS = ("seed", "nan", "masks", "card", "statistics", "scores")
 
 
@@ -97,9 +98,9 @@ Score = Annotated[
     str | None,
     _option(
         "--score",
-        help="What ranks weights: magnitude, random, wanda (|w| times the rms of its input) or "
-        "stade (times the standard deviation), both by --statistics, or given (the |score| of "
-        "--scores).",
+        help="What ranks weights: magnitude, random, wanda (|w| times the rms of its input), "
+        "stade (times the standard deviation) or ria (the relative importance of |w| times the "
+        "rms), these three by --statistics, or given (the |score| of --scores).",
         metavar="SCORE",
     ),
 ]
@@ -107,7 +108,8 @@ Statistics = Annotated[
     Path | None,
     _option(
         "--statistics",
-        help="Statistics of activations for wanda and stade, as `distprune calibrate` writes them.",
+        help="Statistics of activations for wanda, stade, ria and the budget owl, as `distprune "
+        "calibrate` writes them.",
         metavar="FILE",
     ),
 ]
@@ -118,6 +120,15 @@ Scores = Annotated[
         help="Scores that were made elsewhere, a folder of safetensors files or one file: a tensor "
         "of the same name and shape for each pruned one.",
         metavar="FOLDER",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    _option(
+        "--budget",
+        help="How the pruned weights are divided among the tensors, instead of by one ranking of "
+        "all: uniform, uniform+, erk, lamp, or owl, by --statistics.",
+        metavar="RULE",
     ),
 ]
 Normalize = Annotated[
@@ -192,11 +203,13 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         _refuse_in_groups(name, len(groups), given)
     is_tiled = _is_tiled((fields | overrides).get("pattern"))
     if "pattern" in overrides and not is_tiled:
-        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_LIMITS)}
+        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_DIVIDING)}
     elif "sparsity" in overrides and not is_tiled:
         fields.pop("pattern", None)
     if is_tiled or overrides.get("scope", "global") != "global":
-        fields = {k: v for k, v in fields.items() if k not in _LIMITS}
+        fields = {k: v for k, v in fields.items() if k not in _DIVIDING}
+    if "budget" in overrides and "scope" not in overrides:
+        fields.pop("scope", None)
     pattern = (fields | overrides).get("pattern")
     if "scope" in overrides and pattern is not None and not is_tiled:
         beside, way_out = given.get("pattern"), "leave --scope out."
@@ -210,7 +223,8 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     if "scores" in overrides and "score" not in overrides and not groups:
         overrides["score"] = "given"
     if "score" in overrides:
-        fields = {key: v for key, v in fields.items() if key not in _unused(overrides["score"])}
+        unused = _unused(overrides["score"], (fields | overrides).get("budget"))
+        fields = {key: v for key, v in fields.items() if key not in unused}
     for key in ("statistics", "scores"):
         if key in overrides:
             overrides[key] = str(overrides[key])
@@ -263,16 +277,18 @@ def _is_tiled(pattern: object) -> bool:
         return False
 
 
-def _unused(score: object) -> set[str]:
-    """The fields of a recipe that have no effect beside a score."""
-    used = {"random": "seed", "given": "scores", "wanda": "statistics", "stade": "statistics"}
-    return {"seed", "statistics", "scores"} - {used.get(str(score), "")}
+def _unused(score: object, budget: object) -> set[str]:
+    """The fields of a recipe that have no effect beside a score and a budget."""
+    used = {"random": "seed", "given": "scores"} | dict.fromkeys(FROM_STATISTICS, "statistics")
+    of_budget = "statistics" if budget == BUDGET_FROM_STATISTICS else ""
+    return {"seed", "statistics", "scores"} - {used.get(str(score), ""), of_budget}
 
 
 def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe, with the default of ``normalize`` only where it has an effect."""
     merged = fields | overrides
     is_together = merged.get("pattern") is None and merged.get("scope", "global") == "global"
+    is_together &= merged.get("budget") is None
     if not is_together or merged.get("score", "magnitude") == "random":
         return {key: value for key, value in fields.items() if key != "normalize"}
     return {"normalize": "rms"} | fields

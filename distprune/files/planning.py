@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring.inputs import ScoreInputs, find_inputs
+from distprune.files.selecting.budgeting import counts_of_shapes
 from distprune.files.selecting.layouts import Layouts
 from distprune.files.selecting.policy import Verdict, limits_of, select_groups
 
@@ -48,6 +49,7 @@ class PlannedTensor:
         num_pruned_per_group: how many elements, or tiles, each of these groups loses.
         group: number of the group of the plan that it is in.
         lowest, highest: how many of its elements have to be pruned at least, and at most.
+        budgeted: how many a budget of shapes prunes; None if what is stored decides.
         layout: where its inputs are; None if that makes no difference.
     """
 
@@ -58,6 +60,7 @@ class PlannedTensor:
     group: int
     lowest: int
     highest: int
+    budgeted: int | None
     layout: Layout | None = None
 
 
@@ -194,9 +197,14 @@ def _plan_group(
         num_to_prune = sum(num_groups * num_pruned for num_groups, num_pruned in counts)
         num_to_prune *= rule.tile_size
     limits = limits_of(entries, recipe, num_to_prune)
+    budgeted: Sequence[int | None] | None
+    budgeted = counts_of_shapes(recipe, entries, limits, num_to_prune)
+    budgeted = [None] * len(entries) if budgeted is None else budgeted
     tensors, offset = [], 0
-    for entry, layout, groups, limit in zip(entries, of_tensors, counts, limits, strict=True):
-        tensors.append(PlannedTensor(entry, offset, *groups, number, *limit, layout))
+    for entry, layout, groups, limit, count in zip(
+        entries, of_tensors, counts, limits, budgeted, strict=True
+    ):
+        tensors.append(PlannedTensor(entry, offset, *groups, number, *limit, count, layout))
         offset += entry.numel // rule.tile_size
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)

@@ -17,7 +17,7 @@ from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.ranking.cuts import Cuts, find_cuts
+from distprune.files.ranking.cuts import Cuts, add_up, find_cuts
 from distprune.files.ranking.reads import bytes_to_count
 from distprune.files.ranking.source import Source
 from distprune.files.ranking.units import prune_units
@@ -153,6 +153,7 @@ class _Pruning:
         if prepared is not None:
             self._cuts = Cuts.from_json(prepared)
             self._source.divide(self._cuts.divisors)
+            add_up(self._team, self._plan, self._source)
             return
         self._team.begin("count", self.bytes_to_prepare())
         self._is_counting = True

@@ -106,7 +106,7 @@ class FileRecipe(Request):
         for part in (values, *values["groups"]):
             for name in FOR_MODELS.values():
                 del part[name]
-            for name in ("normalize", "statistics", "scores"):
+            for name in ("normalize", "statistics", "scores", "budget"):
                 if part[name] is None:
                     del part[name]
         return values

@@ -140,6 +140,15 @@ class Team:
         """Whether this is rank 0, which alone changes folders."""
         return self.index == 0
 
+    def shares(self, sizes: Sequence[int]) -> Iterator[range]:
+        """What this rank counts of some tensors: one run of all elements, so that reads go on."""
+        total, offset = sum(sizes), 0
+        first, last = total * self.index // self.size, total * (self.index + 1) // self.size
+        for size in sizes:
+            start = min(max(first - offset, 0), size)
+            yield range(start, max(start, min(last - offset, size)))
+            offset += size
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, int64."""
         with _noticing_lost_ranks():

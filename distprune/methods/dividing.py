@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distprune._common.amount import CEILING, FLOOR, Amount, Bounds, checked_count
+from distprune._common.amount import Amount, Bounds, bound_met, checked_count
 from distprune.budgets.base import Counts, Ranked
 from distprune.call.context import Divided, PruningCall, Together
 from distprune.selection.candidates import Candidates
@@ -56,12 +56,9 @@ def bounds_met(call: PruningCall, bounds: Bounds | None, counts: Counts) -> list
     """Per parameter, the floor or the ceiling that the count of a budget meets, if any."""
     if bounds is None:
         return [None] * len(call.shards)
-    met: list[str | None] = []
-    for shard, live, count, low, high in zip(
-        call.shards, call.num_live, counts.counts, bounds.lowest, bounds.highest,
-        strict=True,
-    ):  # fmt: skip
-        is_at_floor = count == low > shard.numel - live
-        is_at_ceiling = count == high < shard.numel
-        met.append(FLOOR if is_at_floor else CEILING if is_at_ceiling else None)
-    return met
+    return [
+        bound_met(count, low, high, shard.numel, shard.numel - live)
+        for shard, live, count, low, high in zip(
+            call.shards, call.num_live, counts.counts, bounds.lowest, bounds.highest, strict=True
+        )
+    ]

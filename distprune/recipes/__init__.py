@@ -5,4 +5,6 @@ tenth of a second to import.
 """
 
 # Scores that are made of weights and of statistics of activations.
-FROM_STATISTICS = ("wanda", "stade")
+FROM_STATISTICS = ("wanda", "stade", "ria")
+# The budget that is made of statistics of activations.
+BUDGET_FROM_STATISTICS = "owl"

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 
 from distprune._common.sparsity_pattern import Pattern
-from distprune.recipes import FROM_STATISTICS
+from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
 from distprune.recipes.form import (
     GroupForm,
     LimitsForm,
@@ -207,11 +207,12 @@ def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) ->
         text = "is given beside 'score', and means the same; leave it out."
         problems.add((*path, "method"), text)
     is_tiled = _is_tiled(table.get("pattern"))
-    if is_tiled and "limits" in table:
-        text = "has no place beside a pattern of tiles, which is ranked without limits."
-        problems.add((*path, "limits"), text)
+    for key, kind in (("limits", "limits"), ("budget", "a budget")):
+        if is_tiled and key in table:
+            text = f"has no place beside a pattern of tiles, which is ranked without {kind}."
+            problems.add((*path, key), text)
     if "pattern" in table and not is_tiled:
-        for key in ("sparsity", "schedule", "scope", "limits"):
+        for key in ("sparsity", "schedule", "scope", "budget", "limits"):
             if key in table:
                 problems.add((*path, key), _BESIDE_PATTERN)
     elif "sparsity" in table and "schedule" in table:
@@ -225,15 +226,18 @@ def _check_values(recipe: RecipeForm, problems: Problems) -> None:
     for i, group in enumerate(groups):
         path: KeyPath = ("groups", i) if recipe.groups else ()
         _check_limits(group, path, problems)
+        _check_budget(group, path, problems)
         _check_normalize(group, path, problems)
     is_used = any(group.is_normalizable for group in groups)
     if recipe.groups and recipe.normalize not in (None, "none") and not is_used:
         problems.add(("normalize",), "has no effect in any of the groups; leave it out.")
     ranked_by = {group.score or group.method for group in groups}
-    for key, scores in (("statistics", FROM_STATISTICS), ("scores", ("given",))):
-        if getattr(recipe, key) is not None and ranked_by.isdisjoint(scores):
-            text = f"has no effect without score {' or '.join(map(repr, scores))}; leave it out."
-            problems.add((key,), text)
+    of_budget = any(group.budget == BUDGET_FROM_STATISTICS for group in groups)
+    if recipe.statistics is not None and ranked_by.isdisjoint(FROM_STATISTICS) and not of_budget:
+        text = f"score {listed(FROM_STATISTICS)}, or budget {BUDGET_FROM_STATISTICS!r}"
+        problems.add(("statistics",), f"has no effect without {text}; leave it out.")
+    if recipe.scores is not None and "given" not in ranked_by:
+        problems.add(("scores",), "has no effect without score 'given'; leave it out.")
     is_random = any("random" in (group.score, group.method) for group in groups)
     if recipe.seed is not None and not is_random:
         problems.add(("seed",), "has no effect without score 'random'; leave it out.")
@@ -248,6 +252,20 @@ def _check_limits(group: GroupForm, path: KeyPath, problems: Problems) -> None:
         )
 
 
+def _check_budget(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    if group.budget is None:
+        return
+    if group.scope in ("layer", "row"):
+        problems.add(
+            (*path, "budget"),
+            f"has no effect with scope {group.scope!r}, where every tensor loses the same share; "
+            "leave one of them out.",
+        )
+    elif group.budget == "lamp" and "random" in (group.score, group.method):
+        text = "'lamp' divides by the squares of magnitudes; expected another score than 'random'."
+        problems.add((*path, "budget"), text)
+
+
 def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> None:
     if group.normalize in (None, "none") or group.is_normalizable:
         return
@@ -255,6 +273,8 @@ def _check_normalize(group: GroupForm, path: KeyPath, problems: Problems) -> Non
         beside = "beside a pattern of tiles, whose scores are sums of raw magnitudes"
     elif group.pattern is not None:
         beside = "beside a pattern, which compares weights of one tensor"
+    elif group.budget is not None:
+        beside = "beside a budget, with which weights of one tensor are compared"
     elif group.scope in ("layer", "row"):
         beside = f"with scope {group.scope!r}, which compares weights of one tensor"
     else:

@@ -166,16 +166,6 @@ def _one_of(*choices: str | int) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _not_of_models(value: Any) -> Any:
-    """Refuse the scores that only models have, and say what to do."""
-    if value == "ria":
-        raise expected(
-            "another score: 'ria' needs sums along the rows and columns of weights, which only "
-            "ActivationStatistics.ria of a loaded model has (its scores, saved, are score 'given')"
-        )
-    return value
-
-
 _Text = Annotated[str, Field(min_length=1)]
 _TextOrTexts = _Text | Annotated[list[_Text], Field(min_length=1)]
 _Dims = int | Annotated[list[int], Field(min_length=1)]
@@ -183,12 +173,15 @@ _PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}[:x][0-9]{1,4}$")]
 
 Version = Annotated[Literal[1, 2], _one_of(1, 2)]
 Score = Annotated[
-    Literal["magnitude", "random", "wanda", "stade", "given"],
-    _one_of("magnitude", "random", "wanda", "stade", "given"),
-    BeforeValidator(_not_of_models),
+    Literal["magnitude", "random", "wanda", "stade", "ria", "given"],
+    _one_of("magnitude", "random", "wanda", "stade", "ria", "given"),
 ]
 Normalize = Annotated[Literal["rms", "l2", "mean", "none"], _one_of("rms", "l2", "mean", "none")]
 Scope = Annotated[Literal["global", "layer", "row"], _one_of("global", "layer", "row")]
+Budget = Annotated[
+    Literal["uniform", "uniform+", "erk", "lamp", "owl"],
+    _one_of("uniform", "uniform+", "erk", "lamp", "owl"),
+]
 Nan = Annotated[Literal["error", "keep"], _one_of("error", "keep")]
 Share = Annotated[
     float, Field(ge=0, le=1, allow_inf_nan=False), _or_expected("a number from 0 to 1")
@@ -306,8 +299,8 @@ class BudgetForm(Section):
 
     score: Score | None = Field(
         default=None,
-        description="What ranks weights. wanda and stade need statistics, given needs scores; "
-        "these are for checkpoints only. Default: magnitude.",
+        description="What ranks weights. wanda, stade and ria need statistics, given needs "
+        "scores; these are for checkpoints only. Default: magnitude.",
     )
     method: Score | None = Field(default=None, description="The same as score.")
     scope: Scope | None = Field(
@@ -320,6 +313,12 @@ class BudgetForm(Section):
         description="What magnitudes are divided by before all tensors are ranked together: the "
         "rms, the l2 norm or the mean magnitude of their tensor, or nothing. Default: rms; in "
         "recipes of version 1: none.",
+    )
+    budget: Budget | None = Field(
+        default=None,
+        description="How the pruned weights are divided among the tensors, with the scope global: "
+        "one of the rules of distprune.budgets. owl needs statistics, and is for checkpoints only. "
+        "Default: one ranking of all tensors.",
     )
     pattern: PatternOfZeros | None = Field(
         default=None,
@@ -349,8 +348,9 @@ class BudgetForm(Section):
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        is_random = "random" in (self.score, self.method)
-        return not is_random and self.pattern is None and self.scope in (None, "global")
+        if "random" in (self.score, self.method) or self.budget is not None:
+            return False
+        return self.pattern is None and self.scope in (None, "global")
 
 
 class GroupForm(BudgetForm):
@@ -374,8 +374,8 @@ class RecipeForm(BudgetForm, _HeadForm):
     )
     statistics: PathText | None = Field(
         default=None,
-        description="The file of activation statistics, for scores wanda and stade. Relative paths "
-        "start at the recipe. Checkpoints only.",
+        description="The file of activation statistics, for scores wanda, stade and ria, and for "
+        "budget owl. Relative paths start at the recipe. Checkpoints only.",
     )
     scores: PathText | None = Field(
         default=None,
@@ -422,7 +422,10 @@ def _with_defaults(group: GroupForm, top: dict[str, Any]) -> GroupForm:
     if group.has_amount:
         inherited |= {"sparsity": None, "schedule": None}
     if group.pattern is not None:
-        inherited |= {"limits": None} | ({"scope": None} if group.is_n_of_m else {})
+        inherited |= {"limits": None, "budget": None}
+        inherited |= {"scope": None} if group.is_n_of_m else {}
+    if group.scope in ("layer", "row"):
+        inherited |= {"budget": None}
     return GroupForm.model_construct(**(inherited | own), select=group.select)
 
 

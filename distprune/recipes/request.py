@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from distprune._common.element_groups import GroupRule, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
 from distprune._common.sparsity_pattern import Pattern
-from distprune.recipes import FROM_STATISTICS
+from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
 from distprune.recipes.problems import Problems, RecipeError
 from distprune.recipes.yaml_reading import read_yaml
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from distprune._common.exact_sums import Normalization
     from distprune.recipes.form import GroupForm, RecipeForm
 
-Score = Literal["magnitude", "random", "wanda", "stade", "given"]
+Score = Literal["magnitude", "random", "wanda", "stade", "ria", "given"]
+Budget = Literal["uniform", "uniform+", "erk", "lamp", "owl"]
 # Keys of the recipe as a whole that may be left out.
 _WHOLE = ("seed", "statistics", "scores")
 # Fields of the request as a whole; all others are fields of each group.
@@ -48,7 +49,8 @@ class Request:
             inputs are pruned, those with the lowest sums of scores. Shares are of tiles.
         score: "magnitude"; "random": the numbers that ``RandomUnstructured`` would draw; for
             checkpoints also "wanda": |w| times the rms of its input; "stade": |w| times the
-            standard deviation of its input; "given": |score| of ``scores``.
+            standard deviation of its input; "ria": the relative importance of |w| times the rms
+            of its input; "given": |score| of ``scores``.
         seed: of random scores. None: 0 for checkpoints, torch's generator for models.
         include: globs, or regular expressions after ``re:``, for names. None: matrices, except
             embeddings, heads, norms, routers, biases and scales.
@@ -72,11 +74,14 @@ class Request:
         normalize: what the scores of each tensor are divided by before they are ranked together
             with those of others: "rms", "l2" or "mean" (of the magnitudes); None: nothing. The
             command line and recipe files have "rms" as their default.
-        statistics: path of the statistics of activations that "wanda" and "stade" need, as
-            ``ActivationStatistics.save`` writes them.
+        statistics: path of the statistics of activations that "wanda", "stade", "ria" and the
+            budget "owl" need, as ``ActivationStatistics.save`` writes them.
         scores: path of the scores for "given": a folder of safetensors files, or one file, with a
             tensor for each pruned one, of its name and shape.
         schedule: instead of a sparsity, its course over the steps of training; for models.
+        budget: how the pruned elements are divided among the tensors, with the scope "global":
+            "uniform", "uniform+", "erk", "lamp", or, for checkpoints, "owl"; see
+            :mod:`distprune.budgets`. None: as one ranking of all tensors has it.
         names: the parameters of a module, as for ``select``; for models. None: any.
 
     Raises:
@@ -104,6 +109,7 @@ class Request:
     statistics: str | None = None
     scores: str | None = None
     schedule: Schedule | None = None
+    budget: Budget | None = None
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -188,7 +194,12 @@ class Request:
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        return self.is_together and self.tile is None and self.score != "random"
+        return (
+            self.is_together
+            and self.tile is None
+            and self.budget is None
+            and self.score != "random"
+        )
 
     @property
     def ranks_magnitudes(self) -> bool:
@@ -199,6 +210,11 @@ class Request:
     def needs_statistics(self) -> bool:
         """Whether scores are made of weights and of statistics of activations."""
         return self.score in FROM_STATISTICS
+
+    @property
+    def reads_statistics(self) -> bool:
+        """Whether scores or the budget are made of statistics of activations."""
+        return self.needs_statistics or self.budget == BUDGET_FROM_STATISTICS
 
     @property
     def has_limits(self) -> bool:
@@ -268,6 +284,8 @@ class Request:
             values["schedule"] = schedule_fields(self.schedule)
         elif self.schedule is not None:
             values["schedule"] = self.schedule
+        if self.budget is not None:
+            values["budget"] = self.budget
         values["select"] = self._select_as_mapping()
         if self.has_limits:
             limits = {"min_sparsity": self.min_sparsity, "max_sparsity": self.max_sparsity}
@@ -398,6 +416,7 @@ def _part_of(group: GroupForm) -> dict[str, Any]:
         "sparsity": sparsity,
         "schedule": schedule,
         "scope": group.scope or "global",
+        "budget": group.budget,
         "pattern": group.pattern,
         "score": group.score or group.method or "magnitude",
         "normalize": None if group.normalize == "none" else group.normalize,

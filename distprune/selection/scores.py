@@ -328,7 +328,7 @@ def scores_in_memory(shard: LocalShard, factored: FactoredScores) -> Tensor:
     return flat.view(ordered).permute(inverse)
 
 
-def _slice(factor: Tensor, block: Block) -> Array:
+def slice_of(factor: Tensor, block: Block) -> Array:
     """The part of a factor that meets a block: [rows or 1, columns or 1]."""
     matrix = block.matrix if factor.shape[0] > 1 else 0
     rows = block.rows if factor.shape[1] > 1 else slice(None)
@@ -341,7 +341,7 @@ def _score(
     all_terms: list[list[Tensor]], block: Block, weights: Array, out: Array, scratch: Scratch
 ) -> None:
     """Write the scores of a block: all arrays are [rows, columns]."""
-    terms = [[_slice(factor, block) for factor in term] for term in all_terms]
+    terms = [[slice_of(factor, block) for factor in term] for term in all_terms]
     if len(terms) == 1 and len(terms[0]) == 1:
         np.multiply(weights, terms[0][0], out=out)
         return

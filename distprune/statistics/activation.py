@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from distprune._common.input_factors import POWER_OF_RIA
 from distprune._common.naming import NamedParameter
-from distprune.budgets.outliers import block_of
+from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.comparing import count_live_and_compare
 from distprune.files.formats.statistics_file import (
     StoredStatistics,
@@ -119,7 +120,7 @@ class ActivationStatistics(CollectedInputs):
         return self._scores(parameters, factors.stade)
 
     def ria(
-        self, parameters: Pairs | None = None, *, power: float = 0.5
+        self, parameters: Pairs | None = None, *, power: float = POWER_OF_RIA
     ) -> dict[NamedParameter, FactoredScores]:
         """Scores of RIA: relative importance of a weight, and activations. Collective.
 
@@ -134,8 +135,8 @@ class ActivationStatistics(CollectedInputs):
 
         Returns, Raises: as :meth:`wanda`.
 
-        Cost: as :meth:`wanda`; and a read of the weights, and an all-reduce of 8 bytes per input
-        feature and output.
+        Cost: as :meth:`wanda`; and two reads of the weights, and two all-reduces of 8 bytes per
+        input feature and output. The sums are the same on every sharding.
 
         Source: Zhang et al., "Plug-and-play: an efficient post-training pruning method for large
         language models", ICLR 2024.
@@ -157,7 +158,10 @@ class ActivationStatistics(CollectedInputs):
         )
 
     def outlier_ratios(
-        self, *, threshold_multiple: float = 5.0, per: Literal["block", "parameter"] = "block"
+        self,
+        *,
+        threshold_multiple: float = OWL_MULTIPLE,
+        per: Literal["block", "parameter"] = "block",
     ) -> dict[NamedParameter, float]:
         """The share of Wanda's scores that are outliers, for OWL. Collective.
 

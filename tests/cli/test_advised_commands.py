@@ -429,7 +429,7 @@ NOTHING_TO_RUN = {
     "distprune selftest": "the name of the program",
     "Of --samples.": "help of an option",
     "beside --sparsity, prune whole tiles": "help of an option",
-    "both by --statistics": "help of an option",
+    "by --statistics": "help of an option",
     "as `distprune calibrate` writes them": "help of an option",
     "the default of --include": "help of an option",
     "aws s3 cp --recursive": "needs a network",

@@ -1,5 +1,6 @@
 """--score, --statistics and --scores: the command line, on one process and on two."""
 
+import json
 import subprocess
 import sys
 
@@ -81,3 +82,21 @@ def test_options_replace_what_a_recipe_says(run, source, statistics, tmp_path):
     assert missing.code == 3 and "absent cannot be read" in missing.err
     useless = run("plan", source, "-s", "0.5", "--statistics", statistics)
     assert useless.code == 2 and "no effect without score 'wanda'" in useless.err
+
+
+def test_a_budget_replaces_what_excludes_it(run, source, statistics, tmp_path):
+    def recipe_of(*given):
+        return run("plan", source, *given, "--json").json["recipe"]
+
+    assert recipe_of("-s", "0.5", "--budget", "erk")["budget"] == "erk"
+    made = recipe_of("-r", "wanda_row_50", "--statistics", statistics, "--budget", "owl")
+    assert (made["budget"], made["scope"], made["score"]) == ("owl", "global", "wanda")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(made))
+    assert recipe_of("-r", file, "--score", "magnitude")["statistics"] == str(statistics)
+    assert "budget" not in recipe_of("-r", file, "--scope", "row")
+    assert "budget" not in recipe_of("-r", file, "--score", "magnitude", "--pattern", "1:2")
+    known = run("plan", source, "-s", "0.5", "--budget", "erk")
+    assert "divided by budget erk, by magnitude" in known.out
+    error = run("plan", source, "-s", "0.5", "--budget", "erk", "--normalize", "rms").err
+    assert "has no effect beside a budget" in error

@@ -166,5 +166,5 @@ def test_what_is_sent(wrapping):
         new = 8 * (2 * num_inputs + 4 * 3 + 1) + 16
         assert sent["wanda"] == flags + new
         assert sent["stade"] == flags  # nothing is new
-        others = sent["ria"] - flags - 8 * (num_inputs + num_outputs + 1) - 16
+        others = sent["ria"] - flags - 2 * 8 * (num_inputs + num_outputs + 1)
         assert 0 < others <= 40 + 3 * 8 * 10  # the parameters are read again and compared

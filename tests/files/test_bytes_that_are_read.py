@@ -25,6 +25,8 @@ RECIPES = {
     "rms": {"normalize": "rms"},
     "limits": {"min_sparsity": 0.45, "max_sparsity": 0.55},
     "random": {"score": "random", "seed": 3},
+    "erk": {"budget": "erk"},
+    "lamp": {"budget": "lamp"},
 }
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -53,6 +55,10 @@ def num_read(monkeypatch):
         ("raw", FP32, 1.0, 1.1),
         ("rms", FP32, 3.0, 3.1),
         ("random", FP32, 0.0, 0.0),
+        ("erk", BF16, 1.0, 1.03),
+        ("erk", FP32, 1.0, 1.1),
+        ("lamp", BF16, 1.0, 1.03),
+        ("lamp", FP32, 2.0, 2.1),
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 3])

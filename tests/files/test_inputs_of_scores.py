@@ -243,10 +243,18 @@ def test_nan_and_infinities(source, tmp_path, more):
     [
         ({"score": "wanda"}, "wanda needs statistics .*--statistics FILE"),
         ({"score": "given"}, "given needs scores; expected --scores FOLDER"),
-        ({"statistics": "a"}, "statistics: has no effect without score 'wanda' or 'stade'"),
+        ({"budget": "owl"}, "budget owl needs statistics .*--statistics FILE"),
+        (
+            {"statistics": "a"},
+            "statistics: has no effect without score 'wanda', 'stade' or 'ria', or budget 'owl'",
+        ),
+        ({"budget": "erk", "scope": "row"}, "budget: has no effect with scope 'row'"),
+        ({"budget": "erk", "normalize": "rms"}, "normalize: has no effect beside a budget"),
+        ({"budget": "lamp", "score": "random"}, "budget: 'lamp' divides by the squares"),
+        ({"budget": "lam"}, "budget: expected .*did you mean 'lamp'"),
         ({"score": "wanda", "scores": "a"}, "scores: has no effect without score 'given'"),
         ({"score": "wanda", "seed": 1}, "seed: has no effect without score 'random'"),
-        ({"score": "ria"}, "'ria' needs sums .*score 'given'"),
+        ({"score": "ria"}, "score ria needs statistics .*--statistics FILE"),
         ({"score": "wanda", "statistics": 3}, "statistics: expected the path of a file"),
     ],
 )

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import distprune
+from distprune import budgets
 from distprune.files import planning, pruning
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
 from distprune.files.ranking.source import Source
@@ -88,7 +89,27 @@ CALLS = [
     {"amount": 0.5, "pattern": "2x2", "scope": "row", "score": "stade"},
     {"amount": 0.5, "pattern": "1x2", "score": "given"},
     {"amount": 0.3, "pattern": "2x2", "scope": "layer", "score": "given"},
+    {"amount": 0.5, "normalize": "rms", "score": "ria"},
+    {"amount": 0.6, "normalize": None, "score": "ria", "max_sparsity": 0.8},
+    {"amount": 0.5, "scope": "row", "score": "ria"},
+    {"amount": 0.3, "scope": "layer", "score": "ria"},
+    {"pattern": "1:2", "score": "ria"},
+    {"amount": 0.5, "budget": "uniform", "score": "magnitude"},
+    {"amount": 0.5, "budget": "uniform+", "score": "given"},
+    {"amount": 0.6, "budget": "erk", "score": "wanda", "max_sparsity": 0.9},
+    {"amount": 0.4, "budget": "erk", "score": "magnitude"},
+    {"amount": 0.5, "budget": "lamp", "score": "magnitude"},
+    {"amount": 0.7, "budget": "lamp", "score": "ria", "min_sparsity": 0.3},
+    {"amount": 0.6, "budget": "lamp", "score": "given"},
+    {"amount": 0.5, "budget": "owl", "score": "wanda"},
+    {"amount": 0.7, "budget": "owl", "score": "magnitude", "max_sparsity": 0.75},
+    {"amount": 0.6, "budget": "owl", "score": "ria"},
+    {"amount": 0.5, "budget": "owl", "score": "given"},
 ]
+
+
+def needs_statistics(call):
+    return call["score"] in ("wanda", "stade", "ria") or call.get("budget") == "owl"
 
 
 def given_scores(model, dtype):
@@ -110,6 +131,14 @@ def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
                 fully_shard(layer)
         parameters = selected(model)
         keywords = {name: value for name, value in call.items() if name != "score"}
+        collected = ActivationStatistics.load(statistics, parameters)
+        scores = None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "no token")
+            if call.get("budget") == "owl":
+                keywords["budget"] = budgets.OWL(collected)
+            if call["score"] in ("wanda", "stade", "ria"):
+                scores = getattr(collected, call["score"])()
         if call["score"] == "given":
             whole = given_scores(make_model(dtype), scores_dtype)
             scores = {}
@@ -120,11 +149,6 @@ def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
                     scores[pair] = distribute_tensor(
                         whole[pair.fqn], weight.device_mesh, weight.placements
                     )
-        else:
-            collected = ActivationStatistics.load(statistics, parameters)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "no token")
-                scores = getattr(collected, call["score"])()
         distprune.global_unstructured(
             parameters, distprune.L1Unstructured, importance_scores=scores, **keywords
         )
@@ -141,9 +165,10 @@ def prune_files(source, folder, statistics, scores, chunk):
         small_chunks(patch, chunk, 8 * chunk)
         for number, call in enumerate(CALLS):
             keywords = {name: value for name, value in call.items() if name != "amount"}
-            keywords["scores" if call["score"] == "given" else "statistics"] = (
-                scores if call["score"] == "given" else statistics
-            )
+            if call["score"] == "given":
+                keywords["scores"] = scores
+            if needs_statistics(call):
+                keywords["statistics"] = statistics
             recipe = FileRecipe(
                 call.get("amount"),
                 exclude=(f"{EXCLUDED}*", "*.bias"),
@@ -152,7 +177,7 @@ def prune_files(source, folder, statistics, scores, chunk):
                 **keywords,
             )
             plan = pruning.plan_together(source, recipe)
-            assert ("no token" in " ".join(plan.warnings)) == (call["score"] != "given")
+            assert ("no token" in " ".join(plan.warnings)) == needs_statistics(call)
             pruning.prune(plan, folder / str(number))
 
 
@@ -186,10 +211,10 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
     assert all(sum(int((~keep).sum()) for keep in masks.values()) > 0 for masks in wanted)
     inputs = (statistics, scores)
     check(source, tmp_path / "one", inputs, wanted, 1, chunk=1 << 19)
-    check(source, tmp_path / "two", inputs, wanted, 2, chunk=24)
+    check(source, tmp_path / "three", inputs, wanted, 3, chunk=24)
     for number, call in enumerate(CALLS):
         given = scores if call["score"] == "given" else None
-        result = verify(tmp_path / "two" / str(number), source, scores=given)
+        result = verify(tmp_path / "three" / str(number), source, scores=given)
         assert not result.problems, (call, result.problems)
     if dtype != "mixed":
         for sharded in run_ranks(masks_of_model, 2, dtype, statistics, scores_dtype, True):

@@ -24,7 +24,7 @@ ROOMS = {
     "_version": set(),
     "_transformers": {"_common"},
     "recipes": {"_common"},
-    "files": {"_common", "_version", "recipes", "shards", "selection"},
+    "files": {"_common", "_version", "recipes", "shards", "selection", "budgets"},
     "api": {
         "_common", "torch_private", "_transformers", "shards", "selection", "masks", "budgets",
         "call", "methods", "files",

@@ -58,8 +58,8 @@ seed: 3
 seed: 4
 """
     )
-    keys = "'version', 'seed', 'score', 'method', 'scope', 'normalize', 'pattern', 'sparsity', "
-    keys += "'schedule', 'limits', 'nan', 'statistics', 'scores', 'output', 'select'"
+    keys = "'version', 'seed', 'score', 'method', 'scope', 'normalize', 'budget', 'pattern', "
+    keys += "'sparsity', 'schedule', 'limits', 'nan', 'statistics', 'scores', 'output', 'select'"
     schedule_keys = "'kind', 'step', 'sparsity', 'begin', 'end', 'frequency', 'initial_sparsity'"
     assert problems_of(file) == [
         "line 1, version: expected 1 or 2, found 3 (int).",

@@ -139,6 +139,7 @@ def plan(
     score: recipe_options.Score = None,
     statistics: recipe_options.Statistics = None,
     scores: recipe_options.Scores = None,
+    budget: recipe_options.Budget = None,
     normalize: recipe_options.Normalize = None,
     seed: recipe_options.Seed = None,
     include: recipe_options.Include = None,
@@ -179,7 +180,7 @@ def plan(
             "score": score, "normalize": normalize, "seed": seed, "include": include,
             "also": also, "exclude": exclude, "min_ndim": min_ndim, "input_dims": input_dim,
             "nan": nan, "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
-            "statistics": statistics, "scores": scores,
+            "statistics": statistics, "scores": scores, "budget": budget,
         },
     )  # fmt: skip
     made = make_plan(source, chosen, follow_links=follow_links)

@@ -66,6 +66,7 @@ def prune(
     score: recipe_options.Score = None,
     statistics: recipe_options.Statistics = None,
     scores: recipe_options.Scores = None,
+    budget: recipe_options.Budget = None,
     normalize: recipe_options.Normalize = None,
     seed: recipe_options.Seed = None,
     include: recipe_options.Include = None,
@@ -111,7 +112,7 @@ def prune(
         "normalize": normalize, "include": include, "also": also, "exclude": exclude,
         "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan, "masks": masks, "card": card,
         "min_sparsity": min_sparsity, "max_sparsity": max_sparsity, "statistics": statistics,
-        "scores": scores,
+        "scores": scores, "budget": budget,
     }  # fmt: skip
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())

@@ -15,17 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
+from distprune.budgets.base import Ranked as BudgetRanked
+from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
 from distprune.files.ranking.source import CPU, Source
+from distprune.files.selecting.budgeting import division_of
 from distprune.files.selecting.policy import check_budget
 from distprune.files.team import Team
+from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import Candidates, Cut, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import KeyRange
 from distprune.selection.normalizing import Scored, divisors_of
+from distprune.selection.outliers import outlier_ratios
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
 from distprune.selection.tallies import are_tallied, keys_of_tally, tallied
@@ -107,6 +113,7 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     they are so many that the keys around the cut do not fit into memory. No read of random scores.
     Memory: tallies of up to 48 MiB, or 36 MiB of keys.
     """
+    add_up(team, plan, source)
     groups: list[GroupCut | None] = []
     tensors: list[PartCut | None] = []
     num_nan: dict[str, int] = {}
@@ -120,12 +127,22 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
             continue
         with _errors_of_files(plan):
             ranked = _rank(team, plan, source, number, divisors)
-            cut, own = _cut(team, plan, ranked, number)
+            cut, own = _cut(team, plan, source, ranked, number)
         groups.append(cut)
         tensors += own
         names = [part.name for part in ranked.parts]
         num_nan |= {name: nan for name, nan in zip(names, ranked.num_nan, strict=True) if nan}
     return Cuts(tuple(groups), tuple(tensors), num_nan, tuple(divisors))
+
+
+def add_up(team: Team, plan: Plan, source: Source) -> None:
+    """:meth:`Source.add_up`, with errors that name the checkpoint. Collective.
+
+    Raises:
+        NaNError, CheckpointError: a weight is NaN or infinite; on every rank.
+    """
+    with _errors_of_files(plan):
+        source.add_up(team)
 
 
 def cut_of_one_group(
@@ -202,8 +219,7 @@ def _rank(
     sizes = [source.num_items(position) for position in positions]
     keeps_nan, is_random = plan.recipe.nan == "keep", group.recipe.score == "random"
     parts = [
-        Scored(plan.tensors[p].entry.name, source.raw_scores(p), None, share, CPU, keeps_nan)
-        for p, share in zip(positions, _shares(sizes, team.index, team.size), strict=True)
+        source.scored(p, share) for p, share in zip(positions, team.shares(sizes), strict=True)
     ]
     scores = None if is_random else tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
     if scores is not None:
@@ -228,7 +244,7 @@ def _rank(
 
 
 def _cut(
-    team: Team, plan: Plan, ranked: _Ranked, number: int
+    team: Team, plan: Plan, source: Source, ranked: _Ranked, number: int
 ) -> tuple[GroupCut | None, list[PartCut]]:
     """Cut the ranking of a group. Collective."""
     group = plan.groups[number]
@@ -237,15 +253,21 @@ def _cut(
     names = [part.name for part in ranked.parts]
     what = ranked.candidates, names, ranked.sizes, k, ranked.keys, team
     selection: Selection | None
-    if group.has_limits:
-        tensors = plan.tensors[group.first : group.last]
-        limits = Limits(
-            tuple(tensor.lowest for tensor in tensors),
-            tuple(
-                min(tensor.highest, size - nan)
-                for tensor, size, nan in zip(tensors, ranked.sizes, ranked.num_nan, strict=True)
-            ),
+    tensors = plan.tensors[group.first : group.last]
+    lowest = tuple(tensor.lowest for tensor in tensors)
+    highest = tuple(
+        min(tensor.highest, size - nan)
+        for tensor, size, nan in zip(tensors, ranked.sizes, ranked.num_nan, strict=True)
+    )
+    if group.recipe.budget is not None:
+        counts = _divided(team, plan, source, ranked, number, Bounds(lowest, highest))
+        cuts, selection = select_within(
+            *what, Limits(counts, counts), refuse_nan=refuse_nan, most_collected=most
         )
+        met = map(bound_met, counts, lowest, highest, ranked.sizes, [0] * len(counts))
+        cuts = [replace(cut, bound=bound) for cut, bound in zip(cuts, met, strict=True)]
+    elif group.has_limits:
+        limits = Limits(lowest, highest)
         cuts, selection = select_within(*what, limits, refuse_nan=refuse_nan, most_collected=most)
     else:
         selection = select_lowest(*what, refuse_nan=refuse_nan, most_collected=most)
@@ -255,14 +277,30 @@ def _cut(
     return GroupCut(selection.cut.threshold, selection.num_ties, selection.num_ties_pruned), cuts
 
 
-def _shares(sizes: Sequence[int], index: int, count: int) -> Iterator[range]:
-    """The items of each tensor that a rank counts: one run of all items, so that reads go on."""
-    total, offset = sum(sizes), 0
-    first, last = total * index // count, total * (index + 1) // count
-    for size in sizes:
-        start = min(max(first - offset, 0), size)
-        yield range(start, max(start, min(last - offset, size)))
-        offset += size
+def _divided(
+    team: Team, plan: Plan, source: Source, ranked: _Ranked, number: int, limits: Bounds
+) -> tuple[int, ...]:
+    """How many elements of each tensor the budget of a group prunes. Collective."""
+    group = plan.groups[number]
+    tensors = plan.tensors[group.first : group.last]
+    of_shapes = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
+    if len(of_shapes) == len(tensors):
+        return of_shapes
+    entries = [tensor.entry for tensor in tensors]
+    ratios = None
+    if group.recipe.budget == BUDGET_FROM_STATISTICS:
+        names = [entry.name for entry in entries]
+        parts = [
+            source.outlier_scores(position, part.counted)
+            for position, part in enumerate(ranked.parts, group.first)
+        ]
+        num_numbers = [size - nan for size, nan in zip(ranked.sizes, ranked.num_nan, strict=True)]
+        blocks = [block_of(name) for name in names]
+        found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, team)
+        ratios = dict(zip(names, found, strict=True))
+    division = division_of(group.recipe, entries, ratios)
+    what = BudgetRanked(ranked.candidates, ranked.sizes, ranked.keys, team)
+    return division.counts(group.num_to_prune, limits, what).counts
 
 
 def _block(num_items: int) -> int:
@@ -301,11 +339,14 @@ def _check_numbers(plan: Plan, group: PlannedGroup, num_nan: Sequence[int]) -> N
     highest = 0
     for tensor, count in zip(tensors, num_nan, strict=True):
         most = min(tensor.highest, tensor.entry.numel - count)
-        if most < tensor.lowest:
+        lowest, rule = tensor.lowest, f"min_sparsity {group.recipe.min_sparsity}"
+        if tensor.budgeted is not None:
+            lowest, rule = tensor.budgeted, f"budget {group.recipe.budget}"
+        if most < lowest:
             raise SelectionError(
-                f"{tensor.entry.name}: min_sparsity {group.recipe.min_sparsity} prunes at "
-                f"least {tensor.lowest:,} elements, but only {most:,} are no NaN, and NaN are "
-                "kept. Lower min_sparsity, or exclude the tensor."
+                f"{tensor.entry.name}: {rule} prunes at least {lowest:,} elements, but only "
+                f"{most:,} are no NaN, and NaN are kept. Lower {rule.split()[0]}, or exclude the "
+                "tensor."
             )
         highest += most
     check_budget(group.num_to_prune, 0, highest, group.recipe)
@@ -326,7 +367,14 @@ def _errors_of_files(plan: Plan) -> Iterator[None]:
             raise CheckpointError(str(error)) from None
         if what != "infinite":
             raise
-        are_weights = all(plan.recipe_of(position).ranks_magnitudes for position in positions)
+        recipes = [plan.recipe_of(position) for position in positions]
+        if not any(recipe.normalize for recipe in recipes):
+            raise CheckpointError(
+                f"elements of {', '.join(names)} are not finite; the score 'ria' and the budgets "
+                "'lamp' and 'owl' need sums of all of them. Repair the checkpoint, or exclude the "
+                "tensor."
+            ) from None
+        are_weights = all(recipe.ranks_magnitudes for recipe in recipes)
         raise CheckpointError(
             f"infinite {'elements in' if are_weights else 'scores of'} {', '.join(names)}; a "
             "tensor with them has no rms, l2 norm or mean. Repair the checkpoint, exclude the "

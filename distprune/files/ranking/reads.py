@@ -15,7 +15,14 @@ def bytes_to_count(plan: Plan) -> int:
 
     More if the keys around a cut do not fit into memory, or the limits of many tensors hold them.
     """
-    return sum(_together(plan, group) for group in plan.groups if group.recipe.is_together)
+    together = sum(_together(plan, group) for group in plan.groups if group.recipe.is_together)
+    return together + bytes_to_add_up(plan)
+
+
+def bytes_to_add_up(plan: Plan) -> int:
+    """Bytes that are read because scores are made of sums along rows and columns."""
+    of_ria = [tensor for p, tensor in enumerate(plan.tensors) if plan.recipe_of(p).score == "ria"]
+    return 2 * sum(tensor.entry.nbytes for tensor in of_ria)
 
 
 def bytes_to_count_alone(plan: Plan) -> int:
@@ -39,7 +46,9 @@ def _together(plan: Plan, group: PlannedGroup) -> int:
     if recipe.score == "given" and plan.inputs.given is not None:
         entries = [plan.inputs.given.entries[entry.name] for entry in entries]
     num_bytes = sum(entry.nbytes for entry in entries)
+    of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
     is_wide = recipe.needs_statistics or recipe.tile is not None
     if not is_wide and all(PLAIN_FLOATS[entry.dtype].num_bytes == 2 for entry in entries):
-        return num_bytes  # a tally answers everything else
-    return num_bytes * (1 + 2 * (recipe.normalize is not None) + group.has_limits)
+        return num_bytes + of_outliers  # a tally answers everything else
+    is_counted = (group.has_limits and recipe.budget is None) or recipe.budget == "lamp"
+    return num_bytes * (1 + 2 * (recipe.normalize is not None) + is_counted) + of_outliers

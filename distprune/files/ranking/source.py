@@ -10,19 +10,27 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from distprune._common.exact_sums import scale_of
 from distprune._common.hashing import draw_seed
-from distprune._common.input_factors import deviation_of_inputs, rms_of_inputs
+from distprune._common.input_factors import (
+    POWER_OF_RIA,
+    deviation_of_inputs,
+    relative_importance,
+    rms_of_inputs,
+)
 from distprune._common.memory import Array
 from distprune.files.disk.open_files import OpenFiles
-from distprune.files.formats.statistics_file import StoredStatistics
+from distprune.files.formats.statistics_file import EXPERT_LAYOUTS, StoredStatistics
 from distprune.files.planning import Plan
 from distprune.files.ranking.groups import bands_of
 from distprune.files.ranking.tiles import Bands, TileScores
 from distprune.files.ranking.values import FileValues
+from distprune.files.team import Team
 from distprune.selection.candidates import Candidates, KeySource
 from distprune.selection.keys import (
     RANDOM_KEYS,
@@ -32,10 +40,13 @@ from distprune.selection.keys import (
     ScoreKeys,
     key_range,
 )
+from distprune.selection.matrix_sums import Summed, magnitude_sums
+from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource
 from distprune.shards.geometry import IndexMap, MatrixRun
 
 CPU = torch.device("cpu")
+_MOST_SUMS = 1 << 20  # that are added up at a time; each takes some 50 bytes until it is done
 
 
 class Source:
@@ -57,9 +68,40 @@ class Source:
             for tensor in plan.tensors
         ]
         self._seed = _hash_seed(plan.recipe.seed)
-        self._latest: tuple[int, torch.Tensor] | None = None
+        self._latest: tuple[int, str, list[list[Tensor]]] | None = None
+        self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
         self._raw = [self._raw_scores(position) for position in range(len(plan.tensors))]
         self._divisors: Sequence[float | None] = ()
+
+    def add_up(self, team: Team) -> None:
+        """Add up |w| along rows and columns, where scores are made of that. Collective.
+
+        Raises:
+            ValueError: a weight is NaN, without ``nan: keep``, or infinite; on every rank.
+
+        Cost: two reads of these weights; two all-reduces of 8 bytes per input and output.
+        """
+        plan = self._plan
+        positions = [p for p in range(len(plan.tensors)) if plan.recipe_of(p).score == "ria"]
+        batch: list[int] = []
+        num_sums = 0
+        for position in positions:
+            batch.append(position)
+            num_sums += sum(self._matrices(position).sizes)
+            if num_sums >= _MOST_SUMS or position == positions[-1]:
+                found = magnitude_sums(self._summed(batch, team), team)
+                self._sums |= zip(batch, found, strict=True)
+                batch, num_sums = [], 0
+
+    def _summed(self, positions: Sequence[int], team: Team) -> list[Summed]:
+        """What this rank adds up of some weights."""
+        sizes = [self._plan.tensors[position].entry.numel for position in positions]
+        weights = []
+        for position, share in zip(positions, team.shares(sizes), strict=True):
+            matrices = self._matrices(position)
+            part = self._scored(position, self._values[position], share)
+            weights.append(Summed(part, matrices.run, matrices.places, matrices.sizes))
+        return weights
 
     def divide(self, divisors: Sequence[float | None]) -> None:
         """Rank normalised scores from now on: per tensor, what its scores are divided by."""
@@ -86,6 +128,19 @@ class Source:
     def scores(self, position: int) -> ScoreSource:
         """The scores that a tensor's items are ranked by."""
         return self.divided(position, self._raw[position])
+
+    def scored(self, position: int, share: range) -> Scored:
+        """A tensor as a normalisation sees it; ``share``: the items that this rank counts."""
+        return self._scored(position, self._raw[position], share)
+
+    def outlier_scores(self, position: int, share: range) -> Scored:
+        """The same of the scores whose outliers OWL counts: Wanda's, whatever is ranked."""
+        return self._scored(position, self._factored(position, "wanda"), share)
+
+    def _scored(self, position: int, scores: ScoreSource, share: range) -> Scored:
+        keeps_nan = self._plan.recipe.nan == "keep"
+        name = self._plan.tensors[position].entry.name
+        return Scored(name, scores, None, share, CPU, keeps_nan)
 
     def divided(self, position: int, raw: ScoreSource) -> ScoreSource:
         """Raw scores of a tensor, divided as :meth:`divide` said."""
@@ -154,21 +209,29 @@ class Source:
             paths = {file.name: file.path for file in inputs.given.checkpoint.files}
             scores = FileValues(self.files, paths[given.file], given, self._did)
         elif recipe.needs_statistics:
-            assert inputs.statistics is not None
-            stored = inputs.statistics.of_tensor[entry.name]
-            matrix, shape = _matrices(stored, entry.numel)
-            dtype = torch.promote_types(scores.dtype, torch.float32)
-
-            def make_terms() -> list[list[torch.Tensor]]:
-                # Tensors are read one after the other: only the latest factor is kept.
-                if self._latest is None or self._latest[0] != position:
-                    factor = _factor(stored, recipe.score).to(dtype).reshape(shape)
-                    self._latest = position, factor
-                return [[self._latest[1]]]
-
-            scores = FactorScores(scores, matrix, make_terms, are_signed=False)
+            scores = self._factored(position, recipe.score)
         bands = self.bands(position)
         return scores if bands is None else TileScores(scores, bands)
+
+    def _factored(self, position: int, score: str) -> ScoreSource:
+        """The scores of a tensor that are made of its weights and of statistics."""
+        matrices, values = self._matrices(position), self._values[position]
+        dtype = torch.promote_types(values.dtype, torch.float32)
+
+        def make_terms() -> list[list[Tensor]]:
+            # Tensors are read one after the other: only the latest factors are kept.
+            if self._latest is None or self._latest[:2] != (position, score):
+                terms = matrices.terms(score, self._sums.get(position, ()))
+                terms = [[factor.float().to(dtype) for factor in term] for term in terms]
+                self._latest = position, score, terms
+            return self._latest[2]
+
+        return FactorScores(values, matrices.run, make_terms, are_signed=False)
+
+    def _matrices(self, position: int) -> _Matrices:
+        entry, statistics = self._plan.tensors[position].entry, self._plan.inputs.statistics
+        assert statistics is not None
+        return _Matrices.of(statistics.of_tensor[entry.name], entry.numel)
 
 
 def _hash_seed(seed: int | None) -> int:
@@ -176,36 +239,81 @@ def _hash_seed(seed: int | None) -> int:
     return int(draw_seed(torch.Generator().manual_seed(seed or 0)))
 
 
-def _factor(stored: StoredStatistics, score: str) -> torch.Tensor:
-    """What elements are multiplied by, for each input; float32."""
-    squares = torch.from_numpy(stored.squares)
-    if score == "wanda":
-        return rms_of_inputs(squares, stored.num_tokens).float()
-    sums = torch.from_numpy(stored.sums)
-    return deviation_of_inputs(sums, squares, stored.num_tokens).float()
-
-
-def _matrices(stored: StoredStatistics, numel: int) -> tuple[MatrixRun, tuple[int, int, int]]:
-    """A weight as matrices [matrices, rows, columns], and the shape of the factor of its inputs::
+@dataclass(frozen=True)
+class _Matrices:
+    """A weight as matrices [matrices, rows, columns]::
 
     [out, in]                one matrix; a factor for each column
     [in, out]                one matrix; a factor for each row
     convolution, g groups    g matrices [out / g, in / g * kernel]
     [experts, out, in]       a matrix for each expert
     [experts, in, out]       the same, with a factor for each row
+
+    Attributes:
+        stored: the statistics.
+        shape: number of matrices, rows and columns.
+        are_turned: whether the matrices are [in, out].
     """
-    num_inputs = math.prod(stored.input_shape)
-    count = {"experts": stored.shape[0], "transposed_experts": stored.shape[0]}.get(
-        stored.layout, stored.groups
-    )
-    num_columns = num_inputs // max(1, count)
-    num_rows = numel // max(1, num_inputs)
-    shape = count, 1, num_columns
-    if stored.layout in ("conv1d_of_transformers", "transposed_experts"):
-        num_rows, num_columns = num_columns, num_rows
-        shape = count, num_rows, 1
-    sizes = (count, num_rows, num_columns)
-    index = IndexMap(
-        tuple(map(range, sizes)), (num_rows * num_columns, num_columns, 1), 0, 0, (0, 1, 2)
-    )
-    return MatrixRun(max(1, num_rows), max(1, num_columns), 2, 0, index), shape
+
+    stored: StoredStatistics
+    shape: tuple[int, int, int]
+    are_turned: bool
+
+    @classmethod
+    def of(cls, stored: StoredStatistics, numel: int) -> _Matrices:
+        num_inputs = math.prod(stored.input_shape)
+        is_of_experts = stored.layout in EXPERT_LAYOUTS
+        count = stored.shape[0] if is_of_experts else stored.groups
+        own_inputs, own_outputs = num_inputs // max(1, count), numel // max(1, num_inputs)
+        are_turned = stored.layout in ("conv1d_of_transformers", "transposed_experts")
+        sizes = (own_inputs, own_outputs) if are_turned else (own_outputs, own_inputs)
+        return cls(stored, (count, *sizes), are_turned)
+
+    @property
+    def run(self) -> MatrixRun:
+        _, rows, columns = self.shape
+        strides = (rows * columns, columns, 1)
+        index = IndexMap(tuple(map(range, self.shape)), strides, 0, 0, (0, 1, 2))
+        return MatrixRun(max(1, rows), max(1, columns), 2, 0, index)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many inputs there are, and how many outputs."""
+        count, rows, columns = self.shape
+        num_rows, num_columns = count * rows, count * columns
+        return (num_rows, num_columns) if self.are_turned else (num_columns, num_rows)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The number of the input, and of the output, of each element; they broadcast."""
+        inputs, outputs = (torch.arange(size) for size in self.sizes)
+        return self._of_inputs(inputs), self._of_outputs(outputs)
+
+    def terms(self, score: str, sums: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What |w| is multiplied by, as :class:`FactorScores` takes it; float64.
+
+        Args:
+            score: "wanda", "stade" or "ria".
+            sums: of |w|, for "ria": of each input and of each output.
+        """
+        stored = self.stored
+        squares = torch.from_numpy(stored.squares)
+        if score == "stade":
+            deviation = deviation_of_inputs(
+                torch.from_numpy(stored.sums), squares, stored.num_tokens
+            )
+            return [[self._of_inputs(deviation)]]
+        norms = rms_of_inputs(squares, stored.num_tokens)
+        if score == "wanda":
+            return [[self._of_inputs(norms)]]
+        norms = norms.reshape(-1) ** POWER_OF_RIA
+        first, second = relative_importance(norms, *sums)
+        return [[self._of_inputs(first)], [self._of_outputs(second), self._of_inputs(norms)]]
+
+    def _of_inputs(self, values: Tensor) -> Tensor:
+        count, rows, columns = self.shape
+        return values.reshape((count, rows, 1) if self.are_turned else (count, 1, columns))
+
+    def _of_outputs(self, values: Tensor) -> Tensor:
+        count, rows, columns = self.shape
+        return values.reshape((count, 1, columns) if self.are_turned else (count, rows, 1))

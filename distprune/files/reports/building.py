@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from distprune._common.amount import FLOOR
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
 from distprune.files.ranking.cuts import Cuts
@@ -95,7 +94,7 @@ def _tensor_reports(
     plan: Plan, source: Source, cuts: Cuts, records: Sequence[Record]
 ) -> list[TensorReport]:
     num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
-    thresholds = _thresholds(plan, source, cuts, records)
+    thresholds = _thresholds(plan, source, cuts, records, num_pruned)
     tensors = []
     for position, tensor in enumerate(plan.tensors):
         entry, group = tensor.entry, plan.groups[tensor.group]
@@ -143,7 +142,11 @@ def _group_report(
 
 
 def _thresholds(
-    plan: Plan, source: Source, cuts: Cuts, records: Sequence[Record]
+    plan: Plan,
+    source: Source,
+    cuts: Cuts,
+    records: Sequence[Record],
+    num_pruned: Mapping[int, int],
 ) -> dict[int, tuple[float | None, str | None]]:
     """Of tensors with a threshold of their own, by position: it, and the limit that set it."""
     thresholds: dict[int, tuple[float | None, str | None]] = {}
@@ -152,10 +155,9 @@ def _thresholds(
             position = int(text)
             thresholds[position] = _score(source.key_range(position), key), None
     for position, cut in enumerate(cuts.tensors):
-        if cut is not None and cut.bound is not None:
-            tensor = plan.tensors[position]
-            num_pruned = tensor.lowest if cut.bound == FLOOR else tensor.highest
-            score = _score(source.key_range(position), cut.cut.threshold) if num_pruned else None
+        if cut is not None and (cut.bound or plan.recipe_of(position).budget):
+            is_cut = num_pruned[position] > 0
+            score = _score(source.key_range(position), cut.cut.threshold) if is_cut else None
             thresholds[position] = score, cut.bound
     return thresholds
 

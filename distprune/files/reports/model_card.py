@@ -233,6 +233,8 @@ def _facts(plan: Plan, report: Report) -> list[tuple[str, str]]:
         order = f"{recipe.score_text}, {recipe.pattern} along the inputs"
     elif recipe.sparsity is None:  # several budgets
         order = "as the recipe below says"
+    elif recipe.budget is not None:
+        order = f"{recipe.score_text}, {scopes['layer']}, with the counts of budget {recipe.budget}"
     else:
         order = f"{recipe.score_text}, {scopes[recipe.scope]}"
     facts = [

@@ -29,7 +29,9 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
         tensors: counts of each tensor of the plan.
     """
     is_raw = all(
-        group.recipe.normalize is None and group.recipe.score in ("magnitude", "random")
+        group.recipe.normalize is None
+        and group.recipe.budget is None
+        and group.recipe.score in ("magnitude", "random")
         for group in plan.groups
     )
     emptied = _nearly_empty(plan, tensors) if is_raw else _collapsed(plan, tensors)
@@ -62,7 +64,7 @@ def _of_collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorRep
     found: list[TensorReport] = []
     for group in plan.groups:
         members = tensors[group.first : group.last]
-        if group.recipe.is_together:
+        if group.recipe.is_together and group.recipe.budget is None:
             counts = [(tensor.num_elements, tensor.num_pruned) for tensor in members]
             emptied = [members[position] for position in collapsed(counts)]
             found += [tensor for tensor in emptied if tensor.held_at is None]

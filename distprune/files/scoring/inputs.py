@@ -78,22 +78,23 @@ def find_inputs(recipe: FileRecipe, groups: ScoredGroups, names: Collection[str]
     """
     measured, given = _Wanted(), _Wanted()
     for part, tensors in groups:
-        wanted = measured if part.needs_statistics else given if part.score == "given" else None
-        if wanted is not None:
-            wanted.scores.append(part.score)
-            wanted.tensors += tensors
+        if part.reads_statistics:
+            need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
+            measured.add(need, tensors)
+        if part.score == "given":
+            given.add("score given", tensors)
     statistics = scores = None
-    if measured.scores:
+    if measured.needs:
         if recipe.statistics is None:
             raise SelectionError(
-                f"score {measured.scores[0]} needs statistics of activations; expected "
+                f"{measured.needs[0]} needs statistics of activations; expected "
                 "--statistics FILE, or 'statistics' in the recipe: the file that `distprune "
                 "calibrate` or ActivationStatistics.save writes."
             )
         from distprune.files.scoring.matching import match_statistics
 
         statistics = match_statistics(recipe.statistics, measured.tensors, names)
-    if given.scores:
+    if given.needs:
         if recipe.scores is None:
             raise SelectionError(
                 "score given needs scores; expected --scores FOLDER, or 'scores' in the recipe: "
@@ -107,8 +108,12 @@ def find_inputs(recipe: FileRecipe, groups: ScoredGroups, names: Collection[str]
 class _Wanted:
     """Tensors that need inputs of one kind."""
 
-    scores: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
     tensors: list[tuple[TensorEntry, Layout | None]] = field(default_factory=list)
+
+    def add(self, need: str, tensors: Sequence[tuple[TensorEntry, Layout | None]]) -> None:
+        self.needs.append(need)
+        self.tensors += tensors
 
 
 _MAX_PROBLEMS = 12

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distprune._common.amount import CEILING, FLOOR, Bounded, to_bounds, violated_bound
+from distprune._common.amount import CEILING, FLOOR, to_bounds, violated_bound
 from distprune._common.default_selection import ADAPTER, reason_of_shape, reason_to_keep
 from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
@@ -18,6 +18,7 @@ from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
+from distprune.files.selecting.budgeting import bounded_of
 from distprune.files.selecting.layouts import Layouts, UnknownLayout, matched
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -314,9 +315,8 @@ def limits_of(
     """
     if not recipe.has_limits:
         return [(0, entry.numel) for entry in entries]
-    bounded = [Bounded(entry.name, (entry.name,), entry.numel) for entry in entries]
     try:
-        bounds = to_bounds(bounded, recipe.min_sparsity, recipe.max_sparsity)
+        bounds = to_bounds(bounded_of(entries), recipe.min_sparsity, recipe.max_sparsity)
     except ValueError as error:
         raise SelectionError(str(error)) from error
     if bounds is None:

@@ -1,0 +1,140 @@
+"""Budgets and RIA on checkpoints: counts, reports, interruptions, and what is refused."""
+
+import pytest
+import torch
+from test_scores_from_statistics import make_model, make_statistics, selected
+
+import distprune
+from distprune.files import planning, pruning
+from distprune.files.errors import CheckpointError, Interrupted, NaNError, SelectionError
+from distprune.files.ranking import source as ranking_source
+from distprune.files.recipe import FileRecipe
+from distprune.files.verifying import verify
+from distprune.recipe import parse_recipe
+from helpers.disk_crashes import stop_after
+from helpers.small_work_units import small_units
+from helpers.tiny_checkpoints import save, tree_digest
+
+RUN = ("distprune/run.json",)
+WHERE = {
+    "include": ("layers.*",),
+    "exclude": ("layers.4*", "*.bias"),
+    "input_dims": {"layers.1.weight": 0},
+}
+pytestmark = pytest.mark.filterwarnings("ignore:no token")
+
+
+@pytest.fixture
+def model():
+    return make_model(torch.float32)
+
+
+@pytest.fixture
+def source(tmp_path, model):
+    return save(tmp_path / "source", {n: t.detach() for n, t in model.state_dict().items()})
+
+
+@pytest.fixture
+def statistics(tmp_path):
+    return str(make_statistics(tmp_path / "statistics.safetensors"))
+
+
+@pytest.mark.parametrize("budget", ["uniform", "uniform+", "erk", "lamp"])
+@pytest.mark.parametrize("limits", [{}, {"min_sparsity": 0.45, "max_sparsity": 0.7}])
+def test_the_report_has_the_counts_of_the_model(tmp_path, model, source, budget, limits):
+    live = distprune.global_unstructured(
+        selected(model), distprune.L1Unstructured, amount=0.55, budget=budget, **limits
+    )
+    expected = {each.name: each for each in live.parameters}
+    plan = planning.plan(source, FileRecipe(0.55, budget=budget, **limits, **WHERE))
+    report = pruning.prune(plan, tmp_path / "target")
+    assert report.num_pruned == live.num_pruned_now and report.threshold is None
+    for tensor, planned in zip(report.tensors, plan.tensors, strict=True):
+        of_model = expected[tensor.name]
+        assert tensor.num_pruned == of_model.num_pruned_now
+        assert tensor.held_at == of_model.held_at
+        assert (tensor.threshold is None) == (tensor.num_pruned == 0)
+        assert planned.budgeted == (None if budget == "lamp" else tensor.num_pruned)
+    assert verify(tmp_path / "target", source).is_good
+    card = (tmp_path / "target" / "README.md").read_text()
+    assert f"with the counts of budget {budget}" in card
+    assert f'budget: "{budget}"\n' in card
+
+
+@pytest.fixture(params=[1, 1 << 20])
+def most_sums(request, monkeypatch):
+    """How many sums are added up at a time."""
+    monkeypatch.setattr(ranking_source, "_MOST_SUMS", request.param)
+
+
+@small_units(num_elements=44)
+@pytest.mark.usefixtures("most_sums")
+@pytest.mark.parametrize(
+    "fields", [{"score": "ria"}, {"budget": "owl"}, {"budget": "erk"}], ids=str
+)
+def test_an_interrupted_run_goes_on(tmp_path, source, statistics, fields):
+    if fields != {"budget": "erk"}:
+        fields = {**fields, "statistics": statistics}
+    plan = planning.plan(source, FileRecipe(0.5, **fields, **WHERE))
+    pruning.prune(plan, tmp_path / "whole")
+    for after in (2, 25, 45):
+        with pytest.raises(Interrupted):
+            pruning.prune(plan, tmp_path / "target", stop=stop_after(after))
+    pruning.prune(plan, tmp_path / "target")
+    assert tree_digest(tmp_path / "target", RUN) == tree_digest(tmp_path / "whole", RUN)
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_nan"),
+    [
+        ({"score": "ria", "scope": "row"}, NaNError),
+        ({"score": "ria"}, NaNError),
+        ({"budget": "owl"}, NaNError),
+        ({"budget": "lamp"}, CheckpointError),
+    ],
+)
+def test_what_has_no_sum_is_named(tmp_path, model, statistics, fields, of_nan):
+    if fields != {"budget": "lamp"}:
+        fields = {**fields, "statistics": statistics}
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for value, error in ((float("nan"), of_nan), (float("inf"), CheckpointError)):
+        state["layers.2.weight"][1, 1] = value
+        plan = planning.plan(save(tmp_path / str(value), state), FileRecipe(0.5, **fields, **WHERE))
+        with pytest.raises(error, match=r"layers\.2\.weight.*[Rr]epair"):
+            pruning.prune(plan, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_nan_that_are_kept_are_in_no_sum(tmp_path, model, statistics):
+    """The other scores are those of the model with a zero in this place."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    fields = {"score": "ria", "statistics": statistics, "scope": "row", **WHERE}
+    for value in (0.0, float("nan")):
+        state["layers.5.weight"][1, 1] = value
+        state["layers.0.weight"][1, 1] = value
+        folder = save(tmp_path / f"source {value}", state)
+        recipe = FileRecipe(0.25, nan="keep", **fields)
+        report = pruning.prune(planning.plan(folder, recipe), tmp_path / f"target {value}")
+        assert sum(tensor.num_nan for tensor in report.tensors) == (0 if value == 0 else 2)
+        assert verify(tmp_path / f"target {value}", folder).is_good
+
+
+def test_a_budget_that_does_not_fit_is_named(source):
+    recipe = FileRecipe(0.999, budget="uniform+", **WHERE)
+    with pytest.raises(SelectionError, match=r"budget='uniform\+' can divide"):
+        planning.plan(source, recipe)
+
+
+def test_a_recipe_for_a_model(model):
+    recipe = {"version": 2, "sparsity": 0.5, "budget": "erk", "select": {"exclude": "layers.4*"}}
+    pruner = parse_recipe(recipe).pruner(model)
+    pruner.step()
+    other = make_model(torch.float32)
+    distprune.global_unstructured(
+        selected(other), distprune.L1Unstructured, amount=0.5, budget="erk"
+    )
+    for layer, expected in zip(model["layers"], other["layers"], strict=True):
+        if hasattr(expected, "weight_mask"):
+            assert layer.weight_mask.equal(expected.weight_mask)
+    with pytest.raises(ValueError, match=r"budget 'owl'.*none of that for a model"):
+        parse_recipe({**recipe, "budget": "owl", "statistics": "a"}).pruner(model)
