@@ -346,15 +346,10 @@ def count_in_bins(part: Candidates, key: int, bins: Descent) -> Tensor:
         key: the key.
         bins: of global indices.
     """
-    first = bins.low >> bins.shift
-    edges = [max(bins.low, (first + i) << bins.shift) for i in range(bins.num_bins)]
+    edges = ((bins.low >> bins.shift) + np.arange(bins.num_bins + 1)) << bins.shift
+    edges[0], edges[-1] = bins.low, bins.high + 1
     counted = part.counted
-    bounds = np.array(
-        [
-            min(max(part.index.position_of(edge), counted.start), counted.stop)
-            for edge in (*edges, bins.high + 1)
-        ]
-    )
+    bounds = part.index.positions_of(edges).clip(counted.start, counted.stop)
     spans = list(
         spans_of(range(int(bounds[0]), int(bounds[-1])), part.device, part.keys.dtype.itemsize)
     )

@@ -144,9 +144,9 @@ class ListedIndex(IndexMap):
     def is_ascending(self) -> bool:
         return True
 
-    def position_of(self, index: int) -> int:
+    def positions_of(self, indices: Array) -> Array:
         assert self.listed is not None
-        return int(np.searchsorted(self.listed, index))
+        return np.searchsorted(self.listed, indices)
 
 
 NO_TILES = TilePlaces(

@@ -24,10 +24,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distprune._common import memory
+from distprune._common.memory import Array
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,24 @@ class IndexMap:
             The position of the first element whose global index is not smaller. Below 0, or
             beyond the last local element, if all local elements have a larger, or smaller one.
         """
+        return int(self.positions_of(np.array([index]))[0])
+
+    def positions_of(self, indices: Array) -> Array:
+        """:meth:`position_of` of several indices, int64 [m]."""
         if self.start is not None:
-            return index - self.start
-        position, num_inside = 0, math.prod(len(rows) for rows in self.coordinates)
+            return indices - self.start
+        positions: Array = np.zeros(len(indices), dtype=np.int64)
+        num_inside = math.prod(len(rows) for rows in self.coordinates)
+        is_inside: Array = np.ones(len(indices), dtype=bool)
         # Dimensions of equal stride may be in any order in memory: all but one have one element.
         for _, rows, stride in sorted(
             zip(self.dims, self.coordinates, self.strides, strict=True), key=lambda item: item[0]
         ):
             num_inside //= max(1, len(rows))
-            coordinate, index = divmod(index, stride)
-            position += min(max(coordinate - rows.start, 0), len(rows)) * num_inside
-            if coordinate not in rows:
-                break
-        return position - self.offset
+            coordinate, indices = np.divmod(indices, stride)
+            positions += is_inside * (coordinate - rows.start).clip(0, len(rows)) * num_inside
+            is_inside &= (coordinate >= rows.start) & (coordinate < rows.stop)
+        return positions - self.offset
 
 
 def _divided(numbers: Tensor, divisor: int) -> Tensor:
