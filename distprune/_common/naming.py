@@ -29,6 +29,10 @@ class NamedParameter(tuple[nn.Module, str]):
         pair.places = ((module, name),)
         return pair
 
+    def __getnewargs__(self) -> tuple[nn.Module, str, str]:
+        """For copies and pickles."""
+        return (*self, self.fqn)
+
     def with_places(self, places: Iterable[tuple[nn.Module, str]]) -> NamedParameter:
         """The same pair, for a parameter that is tied."""
         pair = NamedParameter(*self, self.fqn)

@@ -1,6 +1,8 @@
 """The pruner that follows a schedule, on one process."""
 
+import copy
 import math
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -300,3 +302,15 @@ def test_bad_pruners(parameters, arguments, error, text):
         arguments = {"schedule": schedule.OneShot(0, 0.5), **(arguments or {})}
     with pytest.raises(error, match=text):
         schedule.ScheduledPruner(parameters(Net()), **arguments)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_prunes_the_copy_of_the_model(copied):
+    model = fill(Net(), "normal", "float32")
+    targets = prune.select(model)
+    pruner = schedule.ScheduledPruner(targets, schedule.OneShot(0, 0.5), max_sparsity=0.9)
+    other, its_model = copied((pruner, model))
+    assert [pair.fqn for pair in other.parameters] == [pair.fqn for pair in targets]
+    assert [pair.places for pair in other.parameters] == [(tuple(p),) for p in other.parameters]
+    assert other.step().num_pruned == zeros(prune.select(its_model))
+    assert prune.is_pruned(its_model) and not prune.is_pruned(model)
