@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -188,6 +190,38 @@ MaxSparsity = Annotated[
 Nan = Annotated[
     str | None, _option("--nan", help="What to do about NaN in weights.", metavar="error|keep")
 ]
+
+
+# The options of a recipe by the fields that they override.
+OPTIONS: dict[str, Any] = {
+    "sparsity": Sparsity, "pattern": Pattern, "scope": Scope, "score": Score,
+    "statistics": Statistics, "scores": Scores, "budget": Budget, "normalize": Normalize,
+    "seed": Seed, "include": Include, "also": Also, "exclude": Exclude, "min_ndim": MinNdim,
+    "min_sparsity": MinSparsity, "max_sparsity": MaxSparsity, "input_dims": InputDim, "nan": Nan,
+}  # fmt: skip
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command :data:`OPTIONS` in the place of its argument ``options``, which is a dict."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = []
+    for parameter in signature.parameters.values():
+        named = {"options": OPTIONS}.get(parameter.name, {parameter.name: parameter.annotation})
+        default = None if parameter.name == "options" else parameter.default
+        parameters += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            for name, annotation in named.items()
+        ]
+
+    def call(**given: Any) -> None:
+        options = {field: given.pop(field) for field in OPTIONS}
+        command(**given, options=options)
+
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    return call
 
 
 def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -129,27 +129,13 @@ MaybeDestination = Annotated[
 ]
 
 
+@recipe_options.takes_recipe
 def plan(
     source: Source,
     destination: MaybeDestination = None,
     recipe: recipe_options.RecipeName = None,
-    sparsity: recipe_options.Sparsity = None,
-    pattern: recipe_options.Pattern = None,
-    scope: recipe_options.Scope = None,
-    score: recipe_options.Score = None,
-    statistics: recipe_options.Statistics = None,
-    scores: recipe_options.Scores = None,
-    budget: recipe_options.Budget = None,
-    normalize: recipe_options.Normalize = None,
-    seed: recipe_options.Seed = None,
-    include: recipe_options.Include = None,
-    also: recipe_options.Also = None,
-    exclude: recipe_options.Exclude = None,
-    min_ndim: recipe_options.MinNdim = None,
-    min_sparsity: recipe_options.MinSparsity = None,
-    max_sparsity: recipe_options.MaxSparsity = None,
-    input_dim: recipe_options.InputDim = None,
-    nan: recipe_options.Nan = None,
+    *,
+    options: dict[str, Any],
     follow_links: FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
@@ -172,17 +158,10 @@ def plan(
     from distprune.files.planning import plan as make_plan
 
     # Without an amount there is still a selection.
-    has_amount = not (recipe is None and sparsity is None and pattern is None)
-    chosen = recipe_options.resolve(
-        recipe,
-        {
-            "sparsity": sparsity if has_amount else 0.0, "pattern": pattern, "scope": scope,
-            "score": score, "normalize": normalize, "seed": seed, "include": include,
-            "also": also, "exclude": exclude, "min_ndim": min_ndim, "input_dims": input_dim,
-            "nan": nan, "min_sparsity": min_sparsity, "max_sparsity": max_sparsity,
-            "statistics": statistics, "scores": scores, "budget": budget,
-        },
-    )  # fmt: skip
+    has_amount = not (recipe is options["sparsity"] is options["pattern"] is None)
+    if not has_amount:
+        options["sparsity"] = 0.0
+    chosen = recipe_options.resolve(recipe, options)
     made = make_plan(source, chosen, follow_links=follow_links)
     cost = estimate(made, destination)
     terminal = Terminal(as_json, -1 if quiet else verbose)

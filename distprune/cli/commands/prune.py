@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -55,28 +55,14 @@ Card = Annotated[
 ]
 
 
+@recipe_options.takes_recipe
 def prune(
     context: typer.Context,
     source: Source,
     destination: Destination,
     recipe: recipe_options.RecipeName = None,
-    sparsity: recipe_options.Sparsity = None,
-    pattern: recipe_options.Pattern = None,
-    scope: recipe_options.Scope = None,
-    score: recipe_options.Score = None,
-    statistics: recipe_options.Statistics = None,
-    scores: recipe_options.Scores = None,
-    budget: recipe_options.Budget = None,
-    normalize: recipe_options.Normalize = None,
-    seed: recipe_options.Seed = None,
-    include: recipe_options.Include = None,
-    also: recipe_options.Also = None,
-    exclude: recipe_options.Exclude = None,
-    min_ndim: recipe_options.MinNdim = None,
-    min_sparsity: recipe_options.MinSparsity = None,
-    max_sparsity: recipe_options.MaxSparsity = None,
-    input_dim: recipe_options.InputDim = None,
-    nan: recipe_options.Nan = None,
+    *,
+    options: dict[str, Any],
     masks: Masks = None,
     follow_links: FollowLinks = False,
     card: Card = None,
@@ -107,13 +93,7 @@ def prune(
 
       torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """
-    options = {
-        "sparsity": sparsity, "pattern": pattern, "scope": scope, "score": score, "seed": seed,
-        "normalize": normalize, "include": include, "also": also, "exclude": exclude,
-        "min_ndim": min_ndim, "input_dims": input_dim, "nan": nan, "masks": masks, "card": card,
-        "min_sparsity": min_sparsity, "max_sparsity": max_sparsity, "statistics": statistics,
-        "scores": scores, "budget": budget,
-    }  # fmt: skip
+    options |= {"masks": masks, "card": card}
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
     if discard:
