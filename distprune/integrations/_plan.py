@@ -18,6 +18,7 @@ from distprune._common.schedules import Schedule
 from distprune.api.select import select
 from distprune.budgets.given import BudgetLike
 from distprune.call.arguments import ParameterArguments
+from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned
 from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
@@ -25,6 +26,7 @@ from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import MeasuredCriterion
 from distprune.recipe import Recipe, load_recipe
 from distprune.schedule.pruner import ScheduledPruner
+from distprune.verification.verifying import verify
 
 Pairs = Sequence[tuple[nn.Module, str]]
 MakeCriterion = Callable[[Pairs], Criterion]
@@ -183,6 +185,75 @@ class Started:
         if self.criterion is None or not self.criterion.ACCUMULATORS:
             return None
         return self.criterion.state_dict()
+
+
+class PlannedPruning:
+    """What the callbacks of all trainers have: a plan, and the pruner and the reports of a run.
+
+    Args:
+        plan: as for :class:`Plan`, as are the arguments up to ``budget``.
+        permanent: whether the zeros are made permanent when training ends.
+        verify_every: number of steps after which the masks are checked; None: never.
+    """
+
+    def __init__(
+        self,
+        plan: Schedule | Recipe | str | Path | Callable[[nn.Module], ScheduledPruner],
+        *,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
+        types: type | tuple[type, ...] | None = None,
+        names: str | Sequence[str] | None = None,
+        criterion: MakeCriterion | None = None,
+        reset_criterion: bool = False,
+        scope: Scope = "global",
+        pattern: str | None = None,
+        normalize: Normalization | None = None,
+        budget: BudgetLike | None = None,
+        permanent: bool = True,
+        verify_every: int | None = None,
+    ) -> None:
+        self._plan = Plan(
+            plan,
+            Selection(include, exclude, types, names),
+            Ranking(scope, pattern, normalize, budget),
+            criterion,
+            reset_criterion,
+        )
+        if verify_every is not None and verify_every < 1:
+            raise ValueError(
+                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
+            )
+        self._verify_every = verify_every
+        self._permanent = permanent
+        self._started: Started | None = None
+        self._model: nn.Module | None = None
+        self.last_report: PruningReport | None = None
+
+    @property
+    def pruner(self) -> ScheduledPruner | None:
+        """The pruner; None before training."""
+        return None if self._started is None else self._started.pruner
+
+    def make_permanent(self) -> None:
+        """Make the zeros permanent: ordinary parameters, which any program can load.
+
+        Call it on every process. It ends the pruning; further training starts a new one.
+        """
+        if self._started is not None:
+            self._started.pruner.remove()
+
+    def _prune(self, step: int) -> PruningReport | None:
+        """Prune if that is due after a step, and verify the masks if that is."""
+        assert self._started is not None and self._model is not None
+        pruner = self._started.pruner
+        report = pruner.step()
+        if self._verify_every is not None and step % self._verify_every == 0:
+            verify(self._model, expected=pruner.pruned_parameters)
+        if report is not None:
+            self._started.after_pruning()
+            self.last_report = report
+        return report
 
 
 def _checked_criterion(

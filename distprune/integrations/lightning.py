@@ -18,26 +18,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from distprune._common.element_groups import Scope
-from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
-from distprune._common.schedules import Schedule
 from distprune.api.local import is_pruned
-from distprune.budgets.given import BudgetLike
-from distprune.call.report import PruningReport
 from distprune.checkpoint import prepare_for_load
-from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
-from distprune.recipe import Recipe
-from distprune.schedule.pruner import ScheduledPruner
+from distprune.integrations._plan import PlannedPruning, Started
 from distprune.verification.places import put_records, records_of
-from distprune.verification.verifying import verify
 
 try:
     import lightning.pytorch as pl
@@ -64,7 +55,7 @@ _CRITERION = "distprune_criterion"
 _METHODS = ("load_checkpoint", "save_checkpoint")
 
 
-class PruningCallback(Callback):
+class PruningCallback(PlannedPruning, Callback):
     """Prunes after the optimizer's steps, by a schedule or a recipe.
 
     Pass it to ``Trainer(callbacks=[callback])``. A step of the schedule is a batch after which an
@@ -103,51 +94,9 @@ class PruningCallback(Callback):
     Cost: that of ``ScheduledPruner.step`` and of the criterion; nothing at other steps.
     """
 
-    def __init__(
-        self,
-        plan: Schedule | Recipe | str | Path | Callable[[nn.Module], ScheduledPruner],
-        *,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] = (),
-        types: type | tuple[type, ...] | None = None,
-        names: str | Sequence[str] | None = None,
-        criterion: MakeCriterion | None = None,
-        reset_criterion: bool = False,
-        scope: Scope = "global",
-        pattern: str | None = None,
-        normalize: Normalization | None = None,
-        budget: BudgetLike | None = None,
-        permanent: bool = True,
-        verify_every: int | None = None,
-    ) -> None:
-        self._plan = Plan(
-            plan,
-            Selection(include, exclude, types, names),
-            Ranking(scope, pattern, normalize, budget),
-            criterion,
-            reset_criterion,
-        )
-        if verify_every is not None and verify_every < 1:
-            raise ValueError(
-                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
-            )
-        self._verify_every = verify_every
-        self._permanent = permanent
-        self._started: Started | None = None
-        self._saved: Mapping[str, Any] | None = None
-        self._model: nn.Module | None = None
-        self._num_steps = 0
-        self._checkpoints: _MaskedCheckpoints | None = None
-        self.last_report: PruningReport | None = None
-
-    @property
-    def pruner(self) -> ScheduledPruner | None:
-        return None if self._started is None else self._started.pruner
-
-    def make_permanent(self) -> None:
-        """Make the zeros permanent: ordinary parameters. Call it on every process."""
-        if self._started is not None:
-            self._started.pruner.remove()
+    _saved: Mapping[str, Any] | None = None
+    _num_steps = 0
+    _checkpoints: _MaskedCheckpoints | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse other strategies, and let checkpoints bring their masks with them.
@@ -223,20 +172,14 @@ class PruningCallback(Callback):
         batch_idx: int,
     ) -> None:
         """Prune if an optimizer has made a step, and a pruning is due."""
-        assert self._started is not None and self._model is not None
+        assert self._started is not None
         if trainer.global_step == self._num_steps:
             return
         self._num_steps = trainer.global_step
         pruner = self._started.pruner
-        report = pruner.step()
-        if self._verify_every is not None and pruner.num_steps % self._verify_every == 0:
-            verify(self._model, expected=pruner.pruned_parameters)
+        report = self._prune(pruner.num_steps + 1)
         pl_module.log("sparsity", pruner.sparsity, rank_zero_only=False)
-        if report is None:
-            return
-        self._started.after_pruning()
-        self.last_report = report
-        if trainer.is_global_zero:
+        if report is not None and trainer.is_global_zero:
             logger.info("step %d: pruned to %.4f\n%s", pruner.num_steps, report.sparsity, report)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

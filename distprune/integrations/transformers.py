@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +35,23 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from distprune._common.element_groups import Scope
-from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, name_of_pruned_mask
-from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
-from distprune.budgets.given import BudgetLike
-from distprune.call.report import PruningReport
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._accelerate_state import keys_of_model
-from distprune.integrations._plan import MakeCriterion, Plan, Ranking, Selection, Started
+from distprune.integrations._plan import PlannedPruning
 from distprune.methods.builtin import L1Unstructured
-from distprune.recipe import Recipe
-from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.places import put_records, records_of
-from distprune.verification.verifying import verify
 
 logger = logging.getLogger(__name__)
 
 _CRITERION = "distprune_criterion"  # in the folder of a checkpoint
 
 
-class PruningCallback(TrainerCallback, ExportableState):
+class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
     """Prunes after the optimizer's steps, by a schedule or a recipe.
 
     Pass it to ``Trainer(..., callbacks=[callback])``, on every process; ``add_callback`` is too
@@ -97,45 +89,8 @@ class PruningCallback(TrainerCallback, ExportableState):
         TypeError: a plan of another type, or a selection for a plan that has its own.
     """
 
-    def __init__(
-        self,
-        plan: Schedule | Recipe | str | Path | Callable[[nn.Module], ScheduledPruner],
-        *,
-        include: str | Sequence[str] | None = None,
-        exclude: str | Sequence[str] = (),
-        types: type | tuple[type, ...] | None = None,
-        names: str | Sequence[str] | None = None,
-        criterion: MakeCriterion | None = None,
-        reset_criterion: bool = False,
-        scope: Scope = "global",
-        pattern: str | None = None,
-        normalize: Normalization | None = None,
-        budget: BudgetLike | None = None,
-        permanent: bool = True,
-        verify_every: int | None = None,
-    ) -> None:
-        self._plan = Plan(
-            plan,
-            Selection(include, exclude, types, names),
-            Ranking(scope, pattern, normalize, budget),
-            criterion,
-            reset_criterion,
-        )
-        self._permanent = permanent
-        if verify_every is not None and verify_every < 1:
-            raise ValueError(
-                f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
-            )
-        self._verify_every = verify_every
-        self._started: Started | None = None
-        self._model: nn.Module | None = None
-        self._is_attached = False
-        self._resumed_from: Path | None = None
-        self.last_report: PruningReport | None = None
-
-    @property
-    def pruner(self) -> ScheduledPruner | None:
-        return None if self._started is None else self._started.pruner
+    _is_attached = False
+    _resumed_from: Path | None = None
 
     def attach(self, trainer: Trainer) -> None:
         """Let a Trainer resume a pruned model under FSDP; call it before ``trainer.train``.
@@ -161,14 +116,6 @@ class PruningCallback(TrainerCallback, ExportableState):
 
         setattr(trainer, "_load_from_checkpoint", load_masked)  # noqa: B010
         self._is_attached = True
-
-    def make_permanent(self) -> None:
-        """Make the zeros permanent: ordinary parameters, which any program can load.
-
-        Call it on every process. It ends the pruning; a further ``train()`` starts a new one.
-        """
-        if self.pruner is not None:
-            self.pruner.remove()
 
     def state(self) -> dict[str, Any]:
         """The state that the Trainer writes into ``trainer_state.json``."""
@@ -267,15 +214,9 @@ class PruningCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prune if a pruning is due."""
-        assert self._started is not None and self.pruner is not None
-        report = self.pruner.step()
-        if self._verify_every is not None and state.global_step % self._verify_every == 0:
-            assert self._model is not None
-            verify(self._model, expected=self.pruner.pruned_parameters)
+        report = self._prune(state.global_step)
         if report is None:
             return
-        self._started.after_pruning()
-        self.last_report = report
         control.should_log = True
         if state.is_world_process_zero:
             logger.info("step %d: pruned to %.4f\n%s", state.global_step, report.sparsity, report)
