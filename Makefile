@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NPROC ?= 2
 # Two workers: most tests run processes of their own.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: help prune language-model language-model-table test test-thorough quick lint docs dist bench clean
 .DEFAULT_GOAL := help

@@ -19,6 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Folders whose tests take long; of their matrices, a sample runs by default.
+SAMPLED = ("distributed", "files", "integrations", "cli", "launch", "language_models", "selftest")
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)  # the processes of the ranks copy this sys.path
@@ -26,6 +28,7 @@ if ROOT not in sys.path:
 import torch  # noqa: E402
 
 from distprune.testing import preload  # noqa: E402
+from helpers.sampling import THOROUGH, covering  # noqa: E402
 
 # Triton reads this when it is imported: where nothing compiles its kernels, they are interpreted.
 if not (torch.cuda.is_available() or torch.xpu.is_available()):
@@ -72,11 +75,30 @@ def device(request):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --device, leave out what takes none."""
+    """With --device, leave out what takes none; without DISTPRUNE_THOROUGH, most of each matrix.
+
+    What the command line names itself (``test_file.py::test_name``) is not left out.
+    """
+    others = set()
     if config.getoption("--device") is not None:
-        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        others = {item for item in items if "device" not in getattr(item, "fixturenames", ())}
+    elif not (
+        THOROUGH
+        or any("::" in argument for argument in config.args)
+        or any(map(config.getoption, WRITTEN))
+    ):
+        others = {item for item in items if item.get_closest_marker("thorough")}
+        matrices = {}
+        for item in items:
+            params = getattr(getattr(item, "callspec", None), "params", {})
+            if len(params) > 1 and item.path.relative_to(ROOT).parts[1] in SAMPLED:
+                matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for cases in matrices.values():
+            kept = {cases[i] for i in covering([case.callspec.params for case in cases])}
+            others |= set(cases) - kept
+    if others:
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 class DeadlineExceededError(BaseException):

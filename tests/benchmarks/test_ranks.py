@@ -28,6 +28,7 @@ from helpers.sampling import every
 @pytest.mark.parametrize(
     "part, words", every(2, [("cost_model", "405B"), ("ranks", "fsdp2_tp-4x4")])
 )
+@pytest.mark.thorough
 def test_parts_run_from_end_to_end(part, words):
     command = [sys.executable, bench.__file__, "--quick", "--parts", part]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -11,6 +11,7 @@ from helpers.tiny_checkpoints import save
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_hundred_shards_with_sixty_four_files(tmp_path):
     torch.manual_seed(0)
     shards = [{f"layers.{i}.weight": torch.randn(8, 8).bfloat16()} for i in range(200)]

@@ -112,6 +112,7 @@ def test_the_time_comes_from_a_sample_of_the_disk(run, tmp_path):
     assert "A sample was read at" in out
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_tensors(tmp_path):
     """Tables of them are written in a second, with all that is read before in some."""
     header, end = {}, 0

@@ -114,6 +114,7 @@ def test_compiled_training_equals_one_process(wrapping):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler here")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("wrapping", every(2, ["fsdp2-2", "plain-1"]))
+@pytest.mark.thorough
 def test_inductor(wrapping):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, ["inductor"], timeout=300))

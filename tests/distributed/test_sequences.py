@@ -20,7 +20,7 @@ from helpers.random_sequences.plans import draw
 from helpers.random_sequences.run import Outcome, batch, run_plans, run_seeds
 from helpers.sampling import THOROUGH
 
-NUM_BATCHES = 20 if THOROUGH else 5  # of 25 sequences
+NUM_BATCHES = 20 if THOROUGH else 3  # of 25 sequences
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
 """How much of a matrix of cases runs: a sample by default, all of it with DISTPRUNE_THOROUGH=1.
 
-`make test-thorough` sets the variable. Samples are fixed: two runs test the same cases. A test
-that runs several cases on each of several wrappings takes another sample on each of them, so that
-every case runs on some wrapping.
+`make test-thorough` sets the variable. Samples are fixed: two runs test the same cases. Of a test
+with several arguments, as many cases run as are needed to have every value of every argument
+(``covering``, which conftest.py applies). A test that makes its own list of cases takes another
+sample of them on each wrapping (``every``), so that every case runs on some wrapping.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 THOROUGH = bool(os.environ.get("DISTPRUNE_THOROUGH"))
@@ -20,6 +21,22 @@ def every(step: int, cases: Iterable[Case], start: int = 0) -> list[Case]:
     """Each ``step``-th case from number ``start % step`` on; all cases in a thorough run."""
     cases = list(cases)
     return cases if THOROUGH else cases[start % step :: step]
+
+
+def covering(cases: Sequence[Mapping[str, object]]) -> list[int]:
+    """Positions of a few cases that together have every value of every argument, ascending.
+
+    Args:
+        cases: by name of an argument, its value; values are the same if their ``repr`` is.
+    """
+    values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
+    missing = set().union(*values)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(values)), key=lambda i: (len(values[i] & missing), -i))
+        missing -= values[best]
+        chosen.append(best)
+    return sorted(chosen)
 
 
 def num_examples(number: int) -> int:

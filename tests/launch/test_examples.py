@@ -50,6 +50,7 @@ def test_prune_trainer(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_lottery_ticket():
     """Sharded; alone, it finds tickets of the same sizes."""
     _, output = run("launch/torchrun.sh", ROOT / "examples" / "lottery_ticket.py")
@@ -60,6 +61,7 @@ def test_lottery_ticket():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_snip_at_initialisation():
     """Better than at random; one rank and two differ by what rounding does in the training."""
     losses = {}
@@ -90,6 +92,7 @@ def test_prune_wanda_fsdp2():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_movement_pruning():
     """Better than by magnitude, of nearly the same model that was trained before."""
     example = ROOT / "examples" / "movement_pruning.py"
@@ -102,6 +105,7 @@ def test_movement_pruning():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_projections():
     """Exactly 10 % are left, on shards, too; masks that move learn more than those that do not."""
     example = ROOT / "examples" / "projections.py"
@@ -116,6 +120,7 @@ def test_projections():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_lora_on_pruned(tmp_path):
     """LoRA makes up for most of what pruning costs; merging changes nothing."""
     _, output = run("launch/torchrun.sh", ROOT / "examples" / "lora_on_pruned.py", tmp_path)

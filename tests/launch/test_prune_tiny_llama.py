@@ -45,6 +45,7 @@ def test_a_short_run(tmp_path, wrap, num_ranks):
 @pytest.mark.parametrize(
     ("wrap", "num_ranks"), every(2, [("fsdp2", 2), ("tp", 2), ("ddp", 2), ("fsdp2", 1)])
 )
+@pytest.mark.thorough
 def test_a_short_comparison(tmp_path, wrap, num_ranks):
     """Every cell has its exact count, and the masks of a single process."""
     config = f"@{ROOT}/configs/tiny_llama_criteria_quick.args"

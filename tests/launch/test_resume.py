@@ -21,6 +21,7 @@ SCRIPT = "launch/prune_tiny_llama.sh"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_and_started_again(tmp_path):
     # Not disturbed until the training with which the other one is compared is over.
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"

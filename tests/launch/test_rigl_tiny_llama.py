@@ -10,6 +10,7 @@ from shell import ROOT, run
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_short_run():
     script = ROOT / "launch" / "rigl_tiny_llama.py"
     _, output = run("launch/torchrun.sh", script, "--steps", 12, "--every", 3, NPROC=2)

@@ -77,6 +77,7 @@ def test_it_is_what_it_says(dtype, shape):
         assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)
 
 
+@pytest.mark.thorough
 def test_several_tables_and_blocks():
     mask = random_mask((3, 500_000))
     assert fingerprint_of([part_of(mask, [])]) == by_definition(mask)

@@ -1,0 +1,22 @@
+"""The sample of a matrix: few cases, with every value of every argument, the same each time."""
+
+import itertools
+
+from helpers.sampling import covering
+
+
+def test_a_few_cases_have_every_value_of_every_argument():
+    cases = [
+        {"wrapping": w, "dtype": d, "score": s}
+        for w, d, s in itertools.product("abcdefg", (1, 2, 3), (str, int))
+        if (w, d) != ("a", 1)
+    ]
+    chosen = covering(cases)
+    assert chosen == sorted(set(chosen)) == covering(cases) and len(chosen) == 7
+    for name in cases[0]:
+        assert {case[name] for case in cases} == {cases[i][name] for i in chosen}
+
+
+def test_one_argument_has_all_its_cases():
+    assert covering([{"number": n} for n in range(5)]) == [0, 1, 2, 3, 4]
+    assert covering([]) == []
