@@ -18,9 +18,9 @@ from distprune.budgets.mapping import Sparsities
 from distprune.call.arguments import ByBudget, InGroups, OneRanking, PruningArguments
 from distprune.call.collapse import warn_of_collapse
 from distprune.call.grouping import InputDims, to_rule
+from distprune.call.importance_scores import check_order
 from distprune.call.report import PruningReport
 from distprune.call.run import prune_parameters
-from distprune.call.signed_scores import check_order
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import chosen_hook
 from distprune.shards.target import Scores

@@ -1,15 +1,14 @@
-"""Which parameter of a call each key of ``importance_scores`` stands for."""
+"""``importance_scores``: the parameter that each key stands for, and scores whose sign counts."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from distprune._common.naming import Pair, is_pair, unwrap
-from distprune.call.signed_scores import SignedScores
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader
 from distprune.shards.target import Scores
@@ -111,3 +110,41 @@ def _closest(
         if any(n == name and type(m) is type(module) for m, n in pairs)
     ]
     return f", such as {(same or list(labels.values()) or ['(none)'])[0]}"
+
+
+S = TypeVar("S", Tensor, FactoredScores, Tensor | FactoredScores)
+
+
+class SignedScores(dict[tuple[nn.Module, str], S]):
+    """Importance scores of which the lowest, signed, are to be pruned: -2 before -1 before 1.
+
+    A criterion with signed scores returns them. A method that ranks by |score| would prune those
+    next to zero, which are neither the best nor the worst, so it is refused.
+    """
+
+
+def check_order(scores: object, method: object) -> None:
+    """Refuse signed scores for a method that ranks by their absolute values.
+
+    Raises:
+        TypeError: says which method to take.
+    """
+    if isinstance(scores, SignedScores) and getattr(method, "IGNORES_SIGN", False):
+        raise TypeError(
+            f"{type(method).__name__} ranks |score|, and these importance_scores are signed: the "
+            "lowest are to be pruned, and negative ones first. Expected "
+            "pruning_method=prune.LowestScore, which is criterion.pruning_method."
+        )
+
+
+def check_signed(scores: object, is_signed: bool) -> None:
+    """Refuse signed scores where they would be ranked by their absolute values.
+
+    Raises:
+        TypeError: says which argument to pass.
+    """
+    if isinstance(scores, SignedScores) and not is_signed:
+        raise TypeError(
+            "scores are those of a signed criterion, and signed=False ranks |score|; expected "
+            "signed=True."
+        )

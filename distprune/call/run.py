@@ -14,7 +14,6 @@ import torch
 
 from distprune._common.collectives import Communicator
 from distprune._common.report_text import share as share_of
-from distprune._common.semi_structured import layout_problem
 from distprune.call.arguments import ParameterArguments, PruningArguments
 from distprune.call.attaching import attach_masks
 from distprune.call.collapse import find_collapsed
@@ -23,6 +22,7 @@ from distprune.call.context import Decision, Divided, PruningCall, Together
 from distprune.call.grouping import Grouping
 from distprune.call.reading import agree_on_share, read_parameters
 from distprune.call.report import ParameterReport, PruningReport
+from distprune.call.semi_structured import layout_problem
 from distprune.masks.attach import mask_dtype
 from distprune.shards.target import Target
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
 from distprune.criteria.custom import Custom
-from distprune.criteria.gradient_moment import GradientMoment
+from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
 from distprune.criteria.grasp import GraSP
 from distprune.criteria.linear import SNIP, GradientMagnitude, Movement
-from distprune.criteria.moments import Fisher, Taylor
 from distprune.criteria.synflow import SynFlow
 
 __all__ = [

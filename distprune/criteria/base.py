@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.process_groups import world
-from distprune.call.signed_scores import SignedScores
+from distprune.call.importance_scores import SignedScores
 from distprune.criteria import tracking
 from distprune.criteria.tracking import tracked_parameters
 from distprune.methods.base import BasePruningMethod

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
-from distprune.masks import loading, survival
+from distprune.masks import survival
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.torch_private import live_property
 from distprune.torch_private.managed import Managed, ShardMask
@@ -69,7 +69,7 @@ class Transaction:
         hook.note_parameter(module, is_managed=managed is not None)
         for owner in owners:
             survival.install(owner, name)
-            loading.install(owner)
+            _update_after_loading(owner)
             present = find_hook(owner, name)
             if present is None:
                 owner.register_forward_pre_hook(hook)
@@ -212,7 +212,7 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
     del module._buffers[mask_key(name)]
     survival.uninstall(module)
-    loading.uninstall(module)
+    _stop_updating(module)
     _rename_parameter(module, orig_key(name), name)
     _refresh_flat_weights(module, name)
 
@@ -253,7 +253,7 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None
         del owner.__dict__[key]
         delattr(owner, mask_key(name))
         survival.uninstall(owner)
-        loading.uninstall(owner)
+        _stop_updating(owner)
         _rename_parameter(owner, orig_key(name), name)
 
 
@@ -288,3 +288,60 @@ def unregister(module: nn.Module, name: str) -> None:
     present = find_hook(module, name)
     if present is not None:
         del module._forward_pre_hooks[present[0]]
+
+
+def _update_after_loading(module: nn.Module) -> None:
+    """Update the module after each ``load_state_dict`` from now on."""
+    if not any(isinstance(hook, _AfterLoading) for hook in _hooks(module).values()):
+        register: Callable[[Any], object] = module.register_load_state_dict_post_hook
+        register(_AfterLoading())
+
+
+def _stop_updating(module: nn.Module) -> None:
+    """Undo :func:`_update_after_loading`, once the module has no mask any more."""
+    for key, hook in list(_hooks(module).items()):
+        if isinstance(hook, _AfterLoading) and not any(hook.pruned(module)):
+            del _hooks(module)[key]
+
+
+class _AfterLoading:
+    """Updates a pruned module after ``load_state_dict``.
+
+    ``assign=True`` registers new parameters, which is no error. And the masked weight of a plain
+    module, which its hook computes before forward, would otherwise keep the previous values.
+    """
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        for hook in self.pruned(module):
+            hook.note_again(module)
+            if _has_product(module, hook._tensor_name):
+                with torch.enable_grad():
+                    setattr(module, hook._tensor_name, hook.apply_mask(module))
+
+    @staticmethod
+    def pruned(module: nn.Module) -> list[PruningHook]:
+        """The hooks of the parameters that still have a mask."""
+        return [
+            hook
+            for hook in module._forward_pre_hooks.values()
+            if isinstance(hook, PruningHook)
+            and isinstance(module._buffers.get(mask_key(hook._tensor_name)), Tensor)
+        ]
+
+
+def _has_product(module: nn.Module, name: str) -> bool:
+    """Whether the module has a masked weight, and its loaded factors fit each other."""
+    original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
+    return (
+        isinstance(module.__dict__.get(name), Tensor)
+        and not live_property.is_live(module, name)
+        and original is not None
+        and mask is not None
+        and original.shape == mask.shape
+        and original.device == mask.device
+        and is_dtensor(original) == is_dtensor(mask)
+    )
+
+
+def _hooks(module: nn.Module) -> dict[int, Any]:
+    return module._load_state_dict_post_hooks

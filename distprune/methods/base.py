@@ -8,10 +8,13 @@ slice of what one process would have computed.
 
 from __future__ import annotations
 
+import numbers
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,10 +28,54 @@ from distprune.masks.attach import Transaction
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, fingerprint_part, join
 from distprune.methods import mask_functions, ranking, rankings
-from distprune.methods.combining import combined_mask
-from distprune.methods.describing import describe_argument
 from distprune.selection.keys import Order
+from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
+
+
+class ComputesMask(Protocol):
+    """What is needed of a pruning method; a structured one has ``dim``, too."""
+
+    PRUNING_TYPE: Any
+
+    def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor: ...
+
+
+def combined_mask(method: ComputesMask, t: Tensor, mask: Tensor) -> Tensor:
+    """A method's mask on what an earlier mask leaves, and zeros elsewhere; dtype of ``t``."""
+    new_mask = mask.to(dtype=t.dtype, copy=True)
+    kind = method.PRUNING_TYPE
+    if kind == "unstructured":
+        where: Any = mask == 1
+    elif kind == "structured":
+        if not hasattr(method, "dim"):
+            raise AttributeError(
+                "Pruning methods of PRUNING_TYPE 'structured' need a 'dim' attribute; "
+                f"{type(method).__name__} has none."
+            )
+        if not isinstance(method.dim, numbers.Integral):
+            raise TypeError(
+                f"dim={method.dim!r} is a {type(method.dim).__name__}; expected an int."
+            )
+        dim = int(method.dim)
+        dim += t.dim() if dim < 0 else 0
+        if not 0 <= dim < t.dim():
+            raise IndexError(
+                f"dim={method.dim} is out of range for a tensor of shape {tuple(t.shape)}."
+            )
+        where = [slice(None)] * t.dim()
+        where[dim] = mask.sum(dim=[other for other in range(t.dim()) if other != dim]) != 0
+        where = tuple(where)
+    elif kind == "global":
+        where = (slice(None),) * t.dim()
+    else:
+        raise ValueError(
+            f"PRUNING_TYPE {kind!r} is not recognised; expected 'unstructured', 'structured' or "
+            "'global'."
+        )
+    mask_inside = method.compute_mask(t[where], default_mask=mask[where])
+    new_mask[where] = mask_inside.to(dtype=new_mask.dtype)
+    return new_mask
 
 
 class BasePruningMethod(PruningHook, ABC):
@@ -376,3 +423,25 @@ def _mask_from_scores(self: BasePruningMethod, t: Tensor, default_mask: Tensor) 
 
 def _first_sharded(call: PruningCall) -> str:
     return next(shard.name for shard in call.shards if shard.is_sharded)
+
+
+def describe_argument(value: Any) -> str:
+    """What must be equal on all ranks of an argument; of what has no values to compare, its type.
+
+    Whatever else differs shows in the masks: those of replicas are compared.
+    """
+    if isinstance(value, Tensor):
+        kind = f"tensor {tuple(value.shape)} {value.dtype}"
+        if type(value) is not Tensor or value.is_meta:  # a DTensor is another one on each rank
+            return kind
+        return f"{kind}, checksum {checksums([value])[0]}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {value.dtype}, crc32 {zlib.crc32(value.tobytes())}"
+    if isinstance(value, (bool, numbers.Number, str, bytes, type(None))):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {', '.join(map(describe_argument, value))}"
+    if isinstance(value, Mapping):
+        entries = [describe_argument(part) for entry in value.items() for part in entry]
+        return f"{type(value).__name__} of {', '.join(entries)}"
+    return type(value).__name__

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.process_groups import world
-from distprune.call.signed_scores import check_signed
+from distprune.call.importance_scores import check_signed
 from distprune.projection.arguments import RANDOM, Scores, TensorLike, read_items, start_of
 from distprune.projection.result import GlobalMask, MaskStart
 from distprune.projection.searching import Problem, Reading, finish, joined_by_name, select

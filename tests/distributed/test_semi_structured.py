@@ -6,7 +6,7 @@ from torch import nn
 from torch.sparse import semi_structured as torch_semi_structured
 
 import distprune as prune
-from distprune._common.semi_structured import MULTIPLES
+from distprune.call.semi_structured import MULTIPLES
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong

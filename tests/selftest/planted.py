@@ -68,7 +68,7 @@ def swap(mask, values):
 
 def one_too_many(stack):
     count = importlib.import_module("distprune._common.amount").checked_count
-    replace(stack, "distprune.methods.dividing", "checked_count", lambda *args: count(*args) + 1)
+    replace(stack, "distprune.methods.ranking", "checked_count", lambda *args: count(*args) + 1)
 
 
 def idle_mask(stack):
