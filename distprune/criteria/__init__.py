@@ -12,13 +12,16 @@ prune.global_unstructured(
 
 from __future__ import annotations
 
-from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
-from distprune.criteria.custom import Custom
+from distprune.criteria.global_batch import (
+    SNIP,
+    AdamSecondMoment,
+    Custom,
+    GradientMagnitude,
+    Movement,
+)
 from distprune.criteria.gradient_moment import Fisher, GradientMoment, Taylor
-from distprune.criteria.grasp import GraSP
-from distprune.criteria.linear import SNIP, GradientMagnitude, Movement
-from distprune.criteria.synflow import SynFlow
+from distprune.criteria.measured import GraSP, SynFlow
 
 __all__ = [
     "SNIP",

@@ -20,8 +20,8 @@ from distprune.budgets.given import BudgetLike
 from distprune.call.arguments import ParameterArguments
 from distprune.call.report import PruningReport
 from distprune.call.run import count_pruned
-from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
+from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import MeasuredCriterion
 from distprune.recipe import Recipe, load_recipe

@@ -28,11 +28,10 @@ from distprune._common.naming import named_modules
 from distprune._common.process_groups import is_distributed, world
 from distprune._common.pruned_form import orig_key
 from distprune.api.select import head_of
-from distprune.criteria.adam import AdamSecondMoment
 from distprune.criteria.base import Criterion
+from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
-from distprune.criteria.grasp import GraSP
-from distprune.criteria.measured import MeasuredCriterion
+from distprune.criteria.measured import GraSP, MeasuredCriterion
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,

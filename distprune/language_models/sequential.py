@@ -22,8 +22,7 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.sequential import prune_sequentially
+from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 
 R = TypeVar("R")
 

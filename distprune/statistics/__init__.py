@@ -10,8 +10,7 @@ with collected.collecting():
 
 from __future__ import annotations
 
-from distprune.statistics.activation import ActivationStatistics
-from distprune.statistics.sequential import prune_sequentially
+from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 from distprune.statistics.totals import Totals
 
 __all__ = ["ActivationStatistics", "Totals", "prune_sequentially"]

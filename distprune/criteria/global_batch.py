@@ -1,0 +1,363 @@
+"""Criteria of the averaged gradient of a global batch, and of what Adam keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from distprune._common.process_groups import world
+from distprune._common.pruned_form import local_tensor
+from distprune.criteria.base import Criterion, Unit, checked_unit, is_finite
+from distprune.methods.builtin import L1Unstructured, LowestScore
+from distprune.shards.reader import ShardReader
+from distprune.shards.shard import LocalShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NonFinite = Literal["refuse", "skip"]
+
+
+class GlobalBatchCriterion(Criterion):
+    """Base of criteria that read the averaged gradient of a global batch, ``.grad``.
+
+    One call of ``update`` for each step: under gradient accumulation after the last backward, when
+    ``.grad`` has the whole step. With a gradient scaler call it after
+    ``scaler.unscale_(optimizer)`` (or pass ``weight=1 / scaler.get_scale()``), and before gradients
+    are clipped: a factor that changes from step to step changes the sum. Where ranks have unequal
+    numbers of tokens, weight the *loss* (on rank r ``loss * tokens_r * num_ranks / tokens``), and
+    ``.grad`` is the mean over all tokens.
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
+        group: the ranks that take part; every rank by default.
+        non_finite: what to do with a gradient that is infinite or NaN, as gradient scalers produce
+            them. "refuse": it makes ``scores()`` raise, on every rank. "skip": ``update`` leaves
+            out the whole unit, on every rank, if any rank has such a value; it is collective then,
+            and costs an all-reduce of 16 bytes and a pass over the gradients.
+
+    Attributes:
+        num_skipped: units that were left out.
+    """
+
+    ACCUMULATORS = ("sum",)
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Module, str]],
+        *,
+        group: ProcessGroup | None = None,
+        non_finite: NonFinite = "refuse",
+    ) -> None:
+        if non_finite not in ("refuse", "skip"):
+            raise ValueError(f"non_finite={non_finite!r}; expected 'refuse' or 'skip'.")
+        self._non_finite = non_finite
+        super().__init__(parameters, group=group)
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_skipped = 0
+
+    def update(self, weight: float = 1.0) -> None:
+        if self._non_finite == "skip":
+            with torch.inference_mode(False), torch.no_grad():
+                communicator = world(self._group)
+                count = communicator.max(communicator.run(self._count_non_finite))
+            if int(count[0]):
+                self.num_skipped += 1
+                return
+        super().update(weight)
+
+    update.__doc__ = Criterion.update.__doc__
+
+    def _count_non_finite(self) -> Tensor:
+        reader = ShardReader()
+        gradients = self._gradients(reader, self._read(reader))
+        return torch.tensor([sum(not is_finite(each) for each in gradients)])
+
+    def _plain_state(self) -> dict[str, Any]:
+        return {**super()._plain_state(), "num_skipped": self.num_skipped}
+
+    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_plain_state(state)
+        self.num_skipped = int(state["num_skipped"])
+
+
+class GradientMagnitude(GlobalBatchCriterion):
+    """|g|, where g is the weighted sum of the gradients of all updates.
+
+    The score by which RigL grows connections: under ``prune.dense_gradients`` the highest among
+    pruned elements are those whose return would change the loss most. (The absolute value of the
+    mean, not the mean of absolute values of ranks.)
+
+    Source: Evci et al., RigL, ICML 2020, arXiv 1911.11134, section 3, part (4).
+
+    Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
+    """
+
+    def _accumulate(
+        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
+    ) -> None:
+        self._accumulator("sum", position, shard).add_(gradient, alpha=weight)
+
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        return self._accumulator("sum", position, shard).abs()
+
+
+class SNIP(GradientMagnitude):
+    """Connection sensitivity: |w * g|, where g is the weighted sum of the gradients of all updates.
+
+    The absolute value is taken once, at the end: with one update per batch, the score is that of
+    one batch that holds them all. The weight is that of the moment when ``scores()`` is called.
+    (The paper divides by the sum of all scores, which changes no ranking.) On a model that is
+    pruned already, as in several rounds, gradients of pruned elements are zero unless they are
+    collected in ``prune.dense_gradients``; pruned elements do not compete.
+
+    Source: Lee et al., SNIP, ICLR 2019, arXiv 1810.02340, equations 5 and 6.
+
+    Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
+    """
+
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        score = torch.mul(self._accumulator("sum", position, shard), shard.values)
+        return score.float().abs_()
+
+
+class Movement(GlobalBatchCriterion):
+    """Movement: S = - sum over steps t of g_t * w_t. Signed; the lowest are pruned.
+
+    Weights that move away from zero have high scores, whatever their size: gradient descent makes
+    |w| larger where g and w have opposite signs. ``w_t`` is the weight with which the step's
+    gradient was computed, so call ``update`` before the optimizer's step. ``weight`` is the factor
+    of the step, such as its learning rate.
+
+    On a model that is pruned already, collect gradients inside ``prune.dense_gradients``, as the
+    paper does: otherwise the scores of pruned elements do not move. In a ``ScheduledPruner`` these
+    never return. With ``global_mask(pairs, k, scores=..., signed=True)`` and ``set_masks``, masks
+    are chosen anew among all elements, as in the paper.
+
+    Source: Sanh et al., Movement pruning, NeurIPS 2020, arXiv 2005.07683, equation 3.
+
+    Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
+    """
+
+    pruning_method = LowestScore
+
+    def _accumulate(
+        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
+    ) -> None:
+        total = self._accumulator("sum", position, shard)
+        total.addcmul_(gradient, shard.values, value=-weight)
+
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        return self._accumulator("sum", position, shard).clone()
+
+
+_CHUNK = 1 << 18  # elements
+
+Update = Callable[[Tensor, Tensor, Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor], Tensor]
+
+
+class Custom(GlobalBatchCriterion):
+    """Scores from a function of your own: state = update(weight, gradient, state), elementwise.
+
+        # An exponential average of |w * g|:
+        criteria.Custom(pairs, lambda w, g, s: 0.9 * s + 0.1 * (w * g).abs(), unit="global_batch")
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
+        update: called at each ``criterion.update(weight=...)`` with 1-d chunks of equal length:
+            the weights, their gradients times the weight of the unit, and the state (fp32, zeros
+            at first). Returns the new state, and changes none of the three in place. Each element
+            on its own: chunks are cut anywhere.
+        unit: what a gradient is of. "global_batch" is the averaged gradient. Functions that are
+            not linear in it, such as |g| or g^2, give something else for each rank's batch, which
+            this class does not see: "rank_batch" raises NotImplementedError.
+        score: makes the scores of weights and state; None: the scores are the state.
+        signed: False: scores are ranked by |score|. True: the lowest, signed, are pruned.
+        group: the ranks that take part; every rank by default.
+        non_finite: "refuse" or "skip": see :class:`GlobalBatchCriterion`.
+
+    If ``update`` raises, no state has changed: all new ones are computed before any is kept.
+
+    Cost: 4 bytes of memory per element, twice as many inside ``criterion.update``, and what
+    ``update`` takes for a chunk of 262,144 elements; no bytes on the wire in ``update``.
+    """
+
+    ACCUMULATORS = ("state",)
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Module, str]],
+        update: Update,
+        *,
+        unit: Unit,
+        score: Finish | None = None,
+        signed: bool = False,
+        group: ProcessGroup | None = None,
+        non_finite: NonFinite = "refuse",
+    ) -> None:
+        for label, function in (("update", update), ("score", score)):
+            if not callable(function) and (label == "update" or function is not None):
+                raise TypeError(
+                    f"{label} is a {type(function).__name__}; expected a function of tensors."
+                )
+        if checked_unit(unit) == "rank_batch":
+            raise NotImplementedError(
+                "Custom reads averaged gradients only; expected unit='global_batch'. Fisher and "
+                "Taylor have unit='rank_batch'."
+            )
+        self.pruning_method = LowestScore if signed else L1Unstructured  # type: ignore[misc]
+        self._update, self._finish = update, score
+        super().__init__(parameters, group=group, non_finite=non_finite)
+
+    def _prepared(
+        self, shards: list[LocalShard], gradients: list[Tensor], weight: float
+    ) -> list[Tensor]:
+        """The new states: the caller's function may raise."""
+        gradients = super()._prepared(shards, gradients, weight)
+        states = []
+        for position, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
+            state = self._accumulator("state", position, shard).clone()
+            flat, values = shard.flat(state), shard.flat(shard.values)
+            gradient = shard.flat(gradient)
+            for start in range(0, len(flat), _CHUNK):
+                chunk = slice(start, start + _CHUNK)
+                mine = gradient[chunk] if weight == 1.0 else gradient[chunk] * weight
+                new = self._update(values[chunk], mine, flat[chunk].clone())
+                flat[chunk] = _checked(new, flat[chunk], shard.name, "update")
+            states.append(state)
+        return states
+
+    def _accumulate(
+        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
+    ) -> None:
+        self._accumulator("state", position, shard).copy_(gradient)
+
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        state = self._accumulator("state", position, shard)
+        if self._finish is None:
+            return state.clone()
+        score = torch.empty_like(state)
+        flat_state, flat_score = shard.flat(state), shard.flat(score)
+        values = shard.flat(shard.values)
+        for start in range(0, len(flat_state), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            new = self._finish(values[chunk], flat_state[chunk].clone())
+            flat_score[chunk] = _checked(new, flat_state[chunk], shard.name, "score")
+        return score
+
+
+def _checked(result: object, like: Tensor, label: str, what: str) -> Tensor:
+    if isinstance(result, Tensor) and result.shape == like.shape and not result.is_complex():
+        return result
+    shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    raise ValueError(
+        f"{label}: {what} returned {shown} for chunks of shape {tuple(like.shape)}; expected a "
+        "real tensor of that shape, because it has to work on each element alone."
+    )
+
+
+class AdamSecondMoment(Criterion):
+    """1/2 * w^2 * v, with v the second moment of the gradients that Adam keeps, bias-corrected.
+
+    The saliency of Optimal Brain Damage, with Adam's ``exp_avg_sq / (1 - beta2^step)`` for the
+    diagonal of the Hessian, as an empirical Fisher information. It needs no data and no
+    ``update``: call ``scores()`` after some hundred steps. The unit is the *global batch* of a
+    step (the square of the averaged gradient), which is smaller than the mean of the squares of
+    single examples. ``amsgrad`` does not change it. The moments of parameters that were pruned
+    decay, because their gradients are zero.
+
+    Args:
+        parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
+        optimizer: ``torch.optim.Adam``, ``AdamW``, or any other whose state has "exp_avg_sq" and
+            "step" for each parameter; also as ``accelerate`` wraps it.
+        group: the ranks that take part; every rank by default.
+
+    Raises:
+        TypeError: no optimizer.
+
+    ``scores()`` raises a ValueError on every rank, and names the parameter, if the optimizer has
+    no such state for it: before its first step, for parameters of other tensors, or in optimizers
+    that keep something else (SGD, Adafactor, 8-bit Adam).
+
+    Source: LeCun et al., Optimal Brain Damage, NeurIPS 1989, equation 6; Kingma and Ba, Adam,
+    arXiv 1412.6980, sections 2 and 5 (v approximates the diagonal of the Fisher information).
+
+    Cost: no memory but that of the scores; no bytes on the wire but those of ``scores()``.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Module, str]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        # Wrappers of optimizers pass these two on.
+        if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}; expected one like torch.optim.AdamW."
+            )
+        self._optimizer = optimizer
+        super().__init__(parameters, group=group)
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_updates, self.total_weight = 1, 1.0  # the optimizer counts its steps
+
+    def update(self, weight: float = 1.0) -> NoReturn:
+        """Not available: the optimizer has seen the gradients."""
+        raise NotImplementedError(
+            "AdamSecondMoment has no unit to add: it reads the optimizer's state. Call scores()."
+        )
+
+    def _accumulate(
+        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
+    ) -> NoReturn:
+        raise AssertionError("update() is not available, and nothing else accumulates units")
+
+    def _score(self, position: int, shard: LocalShard) -> Tensor:
+        if not shard.values.numel():
+            return torch.zeros_like(shard.values, dtype=torch.float32)
+        parameter = self._tracked[position]
+        managed = ShardReader().managed(parameter.module, parameter.name)
+        tensor, span = (shard.parameter, None) if managed is None else managed.optimizer_tensor
+        moment, step, beta = self._moment(shard.name, tensor)
+        moment = local_tensor(moment).detach()
+        if span is not None:
+            moment = moment[span]
+        if moment.shape != shard.values.shape:
+            raise ValueError(
+                f"{shard.name}: the optimizer's exp_avg_sq has shape {tuple(moment.shape)}, and "
+                f"this rank's part of the parameter {tuple(shard.values.shape)}; expected the same."
+            )
+        score = torch.empty_like(shard.values, dtype=torch.float32).copy_(shard.values)
+        return score.square_().mul_(moment.to(score.device)).mul_(0.5 / (1 - beta**step))
+
+    def _moment(self, label: str, tensor: Tensor) -> tuple[Tensor, float, float]:
+        """exp_avg_sq, the number of steps and beta2 of a parameter of the optimizer."""
+        kind = type(getattr(self._optimizer, "optimizer", self._optimizer)).__name__
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        mine = [g for g in groups if any(other is tensor for other in g["params"])]
+        if not mine:
+            raise ValueError(
+                f"{label} is none of the optimizer's parameters; expected the {kind} that trains "
+                "it, made after the model was wrapped."
+            )
+        state: dict[str, Any] = self._optimizer.state.get(tensor, {})
+        if (
+            not {"exp_avg_sq", "step"} <= state.keys()
+            or "betas" not in mine[0]
+            or not state["step"]
+        ):
+            has = ", ".join(map(repr, state)) or "nothing"
+            raise ValueError(
+                f"{label}: the state of {kind} has {has}; expected 'exp_avg_sq' and 'step', as "
+                "Adam and AdamW have after their first step on a parameter that has a gradient."
+            )
+        return state["exp_avg_sq"], float(state["step"]), float(mine[0]["betas"][1])
