@@ -55,7 +55,7 @@ def discard(terminal: Terminal, destination: Path, take_over: bool) -> None:
     """Remove the unfinished results of a destination, and write how large they were."""
     if not terminal.is_leader:
         return
-    from distprune.files.results.placing import discard
+    from distprune.files.partial import discard
 
     removed = discard(destination, take_over=take_over)
     if terminal.as_json:

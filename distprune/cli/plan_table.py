@@ -11,7 +11,7 @@ from distprune.files.text import format_size
 if TYPE_CHECKING:
     from distprune.files.planning import Plan, PlannedTensor
     from distprune.files.recipe import FileRecipe
-    from distprune.files.selecting.policy import Verdict
+    from distprune.files.selecting import Verdict
 
 
 # Magnitudes alone ruined the language model that was measured; docs/criteria.md has the table.

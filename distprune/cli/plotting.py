@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distprune._common.patterns import natural_key
 from distprune.cli.console import count, percent
 from distprune.files.errors import OutputError, SelectionError
-from distprune.files.selecting.kinds import Role, role_of, short_names
+from distprune.files.text import Role, role_of, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

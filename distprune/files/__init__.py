@@ -8,19 +8,21 @@
     prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
 One module for each command: ``planning``, ``pruning``, ``applying``, ``verifying``, ``inspecting``,
-``comparing``, and ``converting`` for pickled checkpoints. They are made of rooms, each of which
-imports only rooms above it::
+``comparing``, and ``converting`` for pickled checkpoints. They are made of modules and rooms, each
+of which imports only those above it::
 
     text, errors, team               messages; exit codes; the ranks of a run
-         disk, formats               bytes, locks and journals; headers
-         checkpoints                 a folder of safetensors files, its tensors and masks
-         selecting    recipe         which tensors, in which groups
-         scoring                     statistics of activations and given scores, for these tensors
-         planning                    how many elements of each group
-         ranking                     keys of scores, and where each group's ranking is cut
-         reports                     what was done, as JSON and as a model card
-         results                     the folder that grows, resumes and is renamed at the end
-         checks                      source, result and masks compared
+    disk, formats                    bytes and locks; headers
+    recipe, checkpoints              what to do; a folder of safetensors files, and its masks
+    layouts, selecting               where inputs lie; which tensors are pruned, in which groups
+    matching, scoring                statistics of activations and given scores, for these tensors
+    planning                         how many elements of each group
+    tiles, reading                   scores and keys, read from the files when they are needed
+    cuts                             where each group's ranking is cut
+    units, lowest                    the elements to write, piece by piece, and which are pruned
+    reports                          what was done, as JSON and as a model card
+    journals, partial, results       the folder that grows, resumes and is renamed at the end
+    checks                           source, result and masks compared
 
 Everything up to the plan reads headers and needs neither torch nor numpy, except that statistics of
 activations are read with numpy. Nothing is imported here.

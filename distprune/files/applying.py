@@ -30,13 +30,12 @@ from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.open_files import OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError, headline
 from distprune.files.formats.header import TensorEntry, read_header
+from distprune.files.partial import Partial
 from distprune.files.planning import source_facts
-from distprune.files.ranking.units import Span, SpanUnit, full_runs, span_bytes
 from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed
-from distprune.files.results.partial import Partial
-from distprune.files.results.resuming import carry_out, versions
-from distprune.files.results.task import Task
+from distprune.files.results import carry_out, versions
 from distprune.files.team import Progress, Team
+from distprune.files.units import Span, SpanUnit, Task, full_runs, span_bytes
 
 _MAX_PROBLEMS = 12
 _VERSION = 1  # raised when the same masks and source would give other bytes

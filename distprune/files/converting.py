@@ -34,7 +34,7 @@ from distprune.files.errors import (
 )
 from distprune.files.formats.header import HEAD_BYTES, check_no_pointer
 from distprune.files.formats.strict_json import load_json
-from distprune.files.results.placing import check_place, check_unchanged, new_folder
+from distprune.files.partial import check_place, check_unchanged, new_folder
 from distprune.files.text import printable
 
 # Names that libraries look for; any other file becomes model.safetensors.

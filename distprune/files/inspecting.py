@@ -18,7 +18,7 @@ from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS,
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.scanning import Scanner
 from distprune.files.formats.header import TensorEntry
-from distprune.files.selecting.layouts import Layouts, UnknownLayout
+from distprune.files.layouts import Layouts, UnknownLayout
 
 
 @dataclass

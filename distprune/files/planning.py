@@ -24,11 +24,10 @@ from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_che
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
 from distprune.files.formats.header import TensorEntry
+from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
-from distprune.files.scoring.inputs import ScoreInputs, find_inputs
-from distprune.files.selecting.budgeting import counts_of_shapes
-from distprune.files.selecting.layouts import Layouts
-from distprune.files.selecting.policy import Verdict, limits_of, select_groups
+from distprune.files.scoring import ScoreInputs, find_inputs
+from distprune.files.selecting import Verdict, counts_of_shapes, limits_of, select_groups
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source

@@ -27,6 +27,7 @@ from distprune.files.checks.claims import (
 from distprune.files.checks.contents import Contents, expected_sizes, look_through
 from distprune.files.checks.findings import Findings
 from distprune.files.checks.side_by_side import SideBySide
+from distprune.files.cuts import Cuts, find_cuts
 from distprune.files.disk.open_files import OpenFiles
 from distprune.files.errors import (
     CheckpointError,
@@ -35,11 +36,9 @@ from distprune.files.errors import (
     NaNError,
     SelectionError,
 )
+from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.ranking.cuts import Cuts, find_cuts
-from distprune.files.ranking.reads import bytes_to_count
-from distprune.files.ranking.source import Source
-from distprune.files.ranking.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
+from distprune.files.reading import Source, bytes_to_count
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import derive_report
 from distprune.files.reports.model_card import card_problem
@@ -51,9 +50,8 @@ from distprune.files.reports.report import (
     parse_report,
     read_text,
 )
-from distprune.files.results.partial import RECIPE_FILE
-from distprune.files.results.placing import check_unchanged
 from distprune.files.team import Progress, Team
+from distprune.files.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from distprune.files.checkpoints.weight_files import is_weights
 from distprune.files.disk.access import copy_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import OutputError
-from distprune.files.results.placing import check_place, new_folder
+from distprune.files.partial import check_place, new_folder
 from distprune.language_models.layers import require_extra
 from distprune.language_models.weight_writing import Gathering, WeightFiles, parse_size
 from distprune.masks.hook import find_hook

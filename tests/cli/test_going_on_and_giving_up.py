@@ -6,7 +6,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.files.results.partial import Partial
+from distprune.files.partial import Partial
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import save, tree_digest
 

@@ -116,7 +116,7 @@ TAKES_MEMORY = r"""
 import re, resource, subprocess, sys
 from pathlib import Path
 from distprune.cli.main import main
-from distprune.files.results.partial import Partial
+from distprune.files.partial import Partial
 
 publish = Partial.publish
 def take_memory(*arguments):

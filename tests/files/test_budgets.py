@@ -10,7 +10,7 @@ import torch
 
 from distprune.files import planning, pruning, verifying
 from distprune.files.errors import SelectionError
-from distprune.files.ranking.source import Source
+from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
@@ -287,7 +287,7 @@ def test_nan_are_kept_within_limits_or_refused(tmp_path, small_pieces):
 
 
 def test_a_unit_has_tensors_of_one_group_and_memory_stays_bounded(tmp_path):
-    from distprune.files.ranking import units
+    from distprune.files import units
 
     tensors = {f"layers.{i}.weight": torch.ones(3, 64) for i in range(128)}
     source = tiny_checkpoints.save(tmp_path / "source", tensors)

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files import planning, pruning
+from distprune.files import lowest, planning, pruning, reading
+from distprune.files.cuts import find_cuts
 from distprune.files.formats.header import read_header
-from distprune.files.ranking import columns, values
-from distprune.files.ranking.columns import ColumnCuts
-from distprune.files.ranking.cuts import find_cuts
-from distprune.files.ranking.groups import groups_of
-from distprune.files.ranking.reads import bytes_to_count
-from distprune.files.ranking.source import Source
+from distprune.files.lowest import ColumnCuts
+from distprune.files.reading import Source, bytes_to_count, groups_of
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
 from helpers import file_oracle, tiny_checkpoints
@@ -34,13 +31,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.fixture
 def num_read(monkeypatch):
     """Bytes of tensors that were read, read by read."""
-    sizes, read_into = [], values.read_into
+    sizes, read_into = [], reading.read_into
 
     def counting(files, path, offset, buffer):
         sizes.append(len(buffer))
         read_into(files, path, offset, buffer)
 
-    monkeypatch.setattr(values, "read_into", counting)
+    monkeypatch.setattr(reading, "read_into", counting)
     return sizes
 
 
@@ -118,7 +115,7 @@ def test_columns_are_cut_without_reading_them(tmp_path, monkeypatch):
     )
     plan = planning.plan(source, FileRecipe(0.4, "row", score="random", seed=3))
     groups = groups_of(plan.tensors[0], plan.recipe_of(0))
-    assert columns.is_too_large(groups)
+    assert lowest.is_too_large(groups)
     path = source / "model.safetensors"
     os.truncate(path, min(entry.start for entry in read_header(path).tensors))
 

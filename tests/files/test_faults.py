@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distprune._common.process_groups import world
 from distprune.files import planning, pruning
 from distprune.files.errors import CheckpointError, FilesError, Interrupted, OutputError
+from distprune.files.partial import discard
 from distprune.files.recipe import FileRecipe
-from distprune.files.results.placing import discard
 from distprune.testing import RankError, run_ranks
 from helpers import tiny_checkpoints
 from helpers.disk_crashes import Steps, disk_is_full, kill_self, run_forked, stop_after

@@ -11,8 +11,8 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
+from distprune.files.layouts import Layouts
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.layouts import Layouts
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units

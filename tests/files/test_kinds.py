@@ -2,7 +2,7 @@
 
 import pytest
 
-from distprune.files.selecting.kinds import Role, role_of, short_names
+from distprune.files.text import Role, role_of, short_names
 
 PLACES = {
     "model.layers.12.mlp.up_proj.weight": ("model.layers", (12,), "mlp.up_proj"),

@@ -9,9 +9,8 @@ import torch
 
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
+from distprune.files.partial import Partial, discard
 from distprune.files.recipe import FileRecipe
-from distprune.files.results.partial import Partial
-from distprune.files.results.placing import discard
 from helpers.disk_crashes import run_forked
 from helpers.tiny_checkpoints import save, tree_digest
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from test_verifying import exchange
 
-from distprune.files import planning, pruning, verifying
+from distprune.files import cuts, planning, pruning, verifying
+from distprune.files import pruning as rewriting
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
-from distprune.files.ranking import cuts
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
-from distprune.files.results import rewriting
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units

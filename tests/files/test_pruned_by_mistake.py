@@ -9,7 +9,7 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.errors import SelectionError
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.policy import select_tensors
+from distprune.files.selecting import select_tensors
 from helpers.tiny_checkpoints import save
 
 HEAD = "the output head"

@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from distprune.files import planning, pruning, verifying
+from distprune.files import cuts, planning, pruning, reading, verifying
 from distprune.files.errors import CheckpointError, FilesError, SelectionError
-from distprune.files.ranking import cuts, values
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
 from distprune.testing import run_ranks
@@ -237,7 +236,7 @@ def test_masks_can_be_left_out(tmp_path):
 def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monkeypatch):
     source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(20, 40) + 9})
     monkeypatch.setattr(cuts, "_MOST_COLLECTED", 0)  # the second read goes on from the first
-    num_reads, read_into = [], values.read_into
+    num_reads, read_into = [], reading.read_into
 
     def changing(files, path, offset, buffer):
         read_into(files, path, offset, buffer)
@@ -245,7 +244,7 @@ def test_weights_that_change_while_they_are_counted_are_an_error(tmp_path, monke
         if len(num_reads) > 1:
             buffer[:] = bytes(len(buffer))
 
-    monkeypatch.setattr(values, "read_into", changing)
+    monkeypatch.setattr(reading, "read_into", changing)
     with pytest.raises(CheckpointError, match="The weights changed while they were read"):
         pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

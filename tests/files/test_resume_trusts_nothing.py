@@ -12,8 +12,8 @@ import pytest
 
 from distprune.files import planning, pruning
 from distprune.files.errors import Interrupted, OutputError
+from distprune.files.partial import Partial
 from distprune.files.recipe import FileRecipe
-from distprune.files.results.partial import Partial
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.disk_crashes import Steps
@@ -252,7 +252,7 @@ import sys
 sys.path.insert(0, sys.argv[4])
 assert not __debug__ or sys.exit(77)
 from distprune.files import planning, pruning
-from distprune.files.results.partial import Partial
+from distprune.files.partial import Partial
 from distprune.files.recipe import FileRecipe
 from helpers.small_work_units import small_units
 recipe = FileRecipe(0.5) if sys.argv[3] == "global" else FileRecipe(pattern="2:4")

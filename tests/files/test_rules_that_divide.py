@@ -5,9 +5,8 @@ import torch
 from test_scores_from_statistics import make_model, make_statistics, selected
 
 import distprune
-from distprune.files import planning, pruning
+from distprune.files import planning, pruning, reading
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, SelectionError
-from distprune.files.ranking import source as ranking_source
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.recipe import parse_recipe
@@ -64,7 +63,7 @@ def test_the_report_has_the_counts_of_the_model(tmp_path, model, source, budget,
 @pytest.fixture(params=[1, 1 << 20])
 def most_sums(request, monkeypatch):
     """How many sums are added up at a time."""
-    monkeypatch.setattr(ranking_source, "_MOST_SUMS", request.param)
+    monkeypatch.setattr(reading, "_MOST_SUMS", request.param)
 
 
 @small_units(num_elements=44)

@@ -14,7 +14,7 @@ import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
 from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
-from distprune.files.ranking.source import Source
+from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.statistics import ActivationStatistics

@@ -10,8 +10,8 @@ import torch
 from distprune.files import planning, pruning
 from distprune.files.disk.locking import Lock
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, OutputError
+from distprune.files.partial import discard
 from distprune.files.recipe import FileRecipe
-from distprune.files.results.placing import discard
 from distprune.testing import run_ranks
 from helpers.disk_crashes import Steps, disk_is_full, stop_after
 from helpers.small_work_units import small_units

@@ -3,9 +3,7 @@
 import contextlib
 from unittest import mock
 
-from distprune.files import applying
-from distprune.files.ranking import columns, lowest, tiles, units
-from distprune.files.results import finished_units
+from distprune.files import applying, journals, lowest, tiles, units
 from distprune.selection import cpu
 
 
@@ -16,7 +14,7 @@ def small_units(num_elements=200, copy_bytes=300, flush_bytes=900):
         mock.patch.object(units, "_MIN_ELEMENTS", num_elements),
         mock.patch.object(applying, "_UNIT_ELEMENTS", num_elements),
         mock.patch.object(units, "_COPY_BYTES", copy_bytes),
-        mock.patch.object(finished_units, "_FLUSH_BYTES", flush_bytes),
+        mock.patch.object(journals, "_FLUSH_BYTES", flush_bytes),
     ):
         yield
 
@@ -30,7 +28,6 @@ def small_chunks(monkeypatch, elements, in_memory=None):
     """
     monkeypatch.setattr(cpu, "CHUNK_BYTES", 4 * elements)
     monkeypatch.setattr(tiles, "_SUMMED", elements)
-    for module in (lowest, columns):
-        monkeypatch.setattr(module, "CHUNK", elements)
-        if in_memory is not None:
-            monkeypatch.setattr(module, "MAX_IN_MEMORY", in_memory)
+    monkeypatch.setattr(lowest, "CHUNK", elements)
+    if in_memory is not None:
+        monkeypatch.setattr(lowest, "MAX_IN_MEMORY", in_memory)

@@ -8,11 +8,11 @@ from selection_by_family import KEPT, PRUNED
 
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect
+from distprune.files.layouts import Layouts
 from distprune.files.planning import plan
 from distprune.files.pruning import prune
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.layouts import Layouts
-from distprune.files.selecting.policy import select_tensors
+from distprune.files.selecting import select_tensors
 from distprune.files.verifying import verify
 from helpers import file_oracle
 from helpers.tiny_checkpoints import load

@@ -8,7 +8,7 @@ from torch import nn
 import distprune as prune
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.policy import select_groups, select_tensors
+from distprune.files.selecting import select_groups, select_tensors
 from distprune.recipe import parse_recipe
 from helpers.architecture_checkpoints import ARCHITECTURES
 from helpers.tiny_transformers import FAMILIES, tiny_model

@@ -64,9 +64,9 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "formats", "recipe", "checkpoints", "selecting", "scoring",
-    "planning",
-    "ranking", "reports", "results", "checks",
+    "text", "errors", "team", "disk", "formats", "recipe", "checkpoints", "layouts", "selecting",
+    "matching", "scoring", "planning", "tiles", "reading", "cuts", "units", "lowest", "reports",
+    "journals", "partial", "results", "checks",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "comparing", "inspecting", "converting"}
 

@@ -17,7 +17,7 @@ from distprune.cli.console import Terminal, count, counted, percent, shape_text,
 from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
 from distprune.cli.progress import Meter, Reading
 from distprune.files.errors import CheckpointError, OutputError, SelectionError
-from distprune.files.selecting.kinds import role_of
+from distprune.files.text import role_of
 
 if TYPE_CHECKING:
     from distprune.cli.plotting import Picture

@@ -16,7 +16,7 @@ from distprune.cli.console import Terminal, duration
 from distprune.cli.options import AsJson, FollowLinks, Quiet, Source, Verbose
 from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError
-from distprune.files.ranking.reads import bytes_to_count, bytes_to_count_alone
+from distprune.files.reading import bytes_to_count, bytes_to_count_alone
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ import math
 
 from distprune.files.errors import CheckpointError, SelectionError
 from distprune.files.formats.strict_json import load_json
+from distprune.files.partial import RECIPE_FILE
 from distprune.files.planning import Plan, digest_of
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import mtimes_of
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE, Report
-from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.text import printable
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from distprune.files.checkpoints.checkpoint import SourceFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
+from distprune.files.partial import RECIPE_FILE
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
-from distprune.files.results.partial import RECIPE_FILE
 from distprune.files.text import printable
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from distprune._common.memory import Array
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, MaskLayout, read_keep
 from distprune.files.checks.findings import Findings
+from distprune.files.cuts import Cuts
 from distprune.files.disk.open_files import OpenFiles, read_into
+from distprune.files.lowest import LowestElements, Piece
 from distprune.files.planning import Plan
-from distprune.files.ranking.cuts import Cuts
-from distprune.files.ranking.lowest import LowestElements, Piece
-from distprune.files.ranking.source import Source
-from distprune.files.ranking.units import CopyUnit, SpanUnit
+from distprune.files.reading import Source
+from distprune.files.units import CopyUnit, SpanUnit
 
 _PIECE = 8 << 20  # bytes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
 from distprune.files.planning import Plan
-from distprune.files.ranking.cuts import Cuts
-from distprune.files.ranking.source import Source
+from distprune.files.reading import Source
 from distprune.files.reports.report import (
     GroupReport,
     Record,

@@ -24,8 +24,7 @@ from distprune.files.errors import CheckpointError
 from distprune.files.formats import front_matter
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.reports.report import Report, TensorReport
-from distprune.files.selecting.kinds import role_of
-from distprune.files.text import format_percent
+from distprune.files.text import format_percent, role_of
 
 _TAGS = ("pruned", "sparse")
 # They describe the source; the hub would show them as facts about the result.

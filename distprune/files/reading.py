@@ -5,17 +5,21 @@ What is ranked are *items*: elements or, with a pattern of tiles, tiles.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from distprune._common.element_groups import Groups
 from distprune._common.exact_sums import scale_of
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.hashing import draw_seed
 from distprune._common.input_factors import (
     POWER_OF_RIA,
@@ -23,14 +27,14 @@ from distprune._common.input_factors import (
     relative_importance,
     rms_of_inputs,
 )
-from distprune._common.memory import Array
-from distprune.files.disk.open_files import OpenFiles
+from distprune._common.memory import Array, Runs, Scratch
+from distprune.files.disk.open_files import OpenFiles, read_into
+from distprune.files.formats.header import TensorEntry
 from distprune.files.formats.statistics_file import EXPERT_LAYOUTS, StoredStatistics
-from distprune.files.planning import Plan
-from distprune.files.ranking.groups import bands_of
-from distprune.files.ranking.tiles import Bands, TileScores
-from distprune.files.ranking.values import FileValues
+from distprune.files.planning import Plan, PlannedGroup, PlannedTensor
+from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
+from distprune.files.tiles import Bands, TileScores
 from distprune.selection.candidates import Candidates, KeySource
 from distprune.selection.keys import (
     RANDOM_KEYS,
@@ -317,3 +321,140 @@ class _Matrices:
     def _of_outputs(self, values: Tensor) -> Tensor:
         count, rows, columns = self.shape
         return values.reshape((count, 1, columns) if self.are_turned else (count, rows, 1))
+
+
+class FileValues:
+    """The elements of a stored tensor, which are read when they are needed.
+
+    Args:
+        files: opens the files.
+        path: of the file.
+        entry: of the tensor.
+        did: called with the number of bytes after each read.
+    """
+
+    # The files are opened and closed as they are needed, and progress is reported.
+    is_thread_safe = False
+    is_in_memory = False
+    tally = None
+
+    def __init__(
+        self, files: OpenFiles, path: str, entry: TensorEntry, did: Callable[[int], None]
+    ) -> None:
+        self._files = files
+        self._path = path
+        self._entry = entry
+        self._did = did
+        self.dtype: torch.dtype = getattr(torch, PLAIN_FLOATS[entry.dtype].torch_name)
+        self._bits = np.dtype(f"i{self.dtype.itemsize}")
+        self._held: tuple[int, Array] | None = None
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        """The elements [start, stop).
+
+        Raises:
+            CheckpointError: the file cannot be read, or is shorter than it was.
+        """
+        if self._held is not None:
+            first, bits = self._held
+            if first <= start and stop <= first + len(bits):
+                return self._as_tensor(bits[start - first : stop - first])
+        bits = (scratch or Scratch()).array("read", stop - start, self._bits)
+        self._read(start, bits)
+        self._did(bits.nbytes)
+        return self._as_tensor(bits)
+
+    def gather(self, runs: Runs) -> Tensor:
+        """The elements of some runs."""
+        bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
+        starts = runs.start + runs.numbers.numpy() * runs.length
+        offsets = (self._entry.start + starts * self._bits.itemsize).tolist()
+        for row, offset in zip(bits, offsets, strict=True):
+            read_into(self._files, self._path, offset, row.data.cast("B"))
+        self._did(bits.nbytes)
+        return self._as_tensor(bits.reshape(-1))
+
+    def read_bits(self, start: int, stop: int) -> Array:
+        """The elements [start, stop) as unsigned integers, a fresh array."""
+        bits = np.empty(stop - start, dtype=self._bits)
+        self._read(start, bits)
+        unsigned: Array = bits.view(f"u{self._bits.itemsize}")
+        return unsigned
+
+    @contextlib.contextmanager
+    def holding(self, start: int, bits: Array) -> Iterator[None]:
+        """Do not read elements again that :meth:`read_bits` has returned."""
+        self._held = start, bits.view(self._bits)
+        try:
+            yield
+        finally:
+            self._held = None
+
+    def _read(self, start: int, bits: Array) -> None:
+        offset = self._entry.start + start * self._bits.itemsize
+        read_into(self._files, self._path, offset, bits.data.cast("B"))
+
+    def _as_tensor(self, bits: Array) -> Tensor:
+        return torch.from_numpy(bits).view(self.dtype)
+
+
+def groups_of(tensor: PlannedTensor, recipe: FileRecipe) -> Groups:
+    """The groups of a tensor that is ranked on its own; of its tiles, if the recipe has any."""
+    return recipe.group_rule.groups(tensor.entry.numel, tensor.layout, tensor.num_pruned_per_group)
+
+
+def bands_of(tensor: PlannedTensor, recipe: FileRecipe) -> Bands | None:
+    """The bands of a tensor whose tiles are ranked; None if its elements are."""
+    if recipe.tile is None:
+        return None
+    assert tensor.layout is not None
+    return Bands.of(tensor.layout, recipe.tile)
+
+
+CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
+# A group of more items, ranked on its own, is counted in one read and cut in another.
+MAX_IN_MEMORY = 8 * CHUNK
+
+
+def bytes_to_count(plan: Plan) -> int:
+    """Bytes that are read, over all ranks, to cut the groups that are ranked together.
+
+    More if the keys around a cut do not fit into memory, or the limits of many tensors hold them.
+    """
+    together = sum(_together(plan, group) for group in plan.groups if group.recipe.is_together)
+    return together + bytes_to_add_up(plan)
+
+
+def bytes_to_add_up(plan: Plan) -> int:
+    """Bytes that are read because scores are made of sums along rows and columns."""
+    of_ria = [tensor for p, tensor in enumerate(plan.tensors) if plan.recipe_of(p).score == "ria"]
+    return 2 * sum(tensor.entry.nbytes for tensor in of_ria)
+
+
+def bytes_to_count_alone(plan: Plan) -> int:
+    """Bytes that are read once more because tensors are too large to be ranked in memory."""
+    return sum(
+        tensor.entry.nbytes
+        for group in plan.groups
+        for tensor in plan.tensors[group.first : group.last]
+        if group.recipe.scope == "layer"
+        and group.recipe.score != "random"
+        and tensor.num_groups == 1
+        and tensor.entry.numel // group.recipe.group_rule.tile_size > MAX_IN_MEMORY
+    )
+
+
+def _together(plan: Plan, group: PlannedGroup) -> int:
+    recipe = group.recipe
+    if recipe.score == "random":
+        return 0
+    entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
+    if recipe.score == "given" and plan.inputs.given is not None:
+        entries = [plan.inputs.given.entries[entry.name] for entry in entries]
+    num_bytes = sum(entry.nbytes for entry in entries)
+    of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
+    is_wide = recipe.needs_statistics or recipe.tile is not None
+    if not is_wide and all(PLAIN_FLOATS[entry.dtype].num_bytes == 2 for entry in entries):
+        return num_bytes + of_outliers  # a tally answers everything else
+    is_counted = (group.has_limits and recipe.budget is None) or recipe.budget == "lamp"
+    return num_bytes * (1 + 2 * (recipe.normalize is not None) + is_counted) + of_outliers

@@ -7,19 +7,23 @@ rules for names; ``include`` replaces them, and ``also`` adds to what they selec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
-from distprune._common.amount import CEILING, FLOOR, to_bounds, violated_bound
+from distprune._common.amount import CEILING, FLOOR, Bounded, Bounds, to_bounds, violated_bound
 from distprune._common.default_selection import ADAPTER, reason_of_shape, reason_to_keep
 from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import SelectionError, headline
 from distprune.files.formats.header import TensorEntry
+from distprune.files.layouts import Layouts, UnknownLayout, matched
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting.budgeting import bounded_of
-from distprune.files.selecting.layouts import Layouts, UnknownLayout, matched
+
+if TYPE_CHECKING:  # torch comes with it
+    from distprune.budgets.base import Division
+    from distprune.budgets.given import BudgetLike
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_PROBLEMS = 12
@@ -339,3 +343,52 @@ def check_budget(num_to_prune: int, lowest: int, highest: int, recipe: FileRecip
             f"{budget}, but max_sparsity {recipe.max_sparsity} of every tensor leaves {highest:,} "
             "that may go. Lower the sparsity, or raise max_sparsity."
         )
+
+
+def bounded_of(entries: Sequence[TensorEntry]) -> list[Bounded]:
+    """The tensors, as bounds and budgets take them."""
+    return [Bounded(e.name, (e.name,), e.numel, tuple(e.shape)) for e in entries]
+
+
+def division_of(
+    recipe: FileRecipe, entries: Sequence[TensorEntry], ratios: Mapping[str, float] | None = None
+) -> Division:
+    """The budget of a recipe for some tensors.
+
+    Args:
+        recipe: of a group; it has a budget.
+        entries: of the group.
+        ratios: of the outliers of each tensor, by name, for OWL.
+    """
+    from distprune.budgets.given import to_budget
+    from distprune.budgets.outliers import OWL
+
+    if ratios is not None:
+        return OWL(ratios).divide(bounded_of(entries))
+    budget = to_budget(cast("BudgetLike", recipe.budget))
+    assert budget is not None
+    return budget.divide(bounded_of(entries))
+
+
+def counts_of_shapes(
+    recipe: FileRecipe,
+    entries: Sequence[TensorEntry],
+    limits: Sequence[tuple[int, int]],
+    total: int,
+) -> list[int] | None:
+    """How many elements each tensor loses; None if that depends on what is stored.
+
+    Raises:
+        SelectionError: the budget cannot divide the total.
+    """
+    if recipe.budget not in ("uniform", "uniform+", "erk"):
+        return None
+    from distprune.budgets.base import LinearDivision
+
+    division = division_of(recipe, entries)
+    assert isinstance(division, LinearDivision)
+    lowest, highest = zip(*limits, strict=True)
+    try:
+        return list(division.divided(total, Bounds(lowest, highest)).counts)
+    except ValueError as error:
+        raise SelectionError(str(error)) from error

@@ -22,9 +22,8 @@ from distprune.budgets.base import Ranked as BudgetRanked
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
-from distprune.files.ranking.source import CPU, Source
-from distprune.files.selecting.budgeting import division_of
-from distprune.files.selecting.policy import check_budget
+from distprune.files.reading import CPU, Source
+from distprune.files.selecting import check_budget, division_of
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import Candidates, Cut, PartCut

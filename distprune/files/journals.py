@@ -27,8 +27,7 @@ from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.disk.access import NEW, read_small, write_all, write_atomically, writing
 from distprune.files.disk.open_files import OpenFiles, read_into
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.ranking.units import CopyUnit, SpanUnit, Unit
-from distprune.files.results.task import Task
+from distprune.files.units import CopyUnit, SpanUnit, Task, Unit
 
 # After a kill, the units of at most so many bytes have to be written again.
 _FLUSH_BYTES = 1 << 28

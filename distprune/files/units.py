@@ -10,15 +10,19 @@ elements of one group, in the order of ranking.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.disk.listing import OtherFile
-from distprune.files.formats.header import TensorEntry
+from distprune.files.formats.header import TensorEntry, WeightFile
 from distprune.files.planning import Plan
-from distprune.files.ranking.groups import bands_of, groups_of
+from distprune.files.reading import bands_of, groups_of
 
 # So few that a histogram for each fits into memory: 128 of 256 KiB, or 192 with as many groups as
 # there may be.
@@ -190,3 +194,81 @@ def _copies(name: str, path: str, start: int, stop: int) -> list[CopyUnit]:
         CopyUnit(name, path, first, min(first + _COPY_BYTES, stop))
         for first in range(start, stop, _COPY_BYTES)
     ]
+
+
+# By name of a file, the bytes [start, stop) of it, in the order in which they are written.
+Ranges = dict[str, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A result to make.
+
+    Attributes:
+        checkpoint: the source.
+        digest: of everything that decides the result.
+        tensors: those that are rewritten; the positions of spans count these.
+        make_units: cuts these tensors into units, which may depend on nothing but what the digest
+            covers.
+        layout: of the mask file; None: there is none.
+        copied: files without weights that are copied.
+        written_last: names of small files that are written when all units are done.
+    """
+
+    checkpoint: Checkpoint
+    digest: str
+    tensors: Sequence[TensorEntry]
+    make_units: Callable[[], Sequence[SpanUnit]]
+    layout: MaskLayout | None
+    copied: Sequence[OtherFile]
+    written_last: Sequence[str] = ()
+
+    @cached_property
+    def units(self) -> Sequence[Unit]:
+        """All the work: every byte of the files, except the header of the masks."""
+        rewritten = {entry.name for entry in self.tensors}
+        return [*self.make_units(), *copy_units(self.checkpoint, rewritten, self.copied)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each file, by name."""
+        files: list[SourceFile] = [*self.checkpoint.files, *self.copied]
+        sizes = {file.name: file.size for file in files}
+        if self.layout is not None:
+            sizes[MASK_FILE] = self.layout.size
+        return sizes
+
+    @property
+    def modes(self) -> dict[str, int]:
+        """Permissions of each file, by name, before the umask."""
+        files: list[SourceFile] = [*self.checkpoint.files, *self.copied]
+        modes = {file.name: file.mode for file in files}
+        if self.layout is not None:
+            modes[MASK_FILE] = mask_mode(self.checkpoint.files)
+        return modes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units, without the masks."""
+        return sum(unit.num_bytes for unit in self.units)
+
+    def ranges(self, unit: Unit) -> Ranges:
+        """The bytes that a unit writes."""
+        if isinstance(unit, CopyUnit):
+            return {unit.name: [(unit.start, unit.stop)]}
+        ranges: Ranges = {}
+        for span in unit.spans:
+            entry = self.tensors[span.position]
+            width = entry.nbytes // entry.numel
+            start, stop = (entry.start + index * width for index in (span.first, span.last))
+            ranges.setdefault(entry.file, []).append((start, stop))
+            if self.layout is not None:
+                start = self.layout.starts[entry.name]
+                piece = (start + span.first // 8, start + -(-span.last // 8))
+                ranges.setdefault(MASK_FILE, []).append(piece)
+        return ranges
+
+
+def mask_mode(files: Iterable[WeightFile]) -> int:
+    """Permissions of the mask file: those that all weight files have in common."""
+    return functools.reduce(operator.and_, (file.mode for file in files), 0o666)

@@ -18,8 +18,7 @@ from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 
 if TYPE_CHECKING:  # numpy comes with it
-    from distprune.files.scoring.matching import TensorStatistics
-
+    from distprune.files.matching import TensorStatistics
 
 # Group by group of the recipe, its tensors, each with the place of its inputs if that is known.
 ScoredGroups = Sequence[tuple[FileRecipe, Sequence[tuple[TensorEntry, Layout | None]]]]
@@ -91,7 +90,7 @@ def find_inputs(recipe: FileRecipe, groups: ScoredGroups, names: Collection[str]
                 "--statistics FILE, or 'statistics' in the recipe: the file that `distprune "
                 "calibrate` or ActivationStatistics.save writes."
             )
-        from distprune.files.scoring.matching import match_statistics
+        from distprune.files.matching import match_statistics
 
         statistics = match_statistics(recipe.statistics, measured.tensors, names)
     if given.needs:

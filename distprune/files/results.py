@@ -22,13 +22,12 @@ from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.open_files import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
-from distprune.files.ranking.units import CopyUnit, SpanUnit, units_by_rank
+from distprune.files.journals import Journal, Rechecker
+from distprune.files.partial import Partial
 from distprune.files.reports.report import RunFacts
-from distprune.files.results.finished_units import Journal, Rechecker
-from distprune.files.results.partial import Partial
-from distprune.files.results.task import Task
 from distprune.files.team import Team
 from distprune.files.text import format_size
+from distprune.files.units import CopyUnit, SpanUnit, Task, units_by_rank
 
 
 class Worker(Protocol):

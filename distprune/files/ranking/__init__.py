@@ -1,1 +1,0 @@
-"""Keys of scores, streamed from disk, and the cut of each group's ranking."""

@@ -1,1 +1,0 @@
-"""The tensors that a recipe selects, their dimensions and their groups, from headers alone."""
