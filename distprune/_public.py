@@ -12,6 +12,8 @@ from distprune import statistics as statistics
 from distprune._common import amount
 from distprune._common.naming import NamedParameter as NamedParameter
 from distprune.api.dense_gradients import dense_gradients as dense_gradients
+from distprune.api.global_mask import global_mask as global_mask
+from distprune.api.global_mask_arguments import GlobalMask as GlobalMask
 from distprune.api.global_structured import global_structured as global_structured
 from distprune.api.global_unstructured import global_unstructured as global_unstructured
 from distprune.api.local import custom_from_mask as custom_from_mask
@@ -27,22 +29,20 @@ from distprune.api.mask_loading import load_masks as load_masks
 from distprune.api.replacing_masks import get_masks as get_masks
 from distprune.api.replacing_masks import set_masks as set_masks
 from distprune.api.select import select as select
-from distprune.api.semi_structured import is_semi_structured as is_semi_structured
 from distprune.api.wrap_later import masks_aside as masks_aside
 from distprune.api.wrap_later import shard_masks as shard_masks
 from distprune.api.zeros import masks_from_zeros as masks_from_zeros
-from distprune.call.channel_groups import ChannelGroup as ChannelGroup
-from distprune.call.channel_groups import ChannelPart as ChannelPart
-from distprune.call.mask_update import MaskUpdate as MaskUpdate
-from distprune.call.mask_update import MaskUpdateReport as MaskUpdateReport
+from distprune.call.report import ChannelGroupReport as ChannelGroupReport
 from distprune.call.report import MaskLoadingReport as MaskLoadingReport
+from distprune.call.report import MaskUpdate as MaskUpdate
+from distprune.call.report import MaskUpdateReport as MaskUpdateReport
 from distprune.call.report import ParameterReport as ParameterReport
 from distprune.call.report import PruningReport as PruningReport
+from distprune.call.report import StructuredReport as StructuredReport
 from distprune.call.semi_structured import SemiStructuredParameter as SemiStructuredParameter
 from distprune.call.semi_structured import SemiStructuredReport as SemiStructuredReport
-from distprune.call.structured_report import ChannelGroupReport as ChannelGroupReport
-from distprune.call.structured_report import StructuredReport as StructuredReport
-from distprune.methods import channels, structured
+from distprune.call.semi_structured import is_semi_structured as is_semi_structured
+from distprune.methods import structured
 from distprune.methods.base import BasePruningMethod as BasePruningMethod
 from distprune.methods.base import PruningContainer as PruningContainer
 from distprune.methods.builtin import CustomFromMask as CustomFromMask
@@ -50,10 +50,10 @@ from distprune.methods.builtin import Identity as Identity
 from distprune.methods.builtin import L1Unstructured as L1Unstructured
 from distprune.methods.builtin import LowestScore as LowestScore
 from distprune.methods.builtin import RandomUnstructured as RandomUnstructured
+from distprune.methods.channel_groups import ChannelGroup as ChannelGroup
+from distprune.methods.channel_groups import ChannelPart as ChannelPart
 from distprune.methods.structured import LnStructured as LnStructured
 from distprune.methods.structured import RandomStructured as RandomStructured
-from distprune.projection.global_mask import global_mask as global_mask
-from distprune.projection.result import GlobalMask as GlobalMask
 from distprune.shards.factored import FactoredScores as FactoredScores
 from distprune.verification.report import VerificationError as VerificationError
 from distprune.verification.report import VerificationReport as VerificationReport
@@ -65,5 +65,5 @@ _compute_norm = structured.compute_norm
 _compute_nparams_toprune = amount.resolve_count
 _validate_pruning_amount = amount.validate_count
 _validate_pruning_amount_init = amount.validate_amount
-_validate_pruning_dim = channels.validate_dim
-_validate_structured_pruning = channels.validate_channels
+_validate_pruning_dim = structured.validate_dim
+_validate_structured_pruning = structured.validate_channels

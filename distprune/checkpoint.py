@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from distprune._common.naming import NamedParameter, full_name, named_modules
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, orig_key
-from distprune.api.checkpoint_ties import check_masks_of_ties, to_be_masked
 from distprune.api.global_unstructured import global_unstructured
-from distprune.api.pretrained import fold, save_pretrained
+from distprune.api.state_dicts import check_masks_of_ties, fold, save_pretrained, to_be_masked
 from distprune.masks.checks import check_writable
 from distprune.masks.hook import PruningHook
 from distprune.methods.builtin import Identity

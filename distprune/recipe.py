@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-    from distprune.call.context import Decision, PruningCall
+    from distprune.call.request import Decision, PruningCall
     from distprune.methods.base import BasePruningMethod
     from distprune.schedule.pruner import ScheduledPruner
 
@@ -175,8 +175,7 @@ def _random(seed: int | None) -> type[BasePruningMethod]:
     import torch
 
     from distprune.methods.builtin import RandomUnstructured
-    from distprune.methods.ranking import rank
-    from distprune.methods.rankings import AT_RANDOM
+    from distprune.methods.ranking import AT_RANDOM, rank
 
     if seed is None:
         return RandomUnstructured

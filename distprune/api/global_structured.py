@@ -10,15 +10,15 @@ from distprune._common.amount import Amount, SparsityBound, validate_amount
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
-from distprune.call.arguments import PruningArguments
-from distprune.call.channel_groups import ChannelGroup
 from distprune.call.importance_scores import SignedScores
+from distprune.call.report import StructuredReport
+from distprune.call.request import PruningArguments
 from distprune.call.run import prune_parameters
-from distprune.call.structured_report import StructuredReport
 from distprune.methods.base import describe_argument
 from distprune.methods.builtin import chosen_hook
-from distprune.methods.channels import is_norm_order
+from distprune.methods.channel_groups import ChannelGroup
 from distprune.methods.global_channels import GlobalStructured
+from distprune.methods.structured import is_norm_order
 from distprune.shards.reader import ShardReader
 from distprune.shards.target import Scores
 

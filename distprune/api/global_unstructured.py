@@ -13,13 +13,12 @@ from distprune._common.amount import Amount, SparsityBound
 from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
-from distprune.budgets.given import BudgetLike, to_budget
-from distprune.budgets.mapping import Sparsities
-from distprune.call.arguments import ByBudget, InGroups, OneRanking, PruningArguments
-from distprune.call.collapse import warn_of_collapse
+from distprune.budgets import BudgetLike, to_budget
+from distprune.budgets.rules import Sparsities
 from distprune.call.grouping import InputDims, to_rule
 from distprune.call.importance_scores import check_order
-from distprune.call.report import PruningReport
+from distprune.call.report import PruningReport, warn_of_collapse
+from distprune.call.request import ByBudget, InGroups, OneRanking, PruningArguments
 from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import chosen_hook

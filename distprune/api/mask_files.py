@@ -22,9 +22,9 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
 from distprune._transformers.saving import SavedMasks, as_saved
-from distprune.call.arguments import ParameterArguments
-from distprune.call.comparing import count_live_and_compare
 from distprune.call.reading import read_parameters
+from distprune.call.replicas import count_live_and_compare
+from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
 from distprune.files.disk.access import sync_folder
 from distprune.files.formats.header import TensorEntry

@@ -27,9 +27,8 @@ from distprune._transformers.mask_matching import (
     with_close_names,
 )
 from distprune._transformers.names import rules_for
-from distprune.call.arguments import PruningArguments
-from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.report import MaskLoadingReport
+from distprune.call.request import Decision, LocalMasks, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import MaskFile, open_masks, read_keep
@@ -143,7 +142,7 @@ class _Plan:
 
 
 class MasksFromFile:
-    """Decides on masks by reading them; see arguments.DecidesMasks.
+    """Decides on masks by reading them; see request.DecidesMasks.
 
     Attributes:
         unexpected: masks that no rank has a parameter for; known when it has decided.

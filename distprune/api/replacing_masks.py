@@ -16,9 +16,8 @@ from torch import Tensor
 
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places, unwrap
 from distprune._common.process_groups import world
-from distprune.call.arguments import PruningArguments
-from distprune.call.context import Decision, LocalMasks, PruningCall
-from distprune.call.mask_update import MaskUpdate, MaskUpdateReport
+from distprune.call.report import MaskUpdate, MaskUpdateReport
+from distprune.call.request import Decision, LocalMasks, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks.checks import check_binary
 from distprune.masks.optimizer_state import Optimizer, ParameterState, Replaced
@@ -152,7 +151,7 @@ def set_masks(
 
 @dataclass
 class _GivenMasks:
-    """Decides for given masks; see arguments.DecidesMasks.
+    """Decides for given masks; see request.DecidesMasks.
 
     Attributes:
         pairs: the caller's.

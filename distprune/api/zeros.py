@@ -17,10 +17,9 @@ from distprune._common.default_selection import reason_of_shape
 from distprune._common.memory import on_host
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
-from distprune.call.arguments import ParameterArguments, PruningArguments
-from distprune.call.context import Decision, PruningCall
 from distprune.call.reading import read_parameters
 from distprune.call.report import PruningReport
+from distprune.call.request import Decision, ParameterArguments, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.methods.builtin import chosen_hook
 from distprune.methods.mask_functions import elementwise_decision
@@ -119,7 +118,7 @@ def masks_from_zeros(
 
 
 class _Zeros:
-    """Decides on masks by the values alone; see arguments.DecidesMasks."""
+    """Decides on masks by the values alone; see request.DecidesMasks."""
 
     READS_VALUES = True
 

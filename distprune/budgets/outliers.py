@@ -10,8 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from distprune._common.amount import Bounded
-from distprune.budgets.base import Budget, LinearDivision
-from distprune.budgets.filling import Line
+from distprune.budgets.base import Budget, Line, LinearDivision
 
 OWL_MULTIPLE = 5.0  # by default, an outlier is above so many times the mean of its block
 # Up to the first number in a name: "model.layers.3." of "model.layers.3.mlp.up_proj.weight".

@@ -13,11 +13,18 @@ from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair, label_of, tied_places
 from distprune.call import pipeline_parallel as stages
-from distprune.call.arguments import ByBudget, Fact, InGroups, ParameterArguments, PruningArguments
-from distprune.call.context import Divided, Together
-from distprune.call.copies import count_copies_on_other_meshes
 from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.importance_scores import by_parameter
+from distprune.call.replicas import count_copies_on_other_meshes
+from distprune.call.request import (
+    ByBudget,
+    Divided,
+    Fact,
+    InGroups,
+    ParameterArguments,
+    PruningArguments,
+    Together,
+)
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
@@ -43,7 +50,7 @@ def read_parameters(
         Exception: what any rank raised, on every rank.
         ValueError: ranks have different parameters or facts.
 
-    Cost: an all-reduce of 40 bytes; more where parameters lie on several meshes (copies.py) or
+    Cost: an all-reduce of 40 bytes; more where parameters lie on several meshes (replicas.py) or
     under ``pipeline_parallel`` (pipeline_parallel.join).
     """
 

@@ -1,11 +1,20 @@
-"""What one pruning call did: exact counts, the same on every rank."""
+"""What a pruning call did: exact counts, the same on every rank.
+
+A parameter has collapsed if a ranking over all parameters has emptied it; see _common/amount.py,
+which files use, too. Not counted here are parameters of fewer than two dimensions (biases often
+begin at zero), those for which the caller asked for it, by a budget or a bound, and those that had
+collapsed before.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from distprune._common.amount import collapsed, is_nearly_empty
 from distprune._common.report_text import Totals, cost_facts, share, table
 
 
@@ -76,7 +85,7 @@ class PruningReport(Totals):
         bytes_sent: their payload, per rank.
         seconds: wall time on this rank.
         collapsed: names of parameters of which the ranking has left hardly anything; see
-            collapse.[Note: collapse].
+            amount.[Note: collapse].
         no_sparse_layout: after a pattern 2:4, for each parameter whose weight
             ``torch.sparse.to_sparse_semi_structured`` does not take, its name and why; None after
             any other call.
@@ -220,3 +229,260 @@ class MaskLoadingReport(PruningReport):
                 more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
                 lines.append(f"{len(keys)} {what}: {', '.join(keys[:3])}{more}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ChannelGroupReport:
+    """The channels of one group.
+
+    Attributes:
+        name: of the group.
+        num_channels: in all.
+        num_pruned_before: channels of which nothing was left before the call.
+        num_pruned_now: channels that the call pruned.
+        channel_size: elements of one channel, in all parameters of the group.
+    """
+
+    name: str
+    num_channels: int
+    num_pruned_before: int
+    num_pruned_now: int
+    channel_size: int
+
+    @property
+    def num_pruned(self) -> int:
+        """Channels of which nothing is left after the call: they could be removed."""
+        return self.num_pruned_before + self.num_pruned_now
+
+    @property
+    def sparsity(self) -> float:
+        """Share of pruned channels, in [0, 1]."""
+        return share(self.num_pruned, self.num_channels)
+
+    @property
+    def num_removable(self) -> int:
+        """Elements of all pruned channels: a model without these channels has so many fewer."""
+        return self.num_pruned * self.channel_size
+
+
+@dataclass(frozen=True)
+class StructuredReport(PruningReport):
+    """What ``global_structured`` did. ``print`` it on one rank; it is the same on all.
+
+    It has everything of a :class:`PruningReport`, whose counts are of elements. ``threshold`` and
+    ties are of channels, and ``collapsed`` has names of groups.
+
+    Attributes:
+        groups: in the caller's order.
+    """
+
+    groups: tuple[ChannelGroupReport, ...] = ()
+
+    @classmethod
+    def of(
+        cls, report: PruningReport, groups: Sequence[ChannelGroupReport], collapsed: Sequence[str]
+    ) -> StructuredReport:
+        """A report with the channels of its groups."""
+        values = {field.name: getattr(report, field.name) for field in fields(PruningReport)}
+        return cls(**{**values, "collapsed": tuple(collapsed)}, groups=tuple(groups))
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of all groups."""
+        return sum(group.num_channels for group in self.groups)
+
+    @property
+    def num_channels_pruned(self) -> int:
+        """Channels of which nothing is left: they could be removed."""
+        return sum(group.num_pruned for group in self.groups)
+
+    @property
+    def num_channels_pruned_now(self) -> int:
+        """Channels that this call pruned."""
+        return sum(group.num_pruned_now for group in self.groups)
+
+    @property
+    def num_removable(self) -> int:
+        """Elements of all pruned channels: a model without these channels has so many fewer."""
+        return sum(group.num_removable for group in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the totals and sparsities written out."""
+        data = super().to_dict()
+        data["groups"] = [
+            {
+                **asdict(group),
+                "num_pruned": group.num_pruned,
+                "sparsity": group.sparsity,
+                "num_removable": group.num_removable,
+            }
+            for group in self.groups
+        ]
+        for name in (
+            "num_channels", "num_channels_pruned", "num_channels_pruned_now", "num_removable",
+        ):  # fmt: skip
+            data[name] = getattr(self, name)
+        return data
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                group.name,
+                f"{group.num_channels:,}",
+                f"{group.num_pruned_before:,}",
+                f"{group.num_pruned_now:,}",
+                f"{group.sparsity:.2%}",
+                f"{group.num_removable:,}",
+            ]
+            for group in self.groups
+        ]
+        total = [
+            "total",
+            f"{self.num_channels:,}",
+            f"{sum(group.num_pruned_before for group in self.groups):,}",
+            f"{self.num_channels_pruned_now:,}",
+            f"{share(self.num_channels_pruned, self.num_channels):.2%}",
+            f"{self.num_removable:,}",
+        ]
+        heading = ["group", "channels", "before", "now", "sparsity", "removable elements"]
+        facts = [
+            f"{self.method}, amount={self.amount}",
+            f"{share(self.num_removable, self.num_elements):.2%} of {self.num_elements:,} elements "
+            "could be removed",
+        ]
+        if self.threshold is not None:
+            facts.append(f"threshold {self.threshold:.6g}")
+            if self.num_ties > 1:
+                facts[-1] += f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
+        lines = [*table(heading, rows, total), "; ".join([*facts, *cost_facts(self)])]
+        if self.collapsed:
+            lines.append(f"nearly empty: {', '.join(self.collapsed)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class MaskUpdate:
+    """One parameter, whole, each element counted once.
+
+    Attributes:
+        name: fully qualified if the parameter came from ``select``.
+        num_elements: of the whole parameter.
+        num_pruned: pruned elements, now.
+        num_grown: elements that were pruned before, and are not now ...
+        num_dropped: ... and the other way round.
+    """
+
+    name: str
+    num_elements: int
+    num_pruned: int
+    num_grown: int
+    num_dropped: int
+
+    @property
+    def sparsity(self) -> float:
+        """Share of pruned elements, in [0, 1]."""
+        return share(self.num_pruned, self.num_elements)
+
+
+@dataclass(frozen=True)
+class MaskUpdateReport(Totals):
+    """What ``set_masks`` did. ``print`` it on one rank; it is the same on all.
+
+    Attributes:
+        parameters: in the caller's order.
+        num_ranks: that took part.
+        num_collectives: all-reduces that this rank took part in.
+        bytes_sent: their payload, per rank.
+        seconds: wall time on this rank.
+    """
+
+    parameters: tuple[MaskUpdate, ...]
+    num_ranks: int
+    num_collectives: int
+    bytes_sent: int
+    seconds: float
+
+    @property
+    def num_grown(self) -> int:
+        """Elements of all parameters that were pruned before, and are not now."""
+        return sum(entry.num_grown for entry in self.parameters)
+
+    @property
+    def num_dropped(self) -> int:
+        """Elements of all parameters that are pruned now, and were not before."""
+        return sum(entry.num_dropped for entry in self.parameters)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                entry.name,
+                f"{entry.num_elements:,}",
+                f"{entry.num_dropped:,}",
+                f"{entry.num_grown:,}",
+                f"{entry.sparsity:.2%}",
+            ]
+            for entry in self.parameters
+        ]
+        total = [
+            "total",
+            f"{self.num_elements:,}",
+            f"{self.num_dropped:,}",
+            f"{self.num_grown:,}",
+            f"{self.sparsity:.2%}",
+        ]
+        heading = ["parameter", "elements", "dropped", "grown", "sparsity"]
+        return "\n".join([*table(heading, rows, total), "; ".join(cost_facts(self))])
+
+
+_SHOWN = 5
+
+
+def find_collapsed(
+    entries: Sequence[ParameterReport], shapes: Sequence[Sequence[int]]
+) -> tuple[str, ...]:
+    """The names of the parameters that a call has emptied.
+
+    Args:
+        entries: of all parameters of the call.
+        shapes: of the whole parameters.
+    """
+    emptied = collapsed([(entry.num_elements, entry.num_pruned) for entry in entries])
+    return tuple(
+        entries[position].name
+        for position in emptied
+        if _is_new(entries[position], shapes[position])
+    )
+
+
+def warn_of_collapse(report: PruningReport) -> None:
+    """Warn of the collapsed parameters of a report, where the caller of the caller stands."""
+    if not report.collapsed:
+        return
+    entries = {entry.name: entry for entry in report.parameters}
+    shown = [
+        f"{name} (now {entries[name].sparsity:.2%} pruned, of {entries[name].num_elements:,} "
+        "elements)"
+        for name in report.collapsed[:_SHOWN]
+    ]
+    if len(report.collapsed) > _SHOWN:
+        shown.append(f"and {len(report.collapsed) - _SHOWN} more")
+    few = "this parameter" if len(report.collapsed) == 1 else "these parameters"
+    warnings.warn(
+        f"the ranking over all parameters has left hardly anything of {', '.join(shown)}, where "
+        f"{report.sparsity:.2%} of all elements are pruned: the scores of {few} are smaller than "
+        "those of the others, and the model may be useless. Compare the parameters by "
+        "normalize='rms', divide the amount among them by budget= ('lamp', for example), or bound "
+        "what each may lose by max_sparsity=.",
+        stacklevel=3,
+    )
+
+
+def _is_new(entry: ParameterReport, shape: Sequence[int]) -> bool:
+    """Whether a parameter that has collapsed did so by this call, and nobody asked for it."""
+    return (
+        len(shape) >= 2
+        and entry.held_at is None
+        and entry.wanted is None
+        and (entry.min_sparsity is None or entry.min_sparsity < 0.99)
+        and not is_nearly_empty(entry.num_elements, entry.num_pruned_before)
+    )

@@ -16,8 +16,8 @@ from distprune._common import exact_sums
 from distprune._common.exact_sums import exponent_of
 from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_unstructured
-from distprune.call.arguments import ParameterArguments
 from distprune.call.report import ParameterReport, PruningReport
+from distprune.call.request import ParameterArguments
 from distprune.call.run import count_pruned
 from distprune.criteria.base import Criterion
 from distprune.masks.values import KeptModel, changed_values, keep_signs, kept_model

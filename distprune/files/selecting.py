@@ -22,8 +22,8 @@ from distprune.files.layouts import Layouts, UnknownLayout, matched
 from distprune.files.recipe import FileRecipe
 
 if TYPE_CHECKING:  # torch comes with it
+    from distprune.budgets import BudgetLike
     from distprune.budgets.base import Division
-    from distprune.budgets.given import BudgetLike
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _MAX_PROBLEMS = 12
@@ -360,7 +360,7 @@ def division_of(
         entries: of the group.
         ratios: of the outliers of each tensor, by name, for OWL.
     """
-    from distprune.budgets.given import to_budget
+    from distprune.budgets import to_budget
     from distprune.budgets.outliers import OWL
 
     if ratios is not None:

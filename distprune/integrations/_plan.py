@@ -16,9 +16,9 @@ from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
 from distprune._common.schedules import Schedule
 from distprune.api.select import select
-from distprune.budgets.given import BudgetLike
-from distprune.call.arguments import ParameterArguments
+from distprune.budgets import BudgetLike
 from distprune.call.report import PruningReport
+from distprune.call.request import ParameterArguments
 from distprune.call.run import count_pruned
 from distprune.criteria.base import Criterion
 from distprune.criteria.global_batch import AdamSecondMoment

@@ -19,9 +19,9 @@ from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, name_of_mask
 from distprune._transformers.saving import as_saved
 from distprune._transformers.table import pretrained_model
-from distprune.call.arguments import ParameterArguments
-from distprune.call.comparing import count_live_and_compare
 from distprune.call.reading import read_parameters
+from distprune.call.replicas import count_live_and_compare
+from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.checkpoints.weight_files import is_weights
 from distprune.files.disk.access import copy_file, write_atomically, writing

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count
 from distprune._common.naming import NamedParameter, unwrap
-from distprune.call.arguments import Fact, PruningArguments
-from distprune.call.context import Decision, PruningCall
+from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
 from distprune.masks.attach import Transaction
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import MaskRecord, Member, fingerprint_part, join
-from distprune.methods import mask_functions, ranking, rankings
+from distprune.methods import mask_functions, ranking
 from distprune.selection.keys import Order
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader, is_sharded
@@ -143,7 +142,7 @@ class BasePruningMethod(PruningHook, ABC):
             return mask_functions.elementwise_decision(call, self.compute_mask)
         if self.DISTRIBUTED == "scores":
             amount, compute_scores = _scoring(self)
-            return ranking.rank(call, amount, rankings.by_function(compute_scores))
+            return ranking.rank(call, amount, ranking.by_function(compute_scores))
         if self.DISTRIBUTED == "gather":
             return mask_functions.whole_decision(call, self.compute_mask, gather=not call.is_local)
         if self.DISTRIBUTED is not None:
@@ -355,7 +354,7 @@ class PruningContainer(BasePruningMethod):
 
     def bind(self, module: nn.Module) -> None:
         super().bind(module)
-        # A schedule leaves one method a hundred times: see methods.chosen_hook.
+        # A schedule leaves one method a hundred times: see builtin.chosen_hook.
         for method in {id(method): method for method in self._pruning_methods}.values():
             method.bind(module)
 

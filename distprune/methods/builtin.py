@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from distprune._common.amount import Amount, checked_count, validate_amount
 from distprune._common.process_groups import is_distributed
 from distprune._common.pruned_form import local_tensor, mask_key
-from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.masks.checks import check_binary
 from distprune.masks.hook import find_hook
-from distprune.methods import mask_functions, ranking, rankings
+from distprune.methods import mask_functions, ranking
 from distprune.methods.base import BasePruningMethod, PruningContainer, joined
 from distprune.selection.keys import Order
 
@@ -74,7 +74,7 @@ class RandomUnstructured(BasePruningMethod):
         is_torch = not call.is_limited and call.is_local and not is_distributed()
         if type(self).compute_mask is not _BUILT_IN[RandomUnstructured] or is_torch:
             return super().decide(call)
-        return ranking.rank(call, self.amount, rankings.AT_RANDOM)
+        return ranking.rank(call, self.amount, ranking.AT_RANDOM)
 
     @classmethod
     def apply(cls, module: nn.Module, name: str, amount: Amount) -> BasePruningMethod:  # type: ignore[override]
@@ -93,7 +93,7 @@ class _Ranked(BasePruningMethod):
     """
 
     PRUNING_TYPE = "unstructured"
-    RANKING: ClassVar[rankings.ByScore]
+    RANKING: ClassVar[ranking.ByScore]
     amount: Amount
 
     def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class L1Unstructured(_Ranked):
     """
 
     IGNORES_SIGN = True
-    RANKING = rankings.BY_MAGNITUDE
+    RANKING = ranking.BY_MAGNITUDE
 
     def __init__(self, amount: Amount) -> None:
         validate_amount(amount)
@@ -147,7 +147,7 @@ class LowestScore(_Ranked):
         amount: a fraction of what is unpruned in [0, 1], or a count.
     """
 
-    RANKING = rankings.BY_SIGNED_SCORE
+    RANKING = ranking.BY_SIGNED_SCORE
 
     def __init__(self, amount: Amount) -> None:
         validate_amount(amount)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distprune._common.memory import INTEGERS
-from distprune.call.context import Decision, LocalMasks, PruningCall
+from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.selection.passes import count_live
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import local_part, whole_checksum

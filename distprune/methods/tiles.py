@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from distprune._common.amount import Amount, Bounds, checked_count, resolve_count
-from distprune.call.context import Decision, LocalMasks, PruningCall
 from distprune.call.grouping import Grouping
+from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.in_groups import GroupedParts, prune_in_groups

@@ -17,12 +17,11 @@ from distprune._common.process_groups import world
 from distprune._common.schedules import Schedule
 from distprune.api.global_unstructured import global_arguments
 from distprune.api.local import remove
-from distprune.budgets.given import BudgetLike
-from distprune.call.arguments import InGroups, ParameterArguments, PruningArguments
-from distprune.call.collapse import warn_of_collapse
+from distprune.budgets import BudgetLike
 from distprune.call.grouping import InputDims
 from distprune.call.importance_scores import without_others
-from distprune.call.report import PruningReport
+from distprune.call.report import PruningReport, warn_of_collapse
+from distprune.call.request import InGroups, ParameterArguments, PruningArguments
 from distprune.call.run import count_pruned, prune_parameters
 from distprune.masks.checks import check_removable
 from distprune.masks.hook import find_hook

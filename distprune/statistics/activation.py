@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distprune._common.input_factors import POWER_OF_RIA
 from distprune._common.naming import NamedParameter
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
-from distprune.call.comparing import count_live_and_compare
+from distprune.call.replicas import count_live_and_compare
 from distprune.files.formats.statistics_file import (
     StoredStatistics,
     read_statistics,

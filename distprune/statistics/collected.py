@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from distprune._common.naming import NamedParameter, unwrap
 from distprune._common.patterns import check_pattern, matcher
 from distprune._common.process_groups import world
-from distprune.call.arguments import ParameterArguments
 from distprune.call.reading import read_parameters
+from distprune.call.request import ParameterArguments
 from distprune.shards.target import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
 from distprune.statistics.totals import Totals, local_statistics, sum_over_ranks

@@ -8,8 +8,7 @@ from typing import NoReturn
 from torch import nn
 
 from distprune._common.process_groups import world
-from distprune.call.arguments import PruningArguments
-from distprune.call.context import LocalMasks, PruningCall
+from distprune.call.request import LocalMasks, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.methods.builtin import L1Unstructured, chosen_hook
 

@@ -10,8 +10,7 @@ from torch import nn
 
 import distprune as prune
 from distprune import budgets
-from distprune.budgets.base import LinearDivision
-from distprune.budgets.filling import Line
+from distprune.budgets.base import Line, LinearDivision
 from distprune.schedule import Linear, OneShot, ScheduledPruner
 from helpers.models import Net
 from helpers.models import fill as fill_model

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from distprune import budgets
 from distprune._common.amount import Bounded
-from distprune.budgets.filling import Line, NoLevelError, fill, rounded
+from distprune.budgets.base import Line, NoLevelError, fill, rounded
 from distprune.budgets.outliers import block_of
 from helpers.sampling import num_examples
 

@@ -18,9 +18,6 @@ ROOMS = {
     "budgets": {"_common", "selection"},
     "call": {"_common", "shards", "selection", "masks", "budgets"},
     "methods": {"_common", "shards", "selection", "masks", "budgets", "call"},
-    "projection": {
-        "_common", "torch_private", "shards", "selection", "call", "methods",
-    },
     "_version": set(),
     "_transformers": {"_common"},
     "recipes": {"_common"},
@@ -41,7 +38,7 @@ ROOMS = {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
     },
     "checkpoint": {"_common", "masks", "methods", "api", "verification"},
-    "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api", "projection"},
+    "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
     "recipe": {"recipes", "call", "methods", "api", "schedule"},
     "integrations": {
         "_common", "torch_private", "budgets", "masks", "call", "methods", "api", "verification",
@@ -54,7 +51,7 @@ ROOMS = {
     "_public": {
         "_common", "shards", "budgets", "call", "methods", "api", "verification", "schedule",
         "checkpoint",
-        "criteria", "statistics", "projection", "dynamic",
+        "criteria", "statistics", "dynamic",
     },
     "": {"_public", "_version"},
     "testing": set(),

@@ -1,4 +1,8 @@
-"""RigL and SET: drop the smallest weights, and let as many others grow."""
+"""Methods that change the masks while a model trains: they drop elements, and let others grow.
+
+They are a few lines on :func:`distprune.global_mask` and :func:`distprune.set_masks`; others are
+written the same way, as ``examples/projections.py`` shows for AC/DC, ADMM and a proximal method.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,21 @@ from torch import Tensor
 from distprune._common.naming import Pair, label_of, unwrap
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor
+from distprune.api.global_mask import global_mask
 from distprune.api.replacing_masks import StateRule, get_masks, set_masks
-from distprune.call.arguments import ParameterArguments
-from distprune.call.mask_update import MaskUpdateReport
+from distprune.call.report import MaskUpdateReport
+from distprune.call.request import ParameterArguments
 from distprune.call.run import count_pruned
 from distprune.masks.hook import find_hook
 from distprune.masks.optimizer_state import Optimizer
-from distprune.projection.global_mask import global_mask
 from distprune.shards.gradients import local_gradient
 from distprune.shards.reader import ShardReader
 from distprune.torch_private import dense_gradients as dense
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+__all__ = ["cosine_fraction", "rigl_step", "set_step"]
 
 
 def rigl_step(

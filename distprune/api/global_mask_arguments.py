@@ -1,25 +1,78 @@
-"""The arguments of ``global_mask``: checked, and this rank's part of every tensor. Local."""
+"""``global_mask``: its arguments and its result."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair
-from distprune.call.arguments import Fact
 from distprune.call.reading import check_ranks, part_of_scores
-from distprune.projection.result import GlobalMask, MaskStart
+from distprune.call.request import Fact
+from distprune.selection.start import Start
 from distprune.shards.factored import FactoredScores
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
 from distprune.shards.target import Target
 from distprune.torch_private.wrapper import is_piece_of_flat
+
+MasksT = TypeVar("MasksT")
+
+
+@dataclass(frozen=True)
+class MaskStart:
+    """Where the next call of the same kind looks first: a few numbers per group.
+
+    Attributes:
+        groups: by label of the group.
+    """
+
+    groups: Mapping[Hashable, Start]
+
+
+@dataclass(frozen=True)
+class GlobalMask(Generic[MasksT]):
+    """Masks, and facts about them that are the same on all ranks.
+
+    Attributes:
+        masks: a bool tensor for each tensor of the call, laid out like it, True where it was
+            selected: a dict if the call was given a mapping, otherwise a list.
+        thresholds: by label of the group, the score at which its order was cut (|score| unless
+            ``signed``); None where nothing or everything was selected, and for random scores.
+            Without groups, the only label is None.
+        num_ties: by label of the group, the elements whose score is the threshold ...
+        num_ties_selected: ... and how many of them were selected.
+        start: pass it to the next call: a few numbers.
+        num_collectives: all-reduces of the call.
+        bytes_sent: payload of those, per rank.
+    """
+
+    masks: MasksT
+    thresholds: Mapping[Hashable, float | None]
+    num_ties: Mapping[Hashable, int]
+    num_ties_selected: Mapping[Hashable, int]
+    start: MaskStart
+    num_collectives: int
+    bytes_sent: int
+
+    @property
+    def threshold(self) -> float | None:
+        """The threshold of a call without groups, or with one.
+
+        Raises:
+            ValueError: there are several groups.
+        """
+        if len(self.thresholds) != 1:
+            raise ValueError(
+                f"the call had {len(self.thresholds)} groups; expected one. Read `thresholds`."
+            )
+        return next(iter(self.thresholds.values()))
+
 
 # What may stand for one tensor: itself, or the parameter of a module.
 TensorLike = Tensor | tuple[nn.Module, str]

@@ -1,1 +1,0 @@
-"""One exact projection of tensors, without modules: keep k elements over all ranks."""
