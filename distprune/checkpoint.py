@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, full_name, named_modules
+from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import mask_key, orig_key
 from distprune.api.global_unstructured import global_unstructured
 from distprune.api.state_dicts import check_masks_of_ties, fold, save_pretrained, to_be_masked
 from distprune.masks.checks import check_writable
-from distprune.masks.hook import PruningHook
+from distprune.masks.hook import pruned_parameters, put_records, records_of
 from distprune.methods.builtin import Identity
-from distprune.verification.places import put_records, records_of
 
 if TYPE_CHECKING:  # importing DCP and DTensor costs more than all the rest
     from torch.distributed import ProcessGroup
@@ -257,14 +256,11 @@ def prepare_for_load(
 
 def _pruned_here(model: nn.Module) -> dict[str, Tensor]:
     """The masks on this rank by the names of their parameters."""
-    masks = {}
-    for path, module in named_modules(model):
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, PruningHook):
-                mask = module._buffers.get(mask_key(hook._tensor_name))
-                if mask is not None:
-                    masks[full_name(path, hook._tensor_name)] = mask
-    return masks
+    masks = {
+        name: module._buffers.get(mask_key(hook._tensor_name))
+        for name, module, hook in pruned_parameters(model)
+    }
+    return {name: mask for name, mask in masks.items() if mask is not None}
 
 
 def _get_state_dict(

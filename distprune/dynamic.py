@@ -25,7 +25,7 @@ from distprune.masks.hook import find_hook
 from distprune.masks.optimizer_state import Optimizer
 from distprune.shards.gradients import local_gradient
 from distprune.shards.reader import ShardReader
-from distprune.torch_private import dense_gradients as dense
+from distprune.torch_private import masked_value
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,7 +150,9 @@ def _gradients(pairs: list[Pair]) -> list[Tensor]:
     for position, pair in enumerate(pairs):
         module, name = unwrap(pair[0]), pair[1]
         label = label_of(pair, position)
-        if find_hook(module, name) is not None and not dense.is_dense(module, name):
+        if find_hook(module, name) is not None and not masked_value.has_dense_gradient(
+            module, name
+        ):
             raise RuntimeError(
                 f"{label}: the gradients of its pruned elements are masked; expected the call "
                 "inside dense_gradients, after the backward."

@@ -14,7 +14,7 @@ from distprune._common.pruned_form import name_without_orig
 from distprune.masks.hook import find_hook, named_hooks
 from distprune.shards.gradients import available_gradient
 from distprune.shards.reader import ShardReader
-from distprune.torch_private import dense_gradients as dense
+from distprune.torch_private import masked_value
 
 Places = list[tuple[nn.Module, str]]
 
@@ -57,13 +57,13 @@ def dense_gradients(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> 
     places = _pruned_places(parameters)
     _check(places)
     for module, name in places:
-        dense.enter(module, name)
+        masked_value.enter_dense(module, name)
     try:
         yield
     finally:
         for module, name in places:
-            dense.leave(module, name)
-        _mask_gradients([place for place in places if not dense.is_dense(*place)])
+            masked_value.leave_dense(module, name)
+        _mask_gradients([place for place in places if not masked_value.has_dense_gradient(*place)])
 
 
 def _pruned_places(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> Places:
@@ -106,7 +106,7 @@ def _check(places: Places) -> None:
         if (
             managed is not None
             and managed.has_unreduced_gradient
-            and not dense.is_dense(module, name)
+            and not masked_value.has_dense_gradient(module, name)
         ):
             raise RuntimeError(
                 f"{type(module).__name__}.{name}: a backward without gradient synchronisation "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from distprune._common.amount import Amount
 from distprune._common.naming import unwrap
 from distprune.masks.attach import unregister
-from distprune.masks.hook import PruningHook, find_hook
+from distprune.masks.hook import find_hook, hooks_on
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import (
     CustomFromMask,
@@ -180,8 +180,4 @@ def remove(module: ModuleT, name: str) -> ModuleT:
 
 def is_pruned(module: nn.Module) -> bool:
     """Whether a parameter of the module, or of a module below it, is pruned."""
-    return any(
-        isinstance(hook, PruningHook)
-        for submodule in module.modules()
-        for hook in submodule._forward_pre_hooks.values()
-    )
+    return any(hooks_on(submodule) for submodule in module.modules())

@@ -109,10 +109,10 @@ def to_save(
     """
     managed = reader.managed(parameter.module, parameter.name)
     if isinstance(managed, ManagedRun):
-        from distprune.torch_private import fsdp1, fsdp1_tensors
+        from distprune.torch_private import fsdp1
 
         assert isinstance(managed, fsdp1.FlatPiece)
-        return fsdp1_tensors.run_as_sharded_tensor(parameter.label, managed, local)
+        return fsdp1.run_as_sharded_tensor(parameter.label, managed, local)
     tensor = shard.as_parameter_layout(local)
     if is_dtensor(tensor) and is_misplaced(parameter.label, tensor):
         raise NotImplementedError(
@@ -127,11 +127,11 @@ def load(
 ) -> None:
     """Copy a saved accumulator, as :func:`to_save` made it, or whole, into this rank's part."""
     if _is_sharded_tensor(value):
-        from distprune.torch_private import fsdp1, fsdp1_tensors
+        from distprune.torch_private import fsdp1
 
         managed = reader.managed(parameter.module, parameter.name)
         assert isinstance(managed, fsdp1.FlatPiece)  # check() saw to it
-        fsdp1_tensors.load_run(parameter.label, managed, value, local)
+        fsdp1.load_run(parameter.label, managed, value, local)
         return
     local.copy_(local_part(parameter.label, "the state", value, shard))
 
@@ -149,7 +149,7 @@ def check(parameter: TrackedParameter, reader: ShardReader, shard: LocalShard, v
     if not _is_sharded_tensor(value):
         local_part(parameter.label, "the state", value, shard)
         return
-    from distprune.torch_private import fsdp1, fsdp1_tensors
+    from distprune.torch_private import fsdp1
 
     managed = reader.managed(parameter.module, parameter.name)
     if not isinstance(managed, fsdp1.FlatPiece):
@@ -158,7 +158,7 @@ def check(parameter: TrackedParameter, reader: ShardReader, shard: LocalShard, v
             "parameter; expected a tensor laid out like it. Load the state with "
             "torch.distributed.checkpoint, which reshards."
         )
-    fsdp1_tensors.check_boxes(parameter.label, managed, value, shard.values)
+    fsdp1.check_boxes(parameter.label, managed, value, shard.values)
 
 
 def check_names(

@@ -21,8 +21,8 @@ from torch import nn
 from distprune._common.process_groups import world
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
+from distprune.masks.hook import put_records, records_of
 from distprune.schedule.pruner import ScheduledPruner
-from distprune.verification.places import put_records, records_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

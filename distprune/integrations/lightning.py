@@ -28,7 +28,7 @@ from distprune._common.process_groups import world
 from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import PlannedPruning, Started
-from distprune.verification.places import put_records, records_of
+from distprune.masks.hook import put_records, records_of
 
 try:
     import lightning.pytorch as pl

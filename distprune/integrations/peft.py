@@ -29,7 +29,7 @@ from distprune._common.naming import full_name, named_modules, unwrap
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune.integrations.held_lora import HeldDelta, stored_weight, zeros_of
-from distprune.masks.adapters import guard_merges, holds_zeros
+from distprune.masks.guards import guard_merges, holds_zeros
 from distprune.masks.hook import find_hook
 from distprune.torch_private.wrapper import is_flattened, is_managed
 

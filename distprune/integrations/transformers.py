@@ -43,8 +43,8 @@ from distprune.api.select import select
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._accelerate_state import keys_of_model
 from distprune.integrations._plan import PlannedPruning
+from distprune.masks.hook import put_records, records_of
 from distprune.methods.builtin import L1Unstructured
-from distprune.verification.places import put_records, records_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
-from distprune.masks import survival
+from distprune.masks import guards
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.torch_private import live_property
+from distprune.torch_private import masked_value
+from distprune.torch_private.dtensor import rebind
 from distprune.torch_private.managed import Managed, ShardMask
-from distprune.torch_private.rebinding import rebind
 from distprune.torch_private.wrapper import masked_by
 
 
@@ -68,7 +68,7 @@ class Transaction:
         hook.bind(module)
         hook.note_parameter(module, is_managed=managed is not None)
         for owner in owners:
-            survival.install(owner, name)
+            guards.keep_mask(owner, name)
             _update_after_loading(owner)
             present = find_hook(owner, name)
             if present is None:
@@ -112,7 +112,7 @@ class Transaction:
             self._undo.pop()()
 
     def _remember(self, owners: list[nn.Module], name: str, managed: Managed | None) -> None:
-        key = live_property.shard_mask_key(name)
+        key = masked_value.shard_mask_key(name)
         shard_mask: ShardMask | None = owners[0].__dict__.get(key)
         restores = [_snapshot(owner, name) for owner in owners]
         was_renamed = _is_renamed(managed, name)
@@ -145,7 +145,7 @@ def _snapshot(module: nn.Module, name: str) -> Callable[[], None]:
     saved = [dict(contents) for contents in dicts]
     non_persistent = module._non_persistent_buffers_set
     saved_non_persistent = set(non_persistent)
-    keys = (name, orig_key(name), live_property.shard_mask_key(name), survival.KEY)
+    keys = (name, orig_key(name), masked_value.shard_mask_key(name), guards.KEY)
     attributes = {key: module.__dict__[key] for key in keys if key in module.__dict__}
 
     def restore() -> None:
@@ -199,19 +199,19 @@ def _reparametrize(module: nn.Module, name: str, hook: PruningHook, mask: Tensor
         module.register_buffer(buffer, mask)
     else:
         module._buffers[buffer] = mask
-    if live_property.is_needed(module, name):
-        live_property.install(module, name)
+    if masked_value.must_be_live(module, name):
+        masked_value.make_live(module, name)
     else:
         # Through setattr: recurrent modules keep a list of their weights in step.
         setattr(module, name, hook.apply_mask(module))
 
 
 def _restore_parameter(module: nn.Module, name: str) -> None:
-    if live_property.is_live(module, name):
-        live_property.uninstall(module, name)
+    if masked_value.is_live(module, name):
+        masked_value.end_live(module, name)
     module.__dict__.pop(name, None)
     del module._buffers[mask_key(name)]
-    survival.uninstall(module)
+    guards.stop_keeping(module)
     _stop_updating(module)
     _rename_parameter(module, orig_key(name), name)
     _refresh_flat_weights(module, name)
@@ -219,7 +219,7 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
 
 def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Managed) -> None:
     original, buffer = orig_key(name), mask_key(name)
-    key = live_property.shard_mask_key(name)
+    key = masked_value.shard_mask_key(name)
     # A gathered copy was made without this mask.
     managed.reshard()
     previous = owners[0].__dict__.get(key)
@@ -235,7 +235,7 @@ def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Mana
             owner.register_buffer(buffer, mask, persistent=managed.persists_mask)
         owner._buffers[buffer] = mask
         owner.__dict__[key] = shard_mask
-        live_property.install(owner, name)
+        masked_value.make_live(owner, name)
     if not is_renamed:
         managed.rename(name, original)
     if previous is not None:
@@ -244,15 +244,15 @@ def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Mana
 
 
 def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None:
-    key = live_property.shard_mask_key(name)
+    key = masked_value.shard_mask_key(name)
     managed.reshard()
     owners[0].__dict__[key].detach()
     managed.rename(orig_key(name), name)
     for owner in owners:
-        live_property.uninstall(owner, name)
+        masked_value.end_live(owner, name)
         del owner.__dict__[key]
         delattr(owner, mask_key(name))
-        survival.uninstall(owner)
+        guards.stop_keeping(owner)
         _stop_updating(owner)
         _rename_parameter(owner, orig_key(name), name)
 
@@ -334,7 +334,7 @@ def _has_product(module: nn.Module, name: str) -> bool:
     original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
     return (
         isinstance(module.__dict__.get(name), Tensor)
-        and not live_property.is_live(module, name)
+        and not masked_value.is_live(module, name)
         and original is not None
         and mask is not None
         and original.shape == mask.shape

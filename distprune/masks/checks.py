@@ -30,7 +30,8 @@ from distprune._common.pruned_form import (
 )
 from distprune.masks import hook as hooks
 from distprune.masks.hook import PruningHook, find_hook
-from distprune.torch_private.live_property import shard_mask_key
+from distprune.torch_private.dtensor import doubtful_box
+from distprune.torch_private.masked_value import shard_mask_key
 from distprune.torch_private.wrapper import managed_parameters
 
 if TYPE_CHECKING:
@@ -280,13 +281,13 @@ def _check_boxes(model: nn.Module) -> None:
 def is_misplaced(name: str, parameter: DTensor) -> bool:
     """Whether DCP of this torch would write or read this rank's shard at a wrong offset."""
     from distprune.shards import dtensor
-    from distprune.torch_private import dcp
 
-    if not dcp.may_be_misplaced(parameter):
+    box = doubtful_box(parameter)
+    if box is None:
         return False
+    sizes, offsets = box
     # Per dimension, the range of global indices that this rank has.
     ranges = dtensor.local_shard(name, parameter, None).coordinates
-    sizes, offsets = dcp.written_box(parameter)
     if 0 in sizes or not all(ranges):
         return (0 in sizes) != (not all(ranges))
     starts = tuple(indices.start for indices in ranges)

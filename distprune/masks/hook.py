@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import full_name
+from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
-from distprune.masks.adapters import guard_merges
+from distprune.masks.guards import guard_merges
 from distprune.masks.record import CallRecord, MaskRecord, Member
-from distprune.torch_private import dense_gradients, live_property
+from distprune.torch_private import masked_value
 from distprune.torch_private.managed import ShardMask
-from distprune.torch_private.wrapper import is_managed
+from distprune.torch_private.wrapper import active_ddp, ignore_buffers, is_managed
 
 # Modules that got a hook, or were copied with one, and that newly_bound has not yielded yet.
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -59,8 +58,8 @@ class PruningHook:
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and module._buffers.get(mask_key(name)) is None:
             raise lost_mask(module, name)
-        if live_property.is_live(module, name):
-            shard_mask = module.__dict__.get(live_property.shard_mask_key(name))
+        if masked_value.is_live(module, name):
+            shard_mask = module.__dict__.get(masked_value.shard_mask_key(name))
             if shard_mask is not None and not is_compiling:
                 _check_attached(module, name, shard_mask)
             return
@@ -80,7 +79,7 @@ class PruningHook:
         assert name is not None, f"Module {module} has to be pruned"
         mask = getattr(module, mask_key(name))
         original = getattr(module, orig_key(name))
-        return dense_gradients.product(module, name, original, mask)
+        return masked_value.product(module, name, original, mask)
 
     @property
     def multiplies(self) -> bool:
@@ -182,6 +181,12 @@ def layout_of(parameter: Tensor) -> str:
     return f"{parameter.placements} on a mesh of shape {tuple(parameter.device_mesh.shape)}"
 
 
+def hooks_on(module: nn.Module) -> list[PruningHook]:
+    """The pruning hooks of a module: one for each of its pruned parameters."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, PruningHook)]
+
+
 def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
     """The pruning hook of a parameter and its key in ``_forward_pre_hooks``."""
     for key, hook in module._forward_pre_hooks.items():
@@ -205,9 +210,33 @@ def newly_bound() -> Iterator[nn.Module]:
 def named_hooks(root: nn.Module) -> Iterator[tuple[str, str, PruningHook]]:
     """(module's name, parameter's name, hook) of every pruned parameter below a module."""
     for prefix, module in root.named_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, PruningHook):
-                yield prefix, hook._tensor_name, hook
+        for hook in hooks_on(module):
+            yield prefix, hook._tensor_name, hook
+
+
+def pruned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, PruningHook]]:
+    """(full name, module, hook) of every pruned parameter, whatever wraps the model."""
+    for path, module in named_modules(model):
+        for hook in hooks_on(module):
+            yield full_name(path, hook._tensor_name), module, hook
+
+
+def records_of(model: nn.Module) -> dict[str, list[int]]:
+    """[fingerprint, pruned elements] of every parameter that has a record, by full name.
+
+    They are the same on any sharding, and on every rank that has the parameter.
+    """
+    return {
+        name: [hook.record.fingerprint, hook.record.num_pruned]
+        for name, _, hook in pruned_parameters(model)
+        if hook.record is not None
+    }
+
+
+def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
+    """Store the records of loaded masks in the hooks of a model."""
+    for name, _, hook in pruned_parameters(model):
+        hook.record = MaskRecord(*records[name]) if name in records else None
 
 
 def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
@@ -216,17 +245,13 @@ def _exempt_masks_from_ddp(hook: PruningHook | None = None) -> None:
     Args:
         hook: of one of these masks; records for which wrapper this is done already.
     """
-    if "torch.nn.parallel.distributed" not in sys.modules:
-        return
-    from distprune.torch_private import ddp
-
-    wrapper = ddp.active_wrapper()
+    wrapper = active_ddp()
     last_wrapper = None if hook is None or hook._ddp_ref is None else hook._ddp_ref()
     if wrapper is None or last_wrapper is wrapper:
         return
     hooks = list(named_hooks(wrapper.module))
     masks = (mask_key(full_name(prefix, name)) for prefix, name, _ in hooks)
-    ddp.ignore_buffers(wrapper, masks)
+    ignore_buffers(wrapper, masks)
     for _, _, other in hooks:
         other._ddp_ref = weakref.ref(wrapper)
 

@@ -22,7 +22,7 @@ from distprune.masks.hook import find_hook
 from distprune.shards.geometry import memory_order
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import live_graphs, live_property
+from distprune.torch_private import live_graphs, masked_value
 from distprune.torch_private.managed import Managed
 
 # (number of the parameter in the list, this rank's unmasked values) -> None: writes new values
@@ -163,7 +163,7 @@ class _Part:
         """Compute ``mask * weight_orig`` anew where a module keeps it."""
         for module, name in self.places if self.managed is None else ():
             present = find_hook(module, name)
-            if present is not None and not live_property.is_live(module, name):
+            if present is not None and not masked_value.is_live(module, name):
                 setattr(module, name, present[1].apply_mask(module))
 
     def check_no_backward(self, when: str) -> None:

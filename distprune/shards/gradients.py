@@ -13,8 +13,7 @@ from torch import Tensor
 from distprune._common.process_groups import is_distributed
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.shard import LocalShard
-from distprune.torch_private.gradient_source import GradientSource, ParameterSource
-from distprune.torch_private.managed import Managed, ManagedRun
+from distprune.torch_private.managed import GradientSource, Managed, ManagedRun, ParameterSource
 from distprune.torch_private.wrapper import gradients_of
 
 if TYPE_CHECKING:

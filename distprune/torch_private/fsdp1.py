@@ -8,6 +8,14 @@ even slice of it, so a rank has a *run* of a parameter's elements, in the order 
     slices         |   rank 0    |    rank 1   |   rank 2   |   rank 3     |
 
 How a mask acts on it, and masks in state dicts: fsdp1_mask.
+
+[Note: boxes] torch.distributed.checkpoint (DCP) saves boxes of an N-d tensor. A run of elements in
+row-major order is a few boxes, here elements 4 to 13 of a [4, 4] parameter:
+
+    .  .  .  .
+    4  5  6  7      rows 1 and 2, a box of [2, 4]
+    8  9 10 11
+   12 13  .  .      the rest of the run, a box of [1, 2]
 """
 
 from __future__ import annotations
@@ -15,23 +23,27 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
+from torch.distributed import ProcessGroup, get_global_rank, get_process_group_ranks, get_rank
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.utils.hooks import RemovableHandle
 
 from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.gradient_source import GradientSource, Receive
-from distprune.torch_private.managed import ManagedRun
+from distprune.torch_private.managed import GradientSource, ManagedRun, Receive
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
+
 
 _MANAGED = "_fsdp_flattened"
 
@@ -296,7 +308,7 @@ def find_modules() -> None:
 
 
 class FlatSource(GradientSource):
-    """A flat parameter, for all pieces of it: see gradient_source.[Note: hooks on leaves].
+    """A flat parameter, for all pieces of it: see managed.[Note: hooks on leaves].
 
     A rank's piece of its gradient has the runs of its parameters where :attr:`FlatPiece.span` says.
 
@@ -333,3 +345,114 @@ class FlatSource(GradientSource):
         flat[: gradient.numel()].copy_(gradient.reshape(-1))
         flat[gradient.numel() :].zero_()
         return pieces
+
+
+# (offsets, sizes) in the whole tensor.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def run_as_sharded_tensor(label: str, piece: FlatPiece, run: Tensor) -> ShardedTensor:
+    """A run as DCP saves and loads it: in place, and without communication.
+
+    Args:
+        label: of the parameter, for messages.
+        piece: the parameter.
+        run: this rank's run of a tensor like it, 1-d; the result has views of it.
+
+    Raises:
+        NotImplementedError: a parameter that is not row-major in memory.
+    """
+    shape = tuple(piece.shape)
+    if piece.stride != torch.empty(shape, device="meta").stride():
+        raise NotImplementedError(
+            f"{label}: its memory is not row-major (stride {tuple(piece.stride)}, channels_last "
+            "say), so FSDP1's slices of it are no boxes, which checkpoints need. Expected a "
+            "contiguous parameter: call .contiguous() before wrapping, or wrap with fully_shard."
+        )
+    group, start = piece.handle.process_group, _start_in_flat_parameter(piece)
+    size, chunk = math.prod(shape), local_slice(piece.handle).numel()
+    shards, metadata = [], []
+    for rank in range(group.size()):
+        # What this rank's slice of the flat parameter has of the parameter.
+        first = min(max(rank * chunk - start, 0), size)
+        last = min(max((rank + 1) * chunk - start, 0), size)
+        taken = 0
+        for offsets, sizes in boxes_of_run(shape, first, last):
+            place = f"rank:{get_global_rank(group, rank)}/{run.device}"
+            metadata.append(ShardMetadata(list(offsets), list(sizes), place))
+            if rank == group.rank():
+                end = taken + math.prod(sizes)
+                shards.append(Shard(run[taken:end].view(sizes), metadata[-1]))
+                taken = end
+    assert sum(shard.tensor.numel() for shard in shards) == run.numel()
+    properties = TensorProperties(
+        dtype=run.dtype,
+        layout=torch.strided,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        pin_memory=False,
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, ShardedTensorMetadata(metadata, torch.Size(shape), properties), group
+    )
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes of a tensor that hold the elements [start, stop) in row-major order, in order.
+
+    See [Note: boxes]. At most 2 * len(shape) - 1 of them.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    inner = math.prod(shape[1:])
+    boxes: list[Box] = []
+    if start % inner:  # the end of a row
+        row, stop_here = start // inner, min(stop, (start // inner + 1) * inner)
+        for offsets, sizes in boxes_of_run(shape[1:], start - row * inner, stop_here - row * inner):
+            boxes.append(((row, *offsets), (1, *sizes)))
+        start = stop_here
+    rows = (stop - start) // inner
+    if rows > 0:
+        boxes.append(((start // inner, *(0,) * (len(shape) - 1)), (rows, *shape[1:])))
+        start += rows * inner
+    if start < stop:  # the beginning of a row
+        for offsets, sizes in boxes_of_run(shape[1:], 0, stop - start):
+            boxes.append(((start // inner, *offsets), (1, *sizes)))
+    return boxes
+
+
+def check_boxes(label: str, piece: FlatPiece, tensor: ShardedTensor, run: Tensor) -> None:
+    """Refuse a tensor that has other boxes than :func:`run_as_sharded_tensor` makes of a run.
+
+    Raises:
+        ValueError: names the boxes.
+    """
+    expected = _boxes(run_as_sharded_tensor(label, piece, run))
+    if _boxes(tensor) != expected or tensor.size() != piece.shape:
+        raise ValueError(
+            f"{label}: the state has boxes {_boxes(tensor)} of a tensor of shape "
+            f"{tuple(tensor.size())} on this rank; expected {expected} of {tuple(piece.shape)}. "
+            "Load it with torch.distributed.checkpoint, which reshards."
+        )
+
+
+def load_run(label: str, piece: FlatPiece, tensor: ShardedTensor, run: Tensor) -> None:
+    """Copy a tensor of :func:`run_as_sharded_tensor` into a run, of the same boxes."""
+    targets = run_as_sharded_tensor(label, piece, run).local_shards()
+    for target, source in zip(targets, tensor.local_shards(), strict=True):
+        target.tensor.copy_(source.tensor)
+
+
+def _boxes(tensor: ShardedTensor) -> list[Box]:
+    metadata = [shard.metadata for shard in tensor.local_shards()]
+    return [(tuple(each.shard_offsets), tuple(each.shard_sizes)) for each in metadata]
+
+
+def _start_in_flat_parameter(piece: FlatPiece) -> int:
+    """Where the whole parameter begins in the whole flat parameter, which has paddings."""
+    flat_param = piece.handle.flat_param
+    is_padding = flat_param._is_padding_mask
+    number = [place for place, padding in enumerate(is_padding) if not padding][piece.number]
+    return sum(flat_param._numels_with_padding[:number])

@@ -40,7 +40,7 @@ from distprune._common.pruned_form import (
     name_without_orig,
     orig_key,
 )
-from distprune.torch_private import dense_gradients
+from distprune.torch_private import masked_value
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
 from distprune.torch_private.managed import ShardMask
 
@@ -211,7 +211,7 @@ class FlatMask(ShardMask):
     def has_dense_gradient(self) -> bool:
         """Whether the gradient is not to be masked for now."""
         module, name = self._piece.owners[0]
-        return dense_gradients.is_dense(module, name_without_orig(name))
+        return masked_value.has_dense_gradient(module, name_without_orig(name))
 
     def managed(self) -> FlatPiece:
         return self._piece
@@ -254,7 +254,7 @@ class FlatMask(ShardMask):
                 "or remove() the pruning first."
             )
         if isinstance(original, nn.Parameter):  # use_orig_params=True, outside of forward
-            return dense_gradients.product(module, name, original, self.run())
+            return masked_value.product(module, name, original, self.run())
         return original
 
 

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.gradient_source import GradientSource, Receive
-from distprune.torch_private.managed import ManagedDTensor
+from distprune.torch_private.managed import GradientSource, ManagedDTensor, Receive
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -219,7 +218,7 @@ _REPLACED = "init_unsharded_param"
 
 
 class GatheredSource(GradientSource):
-    """The gathered copy of one parameter: see gradient_source.[Note: hooks on leaves].
+    """The gathered copy of one parameter: see managed.[Note: hooks on leaves].
 
     FSDP2 makes the copy at the first gather and keeps the object.
 

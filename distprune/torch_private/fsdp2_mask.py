@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distprune._common.mask_values import write_product
 from distprune._common.pruned_form import lost_mask, mask_key, name_without_orig, orig_key
-from distprune.torch_private import dense_gradients
+from distprune.torch_private import masked_value
 from distprune.torch_private.fsdp2 import ManagedParameter
 from distprune.torch_private.managed import ShardMask
 
@@ -135,7 +135,7 @@ class DTensorMask(ShardMask):
         assert original is not None and mask is not None
         if _is_gathered_copy(original, mask):
             return original
-        return dense_gradients.product(module, name, original, mask)
+        return masked_value.product(module, name, original, mask)
 
     def masked_shard(self, param_dtype: torch.dtype | None) -> Tensor:
         """What to gather: the masked shard, padded with zero rows to the size of every rank's.
@@ -160,7 +160,7 @@ class DTensorMask(ShardMask):
 
     def _is_dense(self) -> bool:
         info = self._fsdp_param._module_info
-        return dense_gradients.is_dense(info.module, name_without_orig(info.param_name))
+        return masked_value.has_dense_gradient(info.module, name_without_orig(info.param_name))
 
 
 class _PreAllGather:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, orig_key
-from distprune.torch_private import live_property
-from distprune.torch_private.gradient_source import GradientSource
-from distprune.torch_private.managed import Managed, ManagedRun, ShardMask
+from distprune.torch_private import masked_value
+from distprune.torch_private.managed import GradientSource, Managed, ManagedRun, ShardMask
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
 
 
 def managed_parameters(
@@ -68,7 +72,7 @@ def gradients_of(managed: Managed) -> GradientSource:
 
 def plain_class(module: nn.Module) -> type:
     """The class of a module before FSDP2 or a mask gave it a subclass of it."""
-    base = live_property.base_class(module)
+    base = masked_value.base_class(module)
     if "torch.distributed.fsdp" not in sys.modules:
         return base
     from distprune.torch_private import fsdp2
@@ -114,3 +118,20 @@ def is_piece_of_flat(tensor: Tensor) -> bool:
     from distprune.torch_private import fsdp1
 
     return fsdp1.is_piece(tensor)
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP wrapper whose forward is running, if any."""
+    ddp = sys.modules.get("torch.nn.parallel.distributed")
+    return None if ddp is None else ddp.DistributedDataParallel._active_ddp_module
+
+
+def ignore_buffers(wrapper: DistributedDataParallel, fqns: Iterable[str]) -> None:
+    """Stop DDP from broadcasting buffers before every forward.
+
+    Masks are equal on all ranks from the beginning; broadcasting them would double the traffic
+    of a step.
+    """
+    wrapper.parameters_to_ignore.update(fqns)
+    # DDP decides by its previous list whether to broadcast, and fails on an empty new one.
+    wrapper._assign_modules_buffers()  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ from distprune.masks.hook import PruningHook, layout_of
 from distprune.masks.record import Member
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import live_property
+from distprune.torch_private import masked_value
 from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
 from distprune.torch_private.wrapper import managed_parameters
 from distprune.verification.entries import LocalEntry, measure
@@ -52,7 +52,7 @@ def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], M
     if not place.is_readable:
         return
     record = managed.get((id(module), original), managed.get((id(module), name)))
-    shard_mask = module.__dict__.get(live_property.shard_mask_key(name))
+    shard_mask = module.__dict__.get(masked_value.shard_mask_key(name))
     if record is None:
         record = reader.managed(module, name)
     if record is not None:
@@ -89,7 +89,7 @@ def _check_managed(place: Place, record: Managed, shard_mask: ShardMask | None) 
         return
     if not shard_mask.is_attached():
         problems.append("its mask is not attached to the shard, which is gathered unmasked")
-    if not live_property.is_live(module, name):
+    if not masked_value.is_live(module, name):
         problems.append(f"the class of the module was changed, so that {name} is not masked")
     if not record.has_registered(module, original):
         problems.append(f"{original} was replaced by a parameter that the wrapper does not have")
@@ -121,8 +121,8 @@ def _check_unmanaged(place: Place, shard_mask: ShardMask | None) -> None:
     if problem is not None:
         problems.append(problem)
         place.is_readable = False
-    is_live = live_property.is_live(module, name)
-    if live_property.is_needed(module, name) and not is_live:
+    is_live = masked_value.is_live(module, name)
+    if masked_value.must_be_live(module, name) and not is_live:
         problems.append(f"{name} is not computed when it is read, as it has to be here")
     hook = place.hook
     if hook is None or hook.layout is None:
@@ -382,7 +382,7 @@ def _product(place: Place, shard: LocalShard) -> Tensor | None:
     None if there is none: it is computed when it is read, or at the next forward.
     """
     module, name = place.module, place.name
-    if live_property.is_live(module, name):
+    if masked_value.is_live(module, name):
         gathered = module._parameters.get(orig_key(name))
         is_gathered = type(gathered) is nn.Parameter and shard.mesh is not None
         if not is_gathered or gathered is None or gathered.shape != shard.shape:

@@ -1,8 +1,7 @@
-"""The pruned parameters of a model on this rank, traces of deleted masks, and records of masks."""
+"""The pruned parameters of a model on this rank, and traces of deleted masks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +9,9 @@ from torch import Tensor, nn
 
 from distprune._common.naming import full_name, named_modules
 from distprune._common.pruned_form import mask_key, name_of_mask, orig_key
-from distprune.masks import survival
+from distprune.masks import guards
 from distprune.masks.hook import PruningHook
-from distprune.masks.record import MaskRecord
-from distprune.torch_private import live_property
+from distprune.torch_private import masked_value
 
 
 @dataclass
@@ -79,9 +77,9 @@ def _traces(module: nn.Module) -> list[str]:
         name = name_of_mask(key)
         if name is not None and _has_original(module, name) and not _is_of_torch(module, name):
             names[name] = None
-    for name in survival.masked_names(module):
-        has_trace = _has_original(module, name) or live_property.is_live(module, name)
-        if has_trace or live_property.shard_mask_key(name) in module.__dict__:
+    for name in guards.masked_names(module):
+        has_trace = _has_original(module, name) or masked_value.is_live(module, name)
+        if has_trace or masked_value.shard_mask_key(name) in module.__dict__:
             names[name] = None
     return list(names)
 
@@ -107,29 +105,3 @@ def hooks_of(module: nn.Module, name: str) -> list[PruningHook]:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, PruningHook) and getattr(hook, "_tensor_name", None) == name
     ]
-
-
-def records_of(model: nn.Module) -> dict[str, list[int]]:
-    """[fingerprint, pruned elements] of every parameter that has a record, by full name.
-
-    They are the same on any sharding, and on every rank that has the parameter.
-    """
-    return {
-        name: [hook.record.fingerprint, hook.record.num_pruned]
-        for name, hook in _named_hooks(model)
-        if hook.record is not None
-    }
-
-
-def put_records(model: nn.Module, records: Mapping[str, Sequence[int]]) -> None:
-    """Store the records of loaded masks in the hooks of a model."""
-    for name, hook in _named_hooks(model):
-        hook.record = MaskRecord(*records[name]) if name in records else None
-
-
-def _named_hooks(model: nn.Module) -> Iterator[tuple[str, PruningHook]]:
-    for path, module in named_modules(model):
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, PruningHook):
-                name = hook._tensor_name
-                yield full_name(path, name), hook

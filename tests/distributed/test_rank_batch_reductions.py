@@ -15,7 +15,7 @@ from distprune._common.collectives import Communicator, sum_of_pieces
 from distprune.criteria import Fisher, Taylor, rank_batch
 from distprune.shards import gradients
 from distprune.testing import run_ranks
-from distprune.torch_private.gradient_source import ParameterSource
+from distprune.torch_private.managed import ParameterSource
 from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong

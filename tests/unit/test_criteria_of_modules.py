@@ -10,7 +10,7 @@ from torch import nn
 
 import distprune as prune
 from distprune.criteria import SNIP, Custom, Fisher, GradientMagnitude, Movement
-from distprune.torch_private.fsdp1_tensors import boxes_of_run
+from distprune.torch_private.fsdp1 import boxes_of_run
 
 
 def model() -> nn.Sequential:

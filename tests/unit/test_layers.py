@@ -37,7 +37,7 @@ ROOMS = {
     "statistics": {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
     },
-    "checkpoint": {"_common", "masks", "methods", "api", "verification"},
+    "checkpoint": {"_common", "masks", "methods", "api"},
     "dynamic": {"_common", "torch_private", "shards", "masks", "call", "api"},
     "recipe": {"recipes", "call", "methods", "api", "schedule"},
     "integrations": {

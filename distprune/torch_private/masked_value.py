@@ -1,12 +1,19 @@
-"""A property in place of ``module.weight``, where a value set before forward is not enough.
+"""How ``module.weight`` is computed: the masked product, with a dense gradient if that is wanted.
+
+A value set before forward is not enough in two cases:
 
 - Under FSDP the registered parameter is swapped between shard and gathered copy
   all the time; ``weight`` has to follow.
 - ``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``,
   so no hook on ``out_proj`` ever runs.
 
-The module gets a subclass of its class, made once per class and set of names, as
-``torch.nn.utils.parametrize`` does. Every other module keeps its class.
+There the module gets a subclass of its class with a property, made once per class and set of
+names, as ``torch.nn.utils.parametrize`` does. Every other module keeps its class.
+
+A dense gradient leaves the value as it is, bit for bit; only the backward differs. On plain modules
+and under tensor parallelism it passes the gradient of ``mask * weight_orig`` on as it is. Under
+FSDP the mask is not part of the graph, and the adapters leave the gradient as it is (fsdp1_mask,
+fsdp2_mask).
 """
 
 from __future__ import annotations
@@ -14,11 +21,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
-from distprune.torch_private import dense_gradients
+from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
 from distprune.torch_private.managed import ShardMask
 
 _NAMES = "_distprune_live_names"
@@ -30,7 +37,7 @@ def is_live(module: nn.Module, name: str) -> bool:
     return name in getattr(type(module), _NAMES, ())
 
 
-def is_needed(module: nn.Module, name: str) -> bool:
+def must_be_live(module: nn.Module, name: str) -> bool:
     """Whether ``module.<name>``, pruned outside FSDP2, has to be computed at each access."""
     is_read_by_parent = isinstance(module, NonDynamicallyQuantizableLinear)
     return is_read_by_parent or is_dtensor(module._parameters[orig_key(name)])
@@ -41,15 +48,15 @@ def shard_mask_key(name: str) -> str:
     return f"_distprune_{name}_shard_mask"
 
 
-def install(module: nn.Module, name: str) -> None:
+def make_live(module: nn.Module, name: str) -> None:
     """Compute ``module.<name>`` from now on."""
     names = {*getattr(type(module), _NAMES, ()), name}
     module.__dict__.pop(name, None)  # a value that an earlier hook had set
     module.__class__ = _live_class(base_class(module), tuple(sorted(names)))
 
 
-def uninstall(module: nn.Module, name: str) -> None:
-    """Undo :meth:`install`; the class is the original one after the last name."""
+def end_live(module: nn.Module, name: str) -> None:
+    """Undo :func:`make_live`; the class is the original one after the last name."""
     names = {*getattr(type(module), _NAMES, ())} - {name}
     base = base_class(module)
     module.__class__ = _live_class(base, tuple(sorted(names))) if names else base
@@ -63,11 +70,11 @@ def masked_value(module: nn.Module, name: str) -> Tensor:
     original = module._parameters[orig_key(name)]
     mask = module._buffers[mask_key(name)]
     assert original is not None and mask is not None
-    return dense_gradients.product(module, name, original, mask)
+    return product(module, name, original, mask)
 
 
 def base_class(module: nn.Module) -> type:
-    """The class of a module before :func:`install`."""
+    """The class of a module before :func:`make_live`."""
     base: type = getattr(type(module), _BASE, type(module))
     return base
 
@@ -119,3 +126,73 @@ def _reduce(module: nn.Module, protocol: int) -> Any:
 def _restore(base: type, names: tuple[str, ...]) -> nn.Module:
     module: nn.Module = object.__new__(_live_class(base, names))
     return module
+
+
+class _Depth:
+    """How many contexts make the gradient of a parameter dense now; in the module's ``__dict__``.
+
+    There, because ``torch.compile`` compiles a module again whose attributes change. A copy of the
+    module is inside none of the contexts.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __reduce__(self) -> tuple[type[_Depth], tuple[()]]:
+        return _Depth, ()
+
+
+def has_dense_gradient(module: nn.Module, name: str) -> bool:
+    """Whether the gradient of the pruned parameter ``module.<name>`` is to be dense now."""
+    depth: _Depth | None
+    if torch.compiler.is_compiling():
+        # Compiled code has a guard for this, and is compiled again when the attribute changes.
+        depth = getattr(module, _depth_key(name), None)
+    else:
+        depth = module.__dict__.get(_depth_key(name))  # ten times as fast where there is none
+    return depth is not None and depth.count > 0
+
+
+def enter_dense(module: nn.Module, name: str) -> None:
+    """Make it dense until :func:`leave_dense`; calls may nest."""
+    depth: _Depth = module.__dict__.setdefault(_depth_key(name), _Depth())
+    depth.count += 1
+
+
+def leave_dense(module: nn.Module, name: str) -> None:
+    """Undo one call of :func:`enter_dense`."""
+    depth: _Depth = module.__dict__[_depth_key(name)]
+    depth.count -= 1
+    if not depth.count:
+        del module.__dict__[_depth_key(name)]  # graphs may still refer to it
+
+
+def product(module: nn.Module, name: str, original: Tensor, mask: Tensor) -> Tensor:
+    """``mask * original``, as :func:`masked_product`, with a dense gradient if that is wanted."""
+    if not has_dense_gradient(module, name):
+        return masked_product(original, mask)
+    depth = module.__dict__[_depth_key(name)]
+    result: Tensor = _StraightThrough.apply(original, mask, depth)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The masked product, whose backward leaves the mask out: a straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, original: Tensor, mask: Tensor, depth: _Depth) -> Tensor:
+        ctx.depth = depth
+        ctx.save_for_backward(mask)
+        return masked_product(original, mask)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.depth.count:
+            return gradient, None, None
+        # The context was left between forward and backward.
+        (mask,) = ctx.saved_tensors
+        return masked_product(gradient, mask), None, None
+
+
+def _depth_key(name: str) -> str:
+    return f"_distprune_{name}_dense_gradient"
