@@ -25,9 +25,9 @@ from distprune._transformers.saving import SavedMasks, as_saved
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
 from distprune.files.disk.access import sync_folder
-from distprune.files.formats.header import TensorEntry
 from distprune.masks.hook import find_hook
 from distprune.shards.parameter_places import all_places, find_places
 from distprune.shards.shard import LocalShard

@@ -32,7 +32,7 @@ from distprune.call.request import Decision, LocalMasks, PruningArguments, Pruni
 from distprune.call.run import prune_parameters
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import MaskFile, open_masks, read_keep
-from distprune.files.disk.open_files import OpenFiles
+from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError
 from distprune.methods.builtin import chosen_hook
 from distprune.selection.passes import count_live

@@ -81,7 +81,7 @@ def show_masks(terminal: Terminal, folder: Path) -> None:
     import numpy as np
 
     from distprune.files.checkpoints.mask_files import open_masks, read_keep
-    from distprune.files.disk.open_files import OpenFiles
+    from distprune.files.disk.access import OpenFiles
 
     masks, files, rows = open_masks(folder), OpenFiles(os.O_RDONLY), []
     try:

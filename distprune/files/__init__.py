@@ -7,13 +7,13 @@
 
     prune(plan("Llama-3-8B", FileRecipe(sparsity=0.5)), "Llama-3-8B-sparse")
 
-One module for each command: ``planning``, ``pruning``, ``applying``, ``verifying``, ``inspecting``,
-``comparing``, and ``converting`` for pickled checkpoints. They are made of modules and rooms, each
-of which imports only those above it::
+One module for each command: ``planning``, ``pruning``, ``applying``, ``verifying``, ``inspecting``
+(which also compares two checkpoints), and ``converting`` for pickled ones. They are made of modules
+and rooms, each of which imports only those above it::
 
     text, errors, team               messages; exit codes; the ranks of a run
-    disk, formats                    bytes and locks; headers
-    recipe, checkpoints              what to do; a folder of safetensors files, and its masks
+    disk                             bytes, folders and locks
+    recipe, checkpoints              what to do; headers, a folder of safetensors files, its masks
     layouts, selecting               where inputs lie; which tensors are pruned, in which groups
     matching, scoring                statistics of activations and given scores, for these tensors
     planning                         how many elements of each group

@@ -16,6 +16,7 @@ from distprune._common.collectives import Communicator
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoints.header import TensorEntry, read_header
 from distprune.files.checkpoints.mask_files import (
     MASK_FILE,
     MaskFile,
@@ -25,11 +26,9 @@ from distprune.files.checkpoints.mask_files import (
     open_masks,
     read_keep,
 )
-from distprune.files.disk.access import WRITE
+from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.open_files import OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError, headline
-from distprune.files.formats.header import TensorEntry, read_header
 from distprune.files.partial import Partial
 from distprune.files.planning import source_facts
 from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import list_source
-from distprune.files.checkpoints.locating import locate
-from distprune.files.checkpoints.weight_files import PICKLES, find_weights
-from distprune.files.disk.access import copy_file, sync_file, write_atomically, writing
+from distprune.files.checkpoints.header import HEAD_BYTES, check_no_pointer, load_json
+from distprune.files.checkpoints.locating import PICKLES, find_weights, locate
+from distprune.files.disk.access import allocate, copy_file, sync_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import outside_problem, unreadable
-from distprune.files.disk.open_files import allocate
 from distprune.files.errors import (
     CheckpointError,
     Interrupted,
@@ -32,8 +31,6 @@ from distprune.files.errors import (
     SelectionError,
     headline,
 )
-from distprune.files.formats.header import HEAD_BYTES, check_no_pointer
-from distprune.files.formats.strict_json import load_json
 from distprune.files.partial import check_place, check_unchanged, new_folder
 from distprune.files.text import printable
 

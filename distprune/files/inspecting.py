@@ -1,4 +1,4 @@
-"""The zeros, N:M patterns and magnitudes of a checkpoint's tensors.
+"""The numbers of a checkpoint's tensors: zeros, N:M patterns, magnitudes; compared with another's.
 
 Zeros, NaN and infinities are counted in integers, booleans, complex numbers, and floats of 8 and 4
 bits as well, which other commands do not read.
@@ -6,6 +6,7 @@ bits as well, which other commands do not read.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -16,8 +17,8 @@ import numpy as np
 from distprune._common.element_groups import Layout
 from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS, FloatFormat
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.scanning import Scanner
-from distprune.files.formats.header import TensorEntry
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.layouts import Layouts, UnknownLayout
 
 
@@ -241,3 +242,184 @@ def count_special(dtype: str, raw: np.ndarray) -> SpecialValues:
         return SpecialValues(sum(half.size - int(np.count_nonzero(half)) for half in halves))
     counts = np.bincount(raw, minlength=256)
     return SpecialValues(*(int(counts[values].sum()) for values in _BYTES[dtype]))
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Two tensors of one name, element by element.
+
+    Attributes:
+        name: of both.
+        numel: elements of each; 0 if there is a ``problem``.
+        num_differing: elements whose bits differ.
+        num_zero_in_both: elements that are +0 or -0 in both.
+        num_zero_in_first, num_zero_in_second: elements that are zero in that one only.
+        problem: why they cannot be compared: another shape or dtype, or one is missing.
+    """
+
+    name: str
+    numel: int = 0
+    num_differing: int = 0
+    num_zero_in_both: int = 0
+    num_zero_in_first: int = 0
+    num_zero_in_second: int = 0
+    problem: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the tensors are equal bit for bit."""
+        return not self.problem and not self.num_differing
+
+
+def compare(
+    first: Checkpoint,
+    second: Checkpoint,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Iterator[TensorDifference]:
+    """Compare all tensors by name, in the order of the first checkpoint.
+
+    Tensors may be in other files and in another order. Zeros are counted in plain floats only.
+
+    Args:
+        first, second: from ``open_checkpoint``.
+        on_bytes: called with numbers of bytes that were read, of both together.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has become shorter.
+
+    Cost: one read of each; about 50 MB of memory.
+    """
+    ours = {entry.name: entry for entry in first.tensors}
+    theirs = {entry.name: entry for entry in second.tensors}
+    with closing(Scanner(first)) as one, closing(Scanner(second)) as two:
+        for name, entry in ours.items():
+            other = theirs.get(name)
+            if other is None:
+                yield TensorDifference(name, problem="only in the first")
+            elif (entry.dtype, entry.shape) != (other.dtype, other.shape):
+                yield TensorDifference(name, problem=f"{_described(entry)}; {_described(other)}")
+            else:
+                yield _compare(one, two, entry, other, on_bytes)
+    for name in theirs:
+        if name not in ours:
+            yield TensorDifference(name, problem="only in the second")
+
+
+def _compare(
+    one: Scanner,
+    two: Scanner,
+    entry: TensorEntry,
+    other: TensorEntry,
+    on_bytes: Callable[[int], None],
+) -> TensorDifference:
+    form = PLAIN_FLOATS.get(entry.dtype)
+    differing, both, first, second = 0, 0, 0, 0
+    for ours, theirs in zip(one.chunks(entry), two.chunks(other), strict=True):
+        if form is not None:
+            is_zero, is_zero_there = form.magnitudes(ours) == 0, form.magnitudes(theirs) == 0
+            ours, theirs = ours.view(form.bits), theirs.view(form.bits)
+            both += int(np.count_nonzero(is_zero & is_zero_there))
+            first += int(np.count_nonzero(is_zero & ~is_zero_there))
+            second += int(np.count_nonzero(~is_zero & is_zero_there))
+        elif entry.numel and entry.nbytes % entry.numel == 0:
+            width = entry.nbytes // entry.numel
+            ours, theirs = ours.reshape(-1, width), theirs.reshape(-1, width)
+        differs = ours != theirs
+        differing += int(np.count_nonzero(differs.any(1) if differs.ndim > 1 else differs))
+        on_bytes(2 * ours.nbytes)
+    return TensorDifference(entry.name, entry.numel, differing, both, first, second)
+
+
+def compare_metadata(
+    first: Checkpoint, second: Checkpoint
+) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The ``__metadata__`` of the headers, where it differs.
+
+    Returns:
+        By key, its distinct values in the files of the first and of the second checkpoint.
+    """
+    ours, theirs = _metadata(first), _metadata(second)
+    return {
+        key: (ours.get(key, ()), theirs.get(key, ()))
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    }
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    values: dict[str, set[str]] = {}
+    for file in checkpoint.files:
+        for key, value in file.metadata.items():
+            values.setdefault(key, set()).add(value)
+    return {key: tuple(sorted(texts)) for key, texts in values.items()}
+
+
+def _described(entry: TensorEntry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+_CHUNK = 4 << 20  # bytes
+_GOLDEN = 0.6180339887498949
+# A tensor and some of its bytes, valid until the next sample.
+Sample = tuple[TensorEntry, np.ndarray]
+
+
+class Scanner:
+    """Reads tensors of one checkpoint.
+
+    Args:
+        checkpoint: its files are opened when they are needed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._paths = {file.name: file.path for file in checkpoint.files}
+        self._files = OpenFiles(os.O_RDONLY)
+        self._buffer = np.empty(_CHUNK, np.uint8)
+
+    def chunks(self, entry: TensorEntry, multiple: int = 16) -> Iterator[np.ndarray]:
+        """The bytes of a tensor, in order: uint8, each chunk valid until the next one.
+
+        Args:
+            entry: a tensor of the checkpoint.
+            multiple: chunks, except the last, have a multiple of so many bytes; the buffer grows
+                if it is smaller than one multiple.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter.
+        """
+        step = max(_CHUNK // multiple, 1) * multiple
+        for start in range(entry.start, entry.stop, step):
+            yield self._read(entry, start, min(start + step, entry.stop))
+
+    def sample(self, entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[Sample]:
+        """Chunks of tensors, in order: all of them, or a sample spread evenly over all tensors.
+
+        Args:
+            entries: tensors of the checkpoint.
+            max_bytes: roughly the most bytes to read.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter.
+        """
+        pieces = [
+            (entry, start, min(start + _CHUNK, entry.stop))
+            for entry in entries
+            for start in range(entry.start, entry.stop, _CHUNK)
+        ]
+        num_bytes = sum(stop - start for _, start, stop in pieces)
+        fraction = max_bytes / max(num_bytes, 1)
+        for number, (entry, start, stop) in enumerate(pieces):
+            # Multiples of the golden ratio modulo 1 are even, and not periodic as layers are.
+            if fraction >= 1 or number * _GOLDEN % 1 < fraction:
+                yield entry, self._read(entry, start, stop)
+
+    def _read(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+        if stop - start > len(self._buffer):
+            self._buffer = np.empty(stop - start, np.uint8)
+        chunk = self._buffer[: stop - start]
+        read_into(self._files, self._paths[entry.file], start, chunk.data)
+        return chunk
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()

@@ -24,8 +24,15 @@ from typing import Any
 import numpy as np
 
 from distprune.files.checkpoints.mask_files import MASK_FILE
-from distprune.files.disk.access import NEW, read_small, write_all, write_atomically, writing
-from distprune.files.disk.open_files import OpenFiles, read_into
+from distprune.files.disk.access import (
+    NEW,
+    OpenFiles,
+    read_into,
+    read_small,
+    write_all,
+    write_atomically,
+    writing,
+)
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.units import CopyUnit, SpanUnit, Task, Unit
 

@@ -20,8 +20,8 @@ from distprune._common import element_groups
 from distprune._common.element_groups import Layout
 from distprune._common.patterns import matcher
 from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError
-from distprune.files.formats.header import TensorEntry
 
 _MAX_COMPARED = 2000  # names, for a hint: comparing one takes some 10 microseconds
 

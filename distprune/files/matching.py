@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distprune._common.element_groups import Layout, layout_along
-from distprune.files.errors import CheckpointError, SelectionError, headline
-from distprune.files.formats.header import TensorEntry
-from distprune.files.formats.statistics_file import (
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.checkpoints.statistics_file import (
     EXPERT_LAYOUTS,
     StoredStatistics,
     read_statistics,
 )
+from distprune.files.errors import CheckpointError, SelectionError, headline
 
 _MAX_PROBLEMS = 12
 _NUM_SHOWN = 5

@@ -29,21 +29,23 @@ from distprune.files.checkpoints.mask_files import MASK_FILE
 from distprune.files.disk.access import (
     NEW,
     WRITE,
+    OpenFiles,
+    allocate,
     check_own_file,
     check_owner,
     sync_folder,
     write_atomically,
+    write_from,
     writing,
 )
 from distprune.files.disk.destination import (
+    Lock,
     check_free_bytes,
     folder_bytes,
     missing_bytes,
     partial_folders,
     resolve_destination,
 )
-from distprune.files.disk.locking import Lock
-from distprune.files.disk.open_files import OpenFiles, allocate, write_from
 from distprune.files.errors import CheckpointError, OutputError
 from distprune.files.journals import SMALL_FILES, FinishedUnits, is_journal, next_run
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE

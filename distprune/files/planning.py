@@ -21,9 +21,9 @@ from distprune._common.amount import resolve_count
 from distprune._common.element_groups import Layout
 from distprune._common.patterns import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.disk.listing import OtherFile
 from distprune.files.errors import SelectionError
-from distprune.files.formats.header import TensorEntry
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring import ScoreInputs, find_inputs

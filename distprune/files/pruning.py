@@ -17,9 +17,8 @@ from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter, mask_layout
 from distprune.files.cuts import Cuts, add_up, find_cuts
-from distprune.files.disk.access import WRITE
+from distprune.files.disk.access import WRITE, OpenFiles, write_from
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.open_files import OpenFiles, write_from
 from distprune.files.lowest import LowestElements, Piece
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan

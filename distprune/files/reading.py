@@ -28,9 +28,9 @@ from distprune._common.input_factors import (
     rms_of_inputs,
 )
 from distprune._common.memory import Array, Runs, Scratch
-from distprune.files.disk.open_files import OpenFiles, read_into
-from distprune.files.formats.header import TensorEntry
-from distprune.files.formats.statistics_file import EXPERT_LAYOUTS, StoredStatistics
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.checkpoints.statistics_file import EXPERT_LAYOUTS, StoredStatistics
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.planning import Plan, PlannedGroup, PlannedTensor
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team

@@ -20,7 +20,7 @@ import torch
 
 from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
-from distprune.files.disk.open_files import OpenFiles, copy_range
+from distprune.files.disk.access import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
 from distprune.files.journals import Journal, Rechecker
 from distprune.files.partial import Partial

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from distprune._common.element_groups import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError, headline
-from distprune.files.formats.header import TensorEntry
 from distprune.files.recipe import FileRecipe
 
 if TYPE_CHECKING:  # numpy comes with it

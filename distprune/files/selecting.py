@@ -16,8 +16,8 @@ from distprune._common.default_selection import ADAPTER, reason_of_shape, reason
 from distprune._common.element_groups import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError, headline
-from distprune.files.formats.header import TensorEntry
 from distprune.files.layouts import Layouts, UnknownLayout, matched
 from distprune.files.recipe import FileRecipe
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
+from distprune.files.checkpoints.header import TensorEntry, WeightFile
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.disk.listing import OtherFile
-from distprune.files.formats.header import TensorEntry, WeightFile
 from distprune.files.planning import Plan
 from distprune.files.reading import bands_of, groups_of
 

@@ -28,7 +28,7 @@ from distprune.files.checks.contents import Contents, expected_sizes, look_throu
 from distprune.files.checks.findings import Findings
 from distprune.files.checks.side_by_side import SideBySide
 from distprune.files.cuts import Cuts, find_cuts
-from distprune.files.disk.open_files import OpenFiles
+from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import (
     CheckpointError,
     FilesError,

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from distprune._common.float_formats import FLOATS
 from distprune.files.checkpoints.checkpoint import Checkpoint
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import TensorEntry
 
 _BUFFER_BYTES = 16 * 2**20
 _READ_BYTES = 2**30  # Linux reads at most 2 GiB in one call

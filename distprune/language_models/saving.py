@@ -23,7 +23,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
-from distprune.files.checkpoints.weight_files import is_weights
+from distprune.files.checkpoints.locating import is_weights
 from distprune.files.disk.access import copy_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import OutputError

@@ -19,9 +19,8 @@ from torch import Tensor
 from distprune._common.collectives import Communicator
 from distprune._common.pruned_form import masked_product
 from distprune._transformers.saving import SavedMasks
-from distprune.files.disk.access import write_atomically
-from distprune.files.disk.open_files import OpenFiles, allocate, write_from
-from distprune.files.formats.header import INDEX_SUFFIX
+from distprune.files.checkpoints.header import INDEX_SUFFIX
+from distprune.files.disk.access import OpenFiles, allocate, write_atomically, write_from
 from distprune.language_models.part_reading import DTYPES
 from distprune.shards.shard import FlatShard, LocalShard
 

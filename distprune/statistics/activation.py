@@ -13,7 +13,7 @@ from distprune._common.input_factors import POWER_OF_RIA
 from distprune._common.naming import NamedParameter
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.replicas import count_live_and_compare
-from distprune.files.formats.statistics_file import (
+from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,
     read_statistics,
     write_statistics,
@@ -209,7 +209,7 @@ class ActivationStatistics(CollectedInputs):
         """Write the statistics to one small safetensors file. Collective; the first rank writes.
 
         It has the sums over all ranks of the whole weights, by full names: any run on any sharding
-        can load it. The form is in files.formats.statistics_file.[Note: statistics file]. An
+        can load it. The form is in files.checkpoints.statistics_file.[Note: statistics file]. An
         existing file is replaced at the end, or stays as it was.
 
         Raises:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.patterns import matcher
-from distprune.files.formats.statistics_file import MODES, StoredStatistics
+from distprune.files.checkpoints.statistics_file import MODES, StoredStatistics
 from distprune.shards.target import Target
 from distprune.statistics.collecting import LocalStatistics
 from distprune.statistics.input_parts import peers_of, with_peers

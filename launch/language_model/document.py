@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distprune import __version__
-from distprune.files.formats import front_matter
+from distprune.files.reports.model_card import join_front_matter, split_front_matter, with_tags
 from jobs.document import markdown_table
 
 from .settings import Settings
@@ -59,10 +59,10 @@ def draw_layers(rows: Rows, file: Path) -> None:
 def card(settings: Settings, stages: Stages, rows: Rows) -> str:
     """The README.md of the result: what was done, above the card of the source."""
     file = settings.model / "README.md"
-    metadata, below = front_matter.split(file.read_bytes() if file.exists() else b"")
+    metadata, below = split_front_matter(file.read_bytes() if file.exists() else b"")
     kept = {key: value for key, value in (metadata or {}).items() if key != "model-index"}
     counts = [sum(row[name] for row in rows) for name in ("num_pruned", "num_elements")]
-    text = f"""{front_matter.join(front_matter.with_tags(kept, _TAGS))}
+    text = f"""{join_front_matter(with_tags(kept, _TAGS))}
 # Pruned: {_number(100 * counts[0] / counts[1])} % of the weights of {len(rows)} layers are zero
 
 {counts[0]:,} of {counts[1]:,} weights were pruned with distprune {__version__}

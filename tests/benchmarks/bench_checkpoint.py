@@ -124,7 +124,7 @@ def make_statistics(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
     """Statistics of activations of every layer, as random numbers."""
     import numpy as np
 
-    from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+    from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 
     draws = np.random.default_rng(0)
     parameters = {}
@@ -237,7 +237,7 @@ def check_result(source: Path, destination: Path) -> str:
 
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.files.checkpoints.mask_files import open_masks, read_keep
-    from distprune.files.disk.open_files import OpenFiles
+    from distprune.files.disk.access import OpenFiles
 
     checkpoint, masks = open_checkpoint(source), open_masks(destination)
     entries = {entry.name: entry for entry in checkpoint.tensors}

@@ -67,7 +67,7 @@ def write_statistics_of(model: str, file: str) -> None:
     import numpy as np
 
     from distprune.files.checkpoints.checkpoint import open_checkpoint
-    from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+    from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 
     random = np.random.default_rng(0)
     stored = {}

@@ -8,7 +8,7 @@ from commands import start
 
 from distprune.cli import model_options
 from distprune.cli.progress import describe_windows
-from distprune.files.formats.statistics_file import read_statistics
+from distprune.files.checkpoints.statistics_file import read_statistics
 from distprune.language_models import (
     RunProgress,
     calibrate,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distprune.files.checkpoints.checkpoint import open_checkpoint
-from distprune.files.formats.header import DTYPE_BITS
+from distprune.files.checkpoints.header import DTYPE_BITS
 from distprune.files.inspecting import inspect
 from helpers.tiny_checkpoints import encode, save
 

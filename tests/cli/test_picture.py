@@ -13,7 +13,7 @@ from commands import start
 from distprune.cli import plotting, progress
 from distprune.cli.commands import prune
 from distprune.cli.plotting import Picture, make_figure, make_grid, robust_limits
-from distprune.files.checkpoints import scanning
+from distprune.files import inspecting
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect, sample_exponents
 from helpers.tiny_checkpoints import save
@@ -142,7 +142,7 @@ def test_any_checkpoint_can_be_drawn(tmp_path, tensors, suffix):
 
 
 def test_a_sample_is_bounded_and_favours_no_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr(scanning, "_CHUNK", 64)
+    monkeypatch.setattr(inspecting, "_CHUNK", 64)
     g = torch.Generator().manual_seed(0)
     made = {f"layers.{i}.weight": torch.randn(16, 16, generator=g) * 2.0**i for i in range(32)}
     checkpoint = open_checkpoint(save(tmp_path / "source", {**made, "ids": torch.arange(4)}))
@@ -154,7 +154,7 @@ def test_a_sample_is_bounded_and_favours_no_tensor(tmp_path, monkeypatch):
     exponents, share = sample_exponents(checkpoint, made, 4096, read.append)
     assert sum(read) == pytest.approx(4096, rel=0.1) and share == sum(read) / (32 * 1024)
     assert sum(exponents.values()) * 4 == sum(read)
-    names = {e.name for e, _ in scanning.Scanner(checkpoint).sample(checkpoint.tensors, 4096)}
+    names = {e.name for e, _ in inspecting.Scanner(checkpoint).sample(checkpoint.tensors, 4096)}
     assert names >= set(made)
 
 

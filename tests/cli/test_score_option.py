@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 from helpers.tiny_checkpoints import save, tree_digest
 
 RUN = ("distprune/run.json",)

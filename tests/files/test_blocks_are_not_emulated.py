@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning
-from distprune.files.disk import open_files
+from distprune.files.disk import access
 from distprune.files.errors import OutputError
 from distprune.files.recipe import FileRecipe
 from helpers.tiny_checkpoints import save, tree_digest
@@ -43,7 +43,7 @@ def answering(number, calls):
 def test_a_refusal_is_not_made_up_for(source, tmp_path, monkeypatch, number):
     wanted = prune(source, tmp_path / "undisturbed")
     calls, emulated = [], []
-    monkeypatch.setattr(open_files, "_fallocate", answering(number, calls))
+    monkeypatch.setattr(access, "_fallocate", answering(number, calls))
     monkeypatch.setattr(os, "posix_fallocate", lambda *given: emulated.append(given))
     assert prune(source, tmp_path / "target") == wanted
     assert len(calls) >= 3 and not emulated
@@ -51,16 +51,16 @@ def test_a_refusal_is_not_made_up_for(source, tmp_path, monkeypatch, number):
 
 def test_a_large_file_takes_no_writes(tmp_path, monkeypatch):
     """A terabyte of blocks, one by one, would take hours."""
-    monkeypatch.setattr(open_files, "_fallocate", answering(errno.EOPNOTSUPP, []))
-    open_files.allocate(str(tmp_path / "file"), 2**40)
+    monkeypatch.setattr(access, "_fallocate", answering(errno.EOPNOTSUPP, []))
+    access.allocate(str(tmp_path / "file"), 2**40)
     info = (tmp_path / "file").stat()
     assert info.st_size == 2**40 and info.st_blocks == 0
 
 
 def test_blocks_are_reserved_where_that_is_possible(tmp_path):
-    if open_files._fallocate is None:
+    if access._fallocate is None:
         pytest.skip("the system has no such call")
-    open_files.allocate(str(tmp_path / "file"), 1 << 20)
+    access.allocate(str(tmp_path / "file"), 1 << 20)
     if (tmp_path / "file").stat().st_blocks == 0:
         pytest.skip("the file system cannot reserve blocks")
     assert (tmp_path / "file").stat().st_blocks * 512 >= 1 << 20
@@ -74,21 +74,21 @@ def test_an_interrupted_call_is_made_again(tmp_path, monkeypatch):
         ctypes.set_errno(number)
         return -1 if number else 0
 
-    monkeypatch.setattr(open_files, "_fallocate", call)
-    open_files.allocate(str(tmp_path / "file"), 5)
+    monkeypatch.setattr(access, "_fallocate", call)
+    access.allocate(str(tmp_path / "file"), 5)
     assert next(answers, None) is None
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_found_before_the_work(source, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(open_files, "_fallocate", answering(number, []))
+    monkeypatch.setattr(access, "_fallocate", answering(number, []))
     with pytest.raises(OutputError, match="Make room"):
         prune(source, tmp_path / "target")
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 def test_without_the_call_too_little_room_is_found_before_the_work(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(open_files, "_fallocate", answering(errno.EOPNOTSUPP, []))
+    monkeypatch.setattr(access, "_fallocate", answering(errno.EOPNOTSUPP, []))
     room = namedtuple("room", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda path: room(2, 4096))
     with pytest.raises(OutputError, match=r"needs \d\d,\d{3} more bytes, but 8,192 are free"):

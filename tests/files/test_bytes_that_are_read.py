@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from distprune.files import lowest, planning, pruning, reading
+from distprune.files.checkpoints.header import read_header
 from distprune.files.cuts import find_cuts
-from distprune.files.formats.header import read_header
 from distprune.files.lowest import ColumnCuts
 from distprune.files.reading import Source, bytes_to_count, groups_of
 from distprune.files.recipe import FileRecipe

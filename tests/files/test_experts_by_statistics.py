@@ -8,8 +8,8 @@ import torch
 from test_meets_the_library import masks_of
 
 from distprune.files import planning, pruning
+from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 from distprune.files.errors import SelectionError
-from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from helpers.tiny_checkpoints import save

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from distprune.files.disk.open_files import OpenFiles, read_into, write_from
+from distprune.files.disk.access import OpenFiles, read_into, write_from
 from distprune.files.errors import OutputError
 
 

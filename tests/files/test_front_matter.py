@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.files.formats import front_matter
+from distprune.files.reports.model_card import join_front_matter, split_front_matter, with_tags
 
 CARD = b"""---
 license: apache-2.0   # a comment
@@ -36,15 +36,15 @@ widget:
 
 
 def edited(card, *tags):
-    metadata, below = front_matter.split(card)
-    text = front_matter.join(front_matter.with_tags(metadata, tags))
+    metadata, below = split_front_matter(card)
+    text = join_front_matter(with_tags(metadata, tags))
     assert text.startswith("---\n") and text.endswith("---\n")
-    assert front_matter.split(text.encode()) == (yaml.safe_load(text[4:-4]) or {}, b"")
+    assert split_front_matter(text.encode()) == (yaml.safe_load(text[4:-4]) or {}, b"")
     return yaml.safe_load(text[4:-4]), below
 
 
 def test_a_card_keeps_its_metadata():
-    before, below = front_matter.split(CARD)
+    before, below = split_front_matter(CARD)
     assert below == b"\n# Llama\n"
     assert before == yaml.safe_load(CARD.split(b"---\n")[1])
     after, _ = edited(CARD, "pruned", "sparse")
@@ -94,14 +94,14 @@ def test_every_form_of_tags(tags, wanted, newline):
 )  # fmt: skip
 def test_what_is_no_plain_mapping_is_text(block):
     card = f"---\n{block}\n---\ntext".encode()
-    assert front_matter.split(card) == (None, card)
+    assert split_front_matter(card) == (None, card)
 
 
 @pytest.mark.parametrize(
     "card", [b"", b"# Title\n", b"----\na: b\n----\n", b"---\na: b\n", b"---\na: \xff\n---\n"]
 )
 def test_no_metadata(card):
-    assert front_matter.split(card) == (None, card)
+    assert split_front_matter(card) == (None, card)
 
 
 WORDS = st.text("abcXYZ019 _-./:#'\"é\n", max_size=12)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 
+from distprune.files.checkpoints.header import MAX_HEADER_BYTES, read_header
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import MAX_HEADER_BYTES, read_header
 from helpers.sampling import num_examples
 from helpers.tiny_checkpoints import encode, file_bytes
 

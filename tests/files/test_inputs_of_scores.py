@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning
+from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, SelectionError
-from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.recipe import parse_recipe

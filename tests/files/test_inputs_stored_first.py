@@ -296,7 +296,7 @@ def test_masks_of_interleaved_groups_lie_in_the_order_of_the_tensor(tmp_path, si
     tensors, _, config = CASES["gpt2"]
     source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
     pruning.prune(planning.plan(source, FileRecipe(pattern="2:4")), tmp_path / "a")
-    from distprune.files.disk.open_files import OpenFiles
+    from distprune.files.disk.access import OpenFiles
 
     masks, name = open_masks(tmp_path / "a"), "h.0.mlp.c_fc.weight"
     files = OpenFiles(0)

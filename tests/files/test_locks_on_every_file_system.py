@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distprune.files.disk import access, locking
-from distprune.files.disk.locking import Lock
+from distprune.files.disk import access, destination
+from distprune.files.disk.destination import Lock
 from distprune.files.errors import OutputError
 from helpers.disk_crashes import run_forked
 
@@ -66,7 +66,7 @@ def elsewhere(**more):
 
 
 def here(**more):
-    boot = locking._boot_id()
+    boot = destination._boot_id()
     return {"host": socket.gethostname(), "boot": boot, "pid": DEAD, "token": "x", **more}
 
 

@@ -7,7 +7,7 @@ from torch import nn
 import distprune
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
-from distprune.files.disk.open_files import OpenFiles
+from distprune.files.disk.access import OpenFiles
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe
 from distprune.testing import run_ranks

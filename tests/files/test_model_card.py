@@ -10,7 +10,6 @@ import yaml
 
 import distprune
 from distprune.files import planning, pruning, verifying
-from distprune.files.formats import front_matter
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import model_card
 from distprune.recipe import parse_recipe
@@ -56,7 +55,7 @@ def prune(source, target, recipe=FileRecipe(0.5)):  # noqa: B008
 
 
 def metadata(card):
-    values, below = front_matter.split(card)
+    values, below = model_card.split_front_matter(card)
     return values, below.decode()
 
 
@@ -217,7 +216,7 @@ def test_another_version_of_pyyaml_wrote_it(tmp_path):
     """Where lines are broken, and which quotes there are, is no matter of content."""
     source = source_of(tmp_path / "source")
     found = prune(source, tmp_path / "out")
-    values, below = front_matter.split(found)
+    values, below = model_card.split_front_matter(found)
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, default_style='"')
     (tmp_path / "out" / "README.md").write_bytes(f"---\n{text}---\n".encode() + below)
     assert verifying.verify(tmp_path / "out", source).problems == ()

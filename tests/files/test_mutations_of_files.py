@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
+from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE
-from distprune.files.formats.header import read_header
 from distprune.files.reports.report import RUN_FILE
 from distprune.files.verifying import verify
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.formats.header import read_header
 
 
 class Bits:

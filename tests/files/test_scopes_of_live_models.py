@@ -11,7 +11,7 @@ import distprune as prune
 from distprune._common.patterns import natural_key
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
-from distprune.files.disk.open_files import OpenFiles
+from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import parse_recipe

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 import distprune
 from distprune import budgets
 from distprune.files import planning, pruning
-from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
+from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import NaNError, SelectionError
-from distprune.files.formats.header import read_header
 from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints

@@ -8,10 +8,10 @@ import torch
 
 from distprune._common.process_groups import world
 from distprune.files import planning, pruning
+from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.checks import side_by_side
 from distprune.files.errors import CheckpointError, FilesError, Interrupted
-from distprune.files.formats.header import read_header
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import REPORT_FILE
 from distprune.files.verifying import verify

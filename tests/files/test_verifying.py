@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning, verifying
+from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import read_header
 from distprune.files.recipe import FileRecipe
 from helpers import tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distprune.files import planning, pruning
-from distprune.files.disk.locking import Lock
+from distprune.files.disk.destination import Lock
 from distprune.files.errors import CheckpointError, Interrupted, NaNError, OutputError
 from distprune.files.partial import discard
 from distprune.files.recipe import FileRecipe

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distprune.files.formats.header import TensorEntry
-from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 from distprune.files.planning import plan
 from distprune.files.pruning import plan_together, prune
 from distprune.files.recipe import FileRecipe

@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-from distprune.files.disk import open_files
+from distprune.files.disk import access
 
 STEPS = (
     "chmod",
@@ -60,7 +60,7 @@ class Steps:
 
 
 def _owner(name):
-    return open_files if name == "fallocate" else os
+    return access if name == "fallocate" else os
 
 
 def stop_after(num_calls):

@@ -13,7 +13,7 @@ from torch import nn
 import distprune as prune
 from distprune._common.patterns import natural_key
 from distprune.files import planning, pruning
-from distprune.files.formats.statistics_file import StoredStatistics, write_statistics
+from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
 from distprune.files.matching import Origin, origins_of
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify

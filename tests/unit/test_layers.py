@@ -61,11 +61,11 @@ ROOMS = {
 }  # fmt: skip
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
-    "text", "errors", "team", "disk", "formats", "recipe", "checkpoints", "layouts", "selecting",
+    "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting",
     "matching", "scoring", "planning", "tiles", "reading", "cuts", "units", "lowest", "reports",
     "journals", "partial", "results", "checks",
 ]  # fmt: skip
-FILES_COMMANDS = {"pruning", "applying", "verifying", "comparing", "inspecting", "converting"}
+FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 
 
 def module_name(path: Path) -> str:

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.files.errors import CheckpointError
-from distprune.files.formats.statistics_file import (
+from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,
     read_statistics,
     write_statistics,
 )
+from distprune.files.errors import CheckpointError
 from distprune.statistics import ActivationStatistics
 
 

@@ -45,7 +45,7 @@ def convert(
 
       distprune convert run-7/model.pt run-7-safetensors
     """
-    from distprune.files.checkpoints.weight_files import is_weights
+    from distprune.files.checkpoints.locating import is_weights
     from distprune.files.converting import Conversion
 
     terminal = Terminal(as_json, -1 if quiet else verbose)

@@ -15,7 +15,7 @@ from distprune.cli.options import AsJson, Quiet, Verbose
 from distprune.cli.progress import Meter, Reading
 
 if TYPE_CHECKING:
-    from distprune.files.comparing import TensorDifference
+    from distprune.files.inspecting import TensorDifference
 
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
@@ -48,7 +48,7 @@ def diff(
       distprune diff --exit-code A B && echo equal
     """
     from distprune.files.checkpoints.checkpoint import open_checkpoint
-    from distprune.files.comparing import compare, compare_metadata
+    from distprune.files.inspecting import compare, compare_metadata
 
     a, b = (open_checkpoint(path, follow_links=True) for path in (first, second))
     terminal = Terminal(as_json, -1 if quiet else verbose)

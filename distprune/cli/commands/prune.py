@@ -110,7 +110,7 @@ def prune(
         plan(source, make_recipe(), follow_links=follow_links)
 
     starting.run_on_ranks(context, nproc, check)
-    from distprune.files.reports.warning import advice_about
+    from distprune.files.reports.building import advice_about
 
     stop = exits.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.

@@ -1,1 +1,1 @@
-"""Checkpoint folders on disk: their location, their files, and the numbers of their tensors."""
+"""Checkpoint folders on disk: their location, the headers of their files, masks and statistics."""

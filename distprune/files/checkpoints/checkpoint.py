@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from distprune.files.checkpoints.locating import Location, locate
-from distprune.files.checkpoints.weight_files import find_weights, is_weights, why_duplicate
+from distprune.files.checkpoints.header import INDEX_SUFFIX, TensorEntry, WeightFile, read_header
+from distprune.files.checkpoints.locating import (
+    Location,
+    find_weights,
+    is_weights,
+    locate,
+    why_duplicate,
+)
 from distprune.files.disk.listing import (
     Listing,
     OtherFile,
@@ -23,7 +29,6 @@ from distprune.files.disk.listing import (
     unreadable,
 )
 from distprune.files.errors import CheckpointError, headline
-from distprune.files.formats.header import INDEX_SUFFIX, TensorEntry, WeightFile, read_header
 from distprune.files.text import printable
 
 _NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}

@@ -1,6 +1,11 @@
 """The location of a checkpoint: a folder, a safetensors file, or a model in the local hub cache.
 
 Nothing is downloaded. The cache is read as plain files, without the ``huggingface_hub`` package.
+
+[Note: duplicates] Files that hold the same weights in another form are not copied: beside pruned
+weights they would be stale, and a program that prefers their form would load dense weights. Only
+known duplicates are left out; all other files are copied. Reports store the reasons, and ``verify``
+compares them: a new wording would fail existing results.
 """
 
 from __future__ import annotations
@@ -9,18 +14,21 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from distprune.files.checkpoints.header import INDEX_SUFFIX, load_json, read_header
+from distprune.files.disk.listing import Listing
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import INDEX_SUFFIX
 from distprune.files.text import printable
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
-_NUM_SHOWN = 8  # models of a cache in a message
+_NUM_SHOWN = 8  # models or subfolders in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +205,277 @@ def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         return "it is a circular link"
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+_OTHER_FORM = "the same weights in another form; dense, so stale beside pruned ones"
+# Patterns for files in the folder itself.
+_TOP = (
+    "pytorch_model*.bin", "pytorch_model*.bin.index.json", "consolidated*.pth",
+    "consolidated*.safetensors", "tf_model*.h5.index.json", "flax_model*.msgpack.index.json",
+    "rust_model.ot",
+    "openvino_model*.bin", "openvino_model*.xml", "*.tflite", "*.mlmodel", "model.ckpt.*",
+    "*.ckpt.data-*", "*.ckpt.index", "*.ckpt.meta", "saved_model.pb",
+)  # fmt: skip
+# Patterns for files in the folder or any subfolder.
+_ANYWHERE = (
+    "*.onnx", "*.onnx_data*", "*.onnx.data", "*.gguf", "*.ggml", "*.h5", "*.msgpack",
+    "ggml-model*.bin",
+)  # fmt: skip
+# Subfolders that hold nothing but another form.
+_FOLDERS = ("onnx", "openvino", "coreml", "metal")
+# Meta and OpenAI put their own form into the subfolder "original".
+_ORIGINAL = ("*.pth", "*.pt", "*.bin", "*.safetensors", "*.safetensors.index.json")
+_MODEL = re.compile(r"model\.safetensors|model(\.[\w-]+)?-\d+-of-\d+\.safetensors")
+
+_WEIGHTS = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.npz", "*.pkl",
+)  # fmt: skip
+# Files of training and of tokenizers, which hold no weights of the model.
+_NO_WEIGHTS = (
+    "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "scaler*", "*vocab*",
+    "*tokenizer*", "*sentencepiece*", "*.spm.bin",
+)  # fmt: skip
+
+
+def why_duplicate(folder: str, name: str, tensors: Collection[str]) -> str | None:
+    """Why a file is a duplicate of the checkpoint's weights; None if it is not known to be one.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the file, relative to it.
+        tensors: names of the checkpoint's tensors; a safetensors file in the folder without other
+            names is a duplicate.
+    """
+    inner, base = os.path.split(name)
+    first = name.split(os.sep)[0]
+    if inner and first in _FOLDERS:
+        return _OTHER_FORM
+    if first == "original" and inner and _matches(base, _ORIGINAL):
+        return _OTHER_FORM
+    if _matches(base, _ANYWHERE) or (not inner and _matches(base, _TOP)):
+        return _OTHER_FORM
+    if inner:
+        return None
+    if base.endswith(INDEX_SUFFIX) or _MODEL.fullmatch(base):
+        return "weights of the model that are in no index of it, or another index"
+    if base.endswith(".safetensors") and _holds_only(os.path.join(folder, name), tensors):
+        return "tensors of the same names once more"
+    return None
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file holds weights of the model, by its name."""
+    base = os.path.basename(name)
+    return _matches(base, _WEIGHTS) and not _matches(base.lower(), _NO_WEIGHTS)
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _holds_only(path: str, tensors: Collection[str]) -> bool:
+    try:
+        names = [entry.name for entry in read_header(path).tensors]
+    except CheckpointError:
+        return False  # unreadable, so not known to be a duplicate
+    return bool(names) and set(tensors).issuperset(names)
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def what_to_do(folder: str, names: Collection[str]) -> str:
+    """What a folder without safetensors weights holds, and how to convert it.
+
+    Args:
+        folder: its path.
+        names: of all its files, relative to it.
+
+    Returns:
+        A sentence without its subject, the folder.
+    """
+    top = sorted(name for name in names if os.sep not in name)
+
+    def has(*patterns: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in top for pattern in patterns)
+
+    inner = sorted({os.path.dirname(n) for n in names if n.endswith(".safetensors")} - {""})
+    listed = ", ".join(os.path.join(folder, name) for name in inner[:_NUM_SHOWN])
+    if has("model_index.json"):
+        return (
+            "is a pipeline of diffusers (model_index.json), which has several models. Prune one of "
+            f"them ({listed or 'their folders hold no safetensors files'}), and put the "
+            "result into a copy of the pipeline."
+        )
+    if has("consolidated*.safetensors"):
+        name = next(name for name in top if fnmatchcase(name, "consolidated*.safetensors"))
+        return (
+            "holds Mistral's consolidated form (consolidated.safetensors, params.json). Take the "
+            "model's form for transformers (model.safetensors), or give the file itself: "
+            f"{os.path.join(folder, name)}; check what is selected with `distprune plan`."
+        )
+    if has(".metadata", "*.distcp"):
+        return (
+            "holds a checkpoint of torch.distributed.checkpoint (.metadata, *.distcp). Make one "
+            "file of it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{folder} model.pt), and convert that: distprune convert model.pt NEW."
+        )
+    if has("*.gguf", "*.ggml"):
+        return (
+            "holds GGUF, whose numbers are codes. Prune the safetensors checkpoint that it was "
+            "made from, and convert the result with llama.cpp's convert_hf_to_gguf.py."
+        )
+    if has("latest_checkpointed_iteration.txt") or any("mp_rank_" in name for name in names):
+        return (
+            "holds a checkpoint of Megatron. Convert it to the form of Hugging Face first, for "
+            "example with NVIDIA's Megatron-Bridge."
+        )
+    if any(name.endswith(_PICKLES) for name in top if not _is_of_training(name)):
+        return (
+            "holds pickled weights (.bin, .pt); expected safetensors. Convert them: "
+            f"distprune convert {folder} NEW."
+        )
+    if has("*.h5", "saved_model.pb", "*.ckpt.index", "*.ckpt.data-*", "*.msgpack"):
+        return (
+            "holds weights of TensorFlow or Flax; expected safetensors. Load them with "
+            "transformers 4 (from_pretrained(SRC, from_tf=True) or from_flax=True, of the model's "
+            "own class), and save them with save_pretrained."
+        )
+    if has("*.onnx") or any(name.startswith("onnx" + os.sep) for name in names):
+        return "holds ONNX. Prune the safetensors checkpoint that it was exported from."
+    if inner:
+        return f"holds no safetensors file itself; give one of its folders: {listed}."
+    return "holds no safetensors file, and no pickled one (.bin, .pt)."
+
+
+def _is_of_training(name: str) -> bool:
+    """Whether a pickle belongs to a training run and not to the model."""
+    return name.startswith(("training_args", "optimizer", "scheduler", "rng_state", "scaler"))
+
+
+# The suffixes of the files of a form, that of its index, and the name of a single file.
+SAFETENSORS = ((".safetensors",), INDEX_SUFFIX, "model.safetensors")
+PICKLES = ((".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json", "pytorch_model.bin")
+_MAX_INDEX_BYTES = 200_000_000
+
+
+def find_weights(
+    location: Location,
+    listing: Listing,
+    problems: list[str],
+    form: tuple[tuple[str, ...], str, str] = SAFETENSORS,
+) -> tuple[str | None, list[str], dict[str, str]]:
+    """Find the weight files of a checkpoint.
+
+    Args:
+        location: of the checkpoint.
+        listing: of its folder.
+        problems: sentences are added on what is wrong.
+        form: ``SAFETENSORS`` or ``PICKLES``.
+
+    Returns:
+        The name of the index, or None; the names of the files; and the index's map from tensors to
+        files.
+    """
+    folder, top = location.folder, listing.top()
+    suffixes, index_suffix, single = form
+    indices = [name for name in top if name.endswith(index_suffix)]
+    if location.file is not None and location.file.endswith(suffixes):
+        return _find_given(location, indices, problems, suffixes)
+    weights = [
+        name
+        for name in top
+        if name.endswith(suffixes)
+        and not name.startswith("consolidated")
+        and (form is SAFETENSORS or is_weights(name))
+    ]
+    indices = [name for name in indices if not name.startswith("consolidated")]
+    if len(indices) > 1:
+        problems.append(f"has {len(indices)} indices ({', '.join(indices)}); expected one.")
+        return None, [], {}
+    if indices:
+        if single in weights:
+            problems.append(
+                f"has both {single} and {indices[0]}, and programs differ in which one they read; "
+                f"remove the one that is stale, or give {os.path.join(folder, single)} itself."
+            )
+        weight_map = _read_index(folder, indices[0], problems, suffixes)
+        return indices[0], sorted(set(weight_map.values())), weight_map
+    if "model_index.json" in top and "config.json" not in top:
+        problems.append(what_to_do(folder, listing.files))
+    elif single in weights:
+        return None, [single], {}
+    elif len(weights) == 1:
+        return None, weights, {}
+    elif weights:
+        problems.append(
+            f"has {len(weights)} {suffixes[0][1:]} files ({', '.join(weights[:3])}, ...) and no "
+            f"index; expected one (*{index_suffix}) to say which belong together. Give the right "
+            f"one, as in {os.path.join(folder, weights[0])}."
+        )
+    elif not problems and not listing.outside:
+        problems.append(what_to_do(folder, listing.files))
+    return None, [], {}
+
+
+def _find_given(
+    location: Location, indices: list[str], problems: list[str], suffixes: tuple[str, ...]
+) -> tuple[str | None, list[str], dict[str, str]]:
+    """The same as :func:`find_weights`, for a weight file that the user named."""
+    for index in indices:
+        weight_map = _read_index(location.folder, index, [], suffixes)  # its problems do not matter
+        names = sorted(set(weight_map.values()))
+        if names == [location.file]:
+            return index, names, weight_map
+        if location.file in names:
+            problems.append(
+                f"{location.file} is one of the {len(names)} files that {index} lists, and not a "
+                f"whole checkpoint. Give the folder: {location.folder}."
+            )
+            return None, [], {}
+    return None, [location.file or ""], {}
+
+
+def _read_index(
+    folder: str, name: str, problems: list[str], suffixes: tuple[str, ...]
+) -> dict[str, str]:
+    """The weight map of an index, without invalid names and missing files."""
+    path = os.path.join(folder, name)
+    try:
+        if os.path.getsize(path) > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{name} has more than {_MAX_INDEX_BYTES} bytes.")
+        index = load_json(Path(path).read_bytes(), name)
+    except OSError as error:
+        problems.append(f"{name} cannot be read: {error.strerror}.")
+        return {}
+    except CheckpointError as error:
+        problems.append(error.headline)
+        return {}
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        problems.append(f"{name} has no weight_map, or an empty one.")
+        return {}
+    good: dict[str, str] = {}
+    bad: set[str] = set()
+    for key, file in weight_map.items():
+        if _is_plain_name(file, suffixes):
+            good[key] = file
+        else:
+            bad.add(ascii(file)[:100])
+    problems += [
+        f"{name}: {file} is not a plain name of a {suffixes[0][1:]} file in this folder."
+        for file in sorted(bad)
+    ]
+    missing = sorted({f for f in good.values() if not os.path.exists(os.path.join(folder, f))})
+    problems += [f"{file} is missing; {name} needs it." for file in missing]
+    return {key: file for key, file in good.items() if file not in missing}
+
+
+def _is_plain_name(file: object, suffixes: tuple[str, ...]) -> bool:
+    return (
+        isinstance(file, str)
+        and file.endswith(suffixes)
+        and not file.startswith(".")
+        and not set(file) & set('/\\\0:*?"<>|')
+        and file.isprintable()
+    )

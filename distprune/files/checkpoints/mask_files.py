@@ -18,10 +18,9 @@ import numpy as np
 from distprune._common import mask_bits
 from distprune._common.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
-from distprune.files.disk.open_files import OpenFiles, read_into, write_from
+from distprune.files.checkpoints.header import TensorEntry, WeightFile, load_json, read_header
+from distprune.files.disk.access import OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import TensorEntry, WeightFile, read_header
-from distprune.files.formats.strict_json import load_json
 
 MASK_FILE = f"{SIDECAR}/masks.safetensors"
 _FORMAT = "distprune-masks-1"

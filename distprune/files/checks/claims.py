@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 
+from distprune.files.checkpoints.header import load_json
 from distprune.files.errors import CheckpointError, SelectionError
-from distprune.files.formats.strict_json import load_json
 from distprune.files.partial import RECIPE_FILE
 from distprune.files.planning import Plan, digest_of
 from distprune.files.recipe import FileRecipe

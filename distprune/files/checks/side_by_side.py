@@ -11,7 +11,7 @@ from distprune._common.memory import Array
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, MaskLayout, read_keep
 from distprune.files.checks.findings import Findings
 from distprune.files.cuts import Cuts
-from distprune.files.disk.open_files import OpenFiles, read_into
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.lowest import LowestElements, Piece
 from distprune.files.planning import Plan
 from distprune.files.reading import Source

@@ -1,1 +1,1 @@
-"""Files and folders: access at offsets, listings, locks and journals; no formats."""
+"""Files and folders: access at offsets, listings and locks; no formats."""

@@ -18,10 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.errors import CheckpointError
-from distprune.files.formats import front_matter
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.reports.report import Report, TensorReport
 from distprune.files.text import format_percent, role_of
@@ -75,8 +76,8 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
     if names is None:
         names = Names(name_of_source(plan.checkpoint))
     source = _card_of_source(plan)
-    metadata, below = front_matter.split(source)
-    head = front_matter.join(_metadata(metadata or {}, names.base_model))
+    metadata, below = split_front_matter(source)
+    head = join_front_matter(_metadata(metadata or {}, names.base_model))
     text = head + "\n" + "\n".join(_section(plan, report, names)) + "\n"
     if below.strip():
         text += (
@@ -123,13 +124,13 @@ def is_card(card: bytes, plan: Plan, report: Report) -> bool:
     """
     version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
     version_text = version[1].decode() if version else __version__
-    metadata, below = front_matter.split(card)
+    metadata, below = split_front_matter(card)
     candidates = [name_of_source(plan.checkpoint), None]
     if metadata is not None:
         name = metadata.get("base_model")
         if isinstance(name, str) and _ID.fullmatch(name):
             candidates.append(name)
-        card = front_matter.join(metadata).encode() + below  # as this version of PyYAML writes it
+        card = join_front_matter(metadata).encode() + below  # as this version of PyYAML writes it
     return any(card == card_of(plan, report, Names(base, version_text)) for base in candidates)
 
 
@@ -170,7 +171,7 @@ def _metadata(metadata: dict[Any, Any], base_model: str | None) -> dict[Any, Any
     kept = {key: value for key, value in metadata.items() if key not in left_out}
     if base_model is not None:
         kept["base_model"] = base_model
-    return front_matter.with_tags(kept, _TAGS)
+    return with_tags(kept, _TAGS)
 
 
 def _section(plan: Plan, report: Report, names: Names) -> list[str]:
@@ -285,3 +286,58 @@ def _code(name: str) -> str:
     """A tensor's name as code in a table, without characters that are markup."""
     text = ascii(name)[1:-1].replace("`", "'").replace("|", "\\|")
     return f"`{text if len(text) <= 100 else text[:97] + '...'}`"
+
+
+_BLOCK = re.compile(
+    rb"\A(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE
+)
+_MAX_METADATA_BYTES, _MAX_DEPTH = 1 << 18, 32  # of metadata; PyYAML reads some 200 KB per second
+
+
+def split_front_matter(card: bytes) -> tuple[dict[Any, Any] | None, bytes]:
+    """The metadata of a card, and the text below.
+
+    Returns:
+        None and all of the card if it has no metadata, or none that can be read: no UTF-8, no
+        mapping, very long, deeply nested, or with aliases.
+    """
+    match = _BLOCK.match(card)
+    if match is None or len(match[1]) > _MAX_METADATA_BYTES:
+        return None, card
+    try:
+        block = match[1].decode("utf-8")
+        if not _is_plain(block):
+            return None, card
+        metadata = yaml.safe_load(block)
+    except Exception:  # PyYAML raises anything for dates, numbers and tags that cannot be
+        return None, card
+    if metadata is None:
+        metadata = {}
+    return (metadata, card[match.end() :]) if isinstance(metadata, dict) else (None, card)
+
+
+def _is_plain(block: str) -> bool:
+    """Whether YAML has no aliases, which make much of a little text, and is not deeply nested."""
+    depth = 0
+    for event in yaml.parse(block, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+            return False
+    return True
+
+
+def join_front_matter(metadata: dict[Any, Any]) -> str:
+    """The metadata as the beginning of a card, in the order of its keys."""
+    text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True) if metadata else ""
+    return f"---\n{text}---\n"
+
+
+def with_tags(metadata: dict[Any, Any], tags: Sequence[str]) -> dict[Any, Any]:
+    """The metadata with more tags; tags that are neither a list nor a word are left alone."""
+    present = metadata.get("tags") or []
+    if isinstance(present, str):
+        present = [present]
+    if not isinstance(present, list):
+        return metadata
+    return {**metadata, "tags": [*present, *(tag for tag in tags if tag not in present)]}

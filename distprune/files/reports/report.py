@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint
+from distprune.files.checkpoints.header import load_json
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.strict_json import load_json
 
 REPORT_FILE = f"{SIDECAR}/report.json"  # the same for every number of ranks
 RUN_FILE = f"{SIDECAR}/run.json"

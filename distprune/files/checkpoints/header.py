@@ -15,9 +15,11 @@ merely copied, reports one problem at a time, and maps the data, which can end i
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -25,7 +27,6 @@ from typing import Any, NoReturn
 
 from distprune._common.float_formats import FLOATS
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.strict_json import load_json
 
 # Bits per element. Tensors of other dtypes are copied as opaque bytes.
 DTYPE_BITS = {
@@ -300,3 +301,46 @@ def check_no_pointer(head: bytes, name: str) -> None:
         raise CheckpointError(
             f"{name} is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder."
         )
+
+
+def load_json(raw: bytes, what: str) -> Any:
+    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN.
+
+    Args:
+        raw: the JSON.
+        what: subject of the error message.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    try:
+        return json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_int=_parse_int,
+            parse_constant=_refuse_constant,
+        )
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:  # from UTF-8, the JSON decoder, or one of the hooks
+        reason = str(error)
+    raise CheckpointError(f"{what} is not valid JSON: {reason}. Download the file again?")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        duplicate = next(key for key, _ in pairs if counts[key] > 1)
+        raise ValueError(f"the key {ascii(duplicate)[:100]} occurs twice")
+    return mapping
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 20:  # longer than any 64-bit integer
+        raise ValueError(f"the number {digits[:20]}... is too large")
+    return int(digits)
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

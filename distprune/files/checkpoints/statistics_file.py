@@ -38,10 +38,9 @@ from typing import Any
 
 import numpy as np
 
+from distprune.files.checkpoints.header import WeightFile, load_json, read_header
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import CheckpointError
-from distprune.files.formats.header import WeightFile, read_header
-from distprune.files.formats.strict_json import load_json
 
 FORMAT = "distprune-activation-statistics-1"
 MODES = ("one_pass", "sequential")

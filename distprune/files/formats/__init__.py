@@ -1,1 +1,0 @@
-"""Formats of single files: safetensors headers, pickles, JSON and YAML."""
