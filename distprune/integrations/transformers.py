@@ -41,8 +41,8 @@ from distprune.api.global_unstructured import global_unstructured
 from distprune.api.local import is_pruned
 from distprune.api.select import select
 from distprune.checkpoint import prepare_for_load
-from distprune.integrations._accelerate_state import keys_of_model
 from distprune.integrations._plan import PlannedPruning
+from distprune.integrations.accelerate import keys_of_model
 from distprune.masks.hook import put_records, records_of
 from distprune.methods.builtin import L1Unstructured
 

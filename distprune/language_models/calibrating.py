@@ -17,21 +17,24 @@ zero. Sums over units that are linear in the gradient depend on neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distprune._common.naming import named_modules
+from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
 from distprune._common.process_groups import is_distributed, world
 from distprune._common.pruned_form import orig_key
-from distprune.api.select import head_of
+from distprune._transformers.building import decoder_layers
+from distprune.api.select import head_of, select
 from distprune.criteria.base import Criterion
 from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import GraSP, MeasuredCriterion
+from distprune.language_models.loading import require_extra
 from distprune.language_models.losses import BatchLosses
 from distprune.language_models.running import (
     DataRanks,
@@ -46,7 +49,8 @@ from distprune.language_models.running import (
     steps_of,
 )
 from distprune.language_models.text import TokenWindows
-from distprune.statistics.activation import ActivationStatistics
+from distprune.statistics.activation import ActivationStatistics, prune_sequentially
+from distprune.statistics.layers import layout_of
 from distprune.torch_private.wrapper import is_piece_of_flat, managed_parameters
 
 
@@ -289,3 +293,160 @@ def _has_head(model: nn.Module, statistics: ActivationStatistics) -> bool:
     """Whether statistics are of the layer that makes logits, as far as it is known."""
     head = head_of(model)
     return head is None or any(module is head for module, _ in statistics.parameters)
+
+
+R = TypeVar("R")
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model of transformers, in the order in which they run.
+
+    Args:
+        model: wrapped or not.
+
+    Raises:
+        ValueError: the model does not say which of its modules they are.
+    """
+    inner: Any = unwrap(model)
+    found = decoder_layers(inner)
+    if not found:
+        raise ValueError(
+            f"{type(inner).__name__} does not name its decoder layers; expected a causal language "
+            "model of transformers, with _no_split_modules."
+        )
+    return found
+
+
+def prune_block_by_block(
+    model: nn.Module,
+    windows: TokenWindows,
+    statistics: ActivationStatistics,
+    prune_block: Callable[[list[NamedParameter]], R],
+    *,
+    batch_size: int = 1,
+    progress: Report | None = None,
+) -> list[R]:
+    """Prune each decoder layer by the inputs that the pruned layers before it give. Collective.
+
+    def prune_block(parameters):
+        return prune.global_unstructured(
+            parameters, prune.L1Unstructured, statistics.wanda(parameters), amount=0.5
+        )
+
+    reports = prune_block_by_block(model, windows, statistics, prune_block)
+
+    The data-parallel ranks share the windows, in any number, as in ``calibrate``; see
+    ``distprune.statistics.prune_sequentially`` for what happens to a block.
+
+    Args:
+        model: plain or wrapped.
+        windows: the same on every rank.
+        statistics: new ones, of parameters of decoder layers.
+        prune_block: prunes the (module, name) pairs that it gets.
+        batch_size: windows that a rank runs at a time.
+        progress: called after every step, on every rank. Each layer runs all windows.
+
+    Returns:
+        What ``prune_block`` returned for each layer that has parameters.
+
+    Raises:
+        ValueError: a parameter outside of all decoder layers; and as ``calibrate``. On every rank.
+        RuntimeError, NotImplementedError: as ``prune_sequentially``.
+
+    Cost: a forward of the model per decoder layer and window. No activations are kept.
+    """
+    ranks = check_same(model, windows, batch_size)
+    blocks = world().run(lambda: decoder_blocks(model))
+    modules = [{id(module) for module in block.modules()} for block in blocks]
+    owners = {id(module) for module, _ in statistics.parameters}
+    num_runs = sum(not owners.isdisjoint(of_block) for of_block in modules)
+    inside = set().union(*modules)
+    outside = [p for p in statistics.parameters if id(p[0]) not in inside]
+    if outside:
+        raise ValueError(
+            f"{len(outside)} parameters of statistics are in no decoder layer, such as one of a "
+            f"{type(outside[0][0]).__name__}; expected parameters of decoder layers only. Exclude "
+            "the others, as the head."
+        )
+    steps = steps_of(len(windows), batch_size, ranks)
+    reporter = Reporter("calibrate", num_runs * len(windows), progress)
+
+    def forward(step: Step) -> None:
+        ids = inputs_of(model, windows, step.rows)
+        if step.is_padding:  # FSDP communicates in the forward; the tokens do not count
+            with statistics.batch(torch.zeros_like(ids)):
+                output_of(model, input_ids=ids)
+        else:
+            output_of(model, input_ids=ids)
+        reporter.add(step.num_in_step)
+
+    with in_eval_mode(model), torch.inference_mode(False), torch.no_grad():
+        return prune_sequentially(statistics, model, blocks, steps, prune_block, forward=forward)
+
+
+# The weights of transformers' fused experts; those of JetMoe are called "weight".
+_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def linear_layers(
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+) -> list[NamedParameter]:
+    """The weights of a language model that have activation statistics.
+
+    Args:
+        model: of transformers, plain or wrapped.
+        include: patterns, as ``select`` takes them; by default all linear layers and fused experts
+            but the head, which makes logits, and layers with a forward of their own, such as some
+            routers.
+        exclude: patterns of those that are left out.
+
+    Returns:
+        Weights of nn.Linear, of transformers' Conv1D and of its fused experts, as ``select`` lists
+        them.
+
+    Raises:
+        ValueError: a pattern that matches nothing; nothing is left.
+
+    Cost: a walk over the modules; no communication.
+    """
+    require_extra()
+    from transformers.pytorch_utils import Conv1D
+
+    experts = {type(module) for _, module in named_modules(model) if _are_fused_experts(module)}
+    left_out, types, names = list(exclude), (nn.Linear, Conv1D, *experts), ("weight", *_OF_EXPERTS)
+    if include is not None:
+        return select(
+            model, include=include, exclude=left_out, types=types, names=names, everything=True
+        )
+    head = head_of(model)
+    left_out += [
+        glob.escape(path) for path, module in named_modules(model) if path and module is head
+    ]
+    selected = select(model, None, left_out, types, names, everything=True)
+    return [pair for pair in selected if type(pair[0]) in experts or not _has_own_forward(pair[0])]
+
+
+def without_statistics(model: nn.Module) -> list[str]:
+    """Names of weights whose inputs are not seen: some fused experts, and some routers."""
+    return [
+        full_name(path, name)
+        for path, module in named_modules(model)
+        for name, parameter in module.named_parameters(recurse=False)
+        if (parameter.ndim == 3 and "expert" in path and not _are_fused_experts(module))
+        or (isinstance(module, nn.Linear) and parameter.ndim == 2 and _has_own_forward(module))
+    ]
+
+
+def _are_fused_experts(module: nn.Module) -> bool:
+    """Whether a module has weights of three dimensions that are known to be fused experts."""
+    shape = torch.Size((1, 1, 1))  # nothing but the number of dimensions matters
+    layout = layout_of(module, "weight", shape)
+    return not isinstance(layout, str) and layout.are_experts
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a linear layer does something else than nn.Linear or transformers' Conv1D."""
+    shape = torch.Size((1, 1))  # nothing but the number of dimensions matters
+    return isinstance(layout_of(module, "weight", shape), str)

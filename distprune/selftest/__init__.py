@@ -4,9 +4,7 @@ Small models are wrapped in every way that the number of ranks allows, and each 
 distprune with an independent reference: numpy and a sort. The self-test needs torch and numpy
 only, and reports what passed, what failed, and what could not be tried.
 
-    models      small models, every way to wrap them, and the reference
-    checks      one function for each part of the contract, and comparisons with the reference
-    ranks       the ranks: how they meet, and how they exchange results
-    table       the text of the report
-    running     runs the checks in sequence, each with a deadline
+    checks      one function for each part of the contract; small models, every way to wrap them,
+                and the reference
+    running     runs the checks on all ranks, each with a deadline; the text of the report
 """

@@ -140,7 +140,7 @@ def test_tied_weights_that_are_both_stored_are_tied_if_they_are_equal(tmp_path, 
 def saving_raises(source, target, fails_at):
     """What saving raises on this rank if the disk fails at a piece."""
     from distprune import language_models
-    from distprune.language_models.weight_writing import WeightFiles
+    from distprune.language_models.saving import WeightFiles
 
     model = language_models.load_sharded(source, wrap="fsdp2")
     add, calls = WeightFiles.add, []

@@ -8,7 +8,7 @@ from torch import nn
 import distprune as prune
 from distprune import criteria
 from distprune.language_models import TokenWindows, calibrate, linear_layers, read_windows
-from distprune.language_models.layers import without_statistics
+from distprune.language_models.calibrating import without_statistics
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers.tiny_language_model import tiny_llama, tiny_tokenizer, write_text

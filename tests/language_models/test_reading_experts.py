@@ -23,8 +23,7 @@ def test_a_rank_reads_its_own_experts_one_by_one(folder, name, experts, monkeypa
     from distprune._transformers.building import build_without_weights
     from distprune.files.checkpoints.checkpoint import open_checkpoint
     from distprune.language_models import loading
-    from distprune.language_models.loading import find_sources
-    from distprune.language_models.part_reading import PartReader
+    from distprune.language_models.loading import PartReader, find_sources
 
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
     key = f"model.layers.1.mlp.experts.{name}"

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 import distprune
-from distprune.selftest import checks, models, running
-from distprune.selftest.ranks import Ranks
+from distprune.selftest import checks, running
+from distprune.selftest.running import Ranks
 
 
 def report_of(store, wrappings, only, fault=None, timeout=30.0):
     """The report of this rank, as JSON, of a run on some wrappings with some of the checks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()  # the self-test makes its own
-    chosen = [each for each in models.WRAPPINGS if each.name in wrappings]
+    chosen = [each for each in checks.WRAPPINGS if each.name in wrappings]
     some = {name: check for name, check in checks.CHECKS.items() if name in only}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(running, "WRAPPINGS", chosen))
@@ -141,8 +141,7 @@ def one_rank_raises(stack):
 
 
 def one_rank_sleeps(stack):
-    for module in ("ranks", "running"):
-        replace(stack, f"distprune.selftest.{module}", "_MARGIN", 0.5)
+    replace(stack, "distprune.selftest.running", "_MARGIN", 0.5)
 
     def check(case):
         if case.rank == 1:

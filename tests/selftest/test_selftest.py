@@ -11,9 +11,8 @@ import planted
 import pytest
 import torch
 
-from distprune.selftest import checks, models
-from distprune.selftest.ranks import Ranks
-from distprune.selftest.table import Lines, Report, Result
+from distprune.selftest import checks
+from distprune.selftest.running import Lines, Ranks, Report, Result
 from distprune.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +70,7 @@ def test_two_ranks_under_torchrun_print_once():
 
 
 def test_every_wrapping_on_four_ranks(tmp_path):
-    names = [each.name for each in models.WRAPPINGS]
+    names = [each.name for each in checks.WRAPPINGS]
     store, fast = str(tmp_path / "store"), ["masks", "training", "private fields"]
     for report in run_ranks(planted.report_of, 4, store, names, fast, timeout=240):
         assert report["holds"], report
@@ -98,7 +97,7 @@ def test_ranks_that_share_an_accelerator_use_gloo(share, monkeypatch):
 
 
 def test_an_odd_number_of_ranks_tries_what_it_can(tmp_path):
-    names = [each.name for each in models.WRAPPINGS]
+    names = [each.name for each in checks.WRAPPINGS]
     store, some = str(tmp_path / "store"), ["masks", "training"]
     for report in run_ranks(planted.report_of, 3, store, names, some, timeout=240):
         assert report["holds"], report

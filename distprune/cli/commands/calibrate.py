@@ -115,7 +115,7 @@ def calibrate(
         import distprune as prune
         from distprune import language_models
         from distprune._common.process_groups import world
-        from distprune.language_models.layers import without_statistics
+        from distprune.language_models.calibrating import without_statistics
 
         num_ranks, began = world().size, time.monotonic()
         with model_options.translated(SelectionError):

@@ -38,8 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
         return exits.USAGE
     try:
-        from distprune.selftest.ranks import LostError, Ranks
-        from distprune.selftest.running import end_process, run
+        from distprune.selftest.running import LostError, Ranks, end_process, run
     except ImportError as error:
         print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
         return exits.INTERNAL
@@ -113,9 +112,8 @@ class _Printer:
     """Writes the report on rank 0: line by line as it comes, or one JSON document."""
 
     def __init__(self, *, as_json: bool, is_leader: bool) -> None:
-        from distprune.selftest.checks import CHECKS
-        from distprune.selftest.models import WRAPPINGS
-        from distprune.selftest.table import Lines
+        from distprune.selftest.checks import CHECKS, WRAPPINGS
+        from distprune.selftest.running import Lines
 
         self._lines = Lines([each.name for each in WRAPPINGS], list(CHECKS))
         self._as_json, self._is_leader = as_json, is_leader
