@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 from torch import nn
@@ -129,6 +129,12 @@ _WRAPPERS = (
     ),
     ("torch.optim.swa_utils", "AveragedModel", "module"),
 )
+
+
+def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """The first of some names, and how many more there are, for messages."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def error_about(what: str, names: Iterable[str], text: str) -> ValueError:

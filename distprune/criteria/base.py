@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common.process_groups import world
 from distprune.call.importance_scores import SignedScores
-from distprune.criteria import tracking
-from distprune.criteria.tracking import tracked_parameters
+from distprune.criteria.parts import Part, scored_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
-from distprune.shards.gradients import available_gradient, drop_gradient, local_gradient
+from distprune.shards.gradients import available_gradient, drop_gradient
 from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Unit = Literal["global_batch", "rank_batch"]
-_UNITS = ("global_batch", "rank_batch")
 
 
 class Criterion(ABC):
@@ -39,8 +36,8 @@ class Criterion(ABC):
     the optimizer sees. ``"rank_batch"``: the gradient of one rank's own batch, before it is
     averaged.
 
-    Subclasses name their accumulators in ``ACCUMULATORS`` and define :meth:`_accumulate` and
-    :meth:`_score`.
+    Subclasses name what they accumulate of each parameter in ``ACCUMULATOR`` ("": nothing), and
+    define :meth:`_accumulate` and :meth:`_score`.
 
     Args:
         parameters: (module, name) pairs, as ``select`` lists them; a tied parameter counts once.
@@ -60,7 +57,7 @@ class Criterion(ABC):
     """
 
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
-    ACCUMULATORS: ClassVar[tuple[str, ...]] = ()
+    ACCUMULATOR: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -70,14 +67,13 @@ class Criterion(ABC):
     ) -> None:
         self._group = group
         self._is_calibrating = False
-        self._tracked = tracked_parameters(parameters)
-        self._accumulators: dict[str, list[Tensor]] = {}
+        self._scored = scored_parameters(parameters)
         self.reset()
 
     @property
     def parameters(self) -> list[tuple[nn.Module, str]]:
         """The (module, name) pairs that have scores, each parameter once."""
-        return [parameter.pair for parameter in self._tracked]
+        return [parameter.pair for parameter in self._scored]
 
     def update(self, weight: float = 1.0) -> None:
         """Add one unit: call it after its backward, before zero_grad and the optimizer's step.
@@ -97,12 +93,11 @@ class Criterion(ABC):
         weight = checked_weight(weight)
         self._check_complete()
         with torch.inference_mode(False), torch.no_grad():
-            reader = ShardReader()
-            shards = self._read(reader)
-            units = self._prepared(shards, self._gradients(reader, shards), weight)
+            parts = self._parts()
+            units = self._prepared(parts, self._gradients(parts), weight)
             self._is_incomplete = True
-            for position, (shard, unit) in enumerate(zip(shards, units, strict=True)):
-                self._accumulate(position, shard, unit, weight)
+            for part, unit in zip(parts, units, strict=True):
+                self._accumulate(part, unit, weight)
         self.num_updates += 1
         self.total_weight += weight
         self._is_incomplete = False
@@ -148,9 +143,8 @@ class Criterion(ABC):
             self.update(weight)
         finally:
             if self._is_calibrating:
-                reader = ShardReader()
-                for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
-                    drop_gradient(shard, reader.managed(parameter.module, parameter.name))
+                for part in self._parts():
+                    drop_gradient(part.shard, part.managed)
 
     def scores(self) -> dict[tuple[nn.Module, str], Tensor]:
         """The scores as ``importance_scores`` takes them, fp32, laid out like the parameters.
@@ -180,7 +174,7 @@ class Criterion(ABC):
 
     def reset(self) -> None:
         """Forget all units."""
-        self._accumulators = {}
+        self._accumulators: dict[str, Tensor] = {}  # by the key of the parameter
         self.num_updates = 0
         self.total_weight = 0.0
         self._is_incomplete = False  # a part of a unit, or of a calibration, was added
@@ -199,12 +193,17 @@ class Criterion(ABC):
 
         Cost: memory for accumulators if there was no unit yet; one all-reduce of 40 bytes.
         """
+
+        def to_save() -> dict[str, Tensor]:
+            self._check_complete()
+            return {p.key: p.to_save(self._accumulator(p)) for p in self._accumulated_parts()}
+
         with torch.inference_mode(False), torch.no_grad():
-            tensors = world(self._group).run(self._tensors_to_save)
+            tensors = world(self._group).run(to_save)
         return {
             "criterion": type(self).__name__,
             **self._plain_state(),
-            "accumulators": tensors,
+            "accumulators": {self.ACCUMULATOR: tensors} if self.ACCUMULATOR else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,20 +215,18 @@ class Criterion(ABC):
 
         Cost: no memory but that of the accumulators; one all-reduce of 40 bytes.
         """
+
+        def checked() -> list[tuple[Callable[[Tensor], object], Tensor]]:
+            self._check_state(state)
+            tensors = state["accumulators"].get(self.ACCUMULATOR, {})
+            return [
+                (part.loader(tensors[part.key]), self._accumulator(part))
+                for part in self._accumulated_parts()
+            ]
+
         with torch.inference_mode(False), torch.no_grad():
-            world(self._group).run(lambda: self._check_state(state))
-            reader = ShardReader()
-            for name in self.ACCUMULATORS:
-                for position, (parameter, shard) in enumerate(
-                    zip(self._tracked, self._read(reader), strict=True)
-                ):
-                    tracking.load(
-                        parameter,
-                        reader,
-                        shard,
-                        state["accumulators"][name][parameter.key],
-                        self._accumulator(name, position, shard),
-                    )
+            for load, accumulator in world(self._group).run(checked):
+                load(accumulator)
         self._load_plain_state(state)
         self._is_incomplete = False
 
@@ -242,101 +239,88 @@ class Criterion(ABC):
         self.num_updates = int(state["num_updates"])
         self.total_weight = float(state["total_weight"])
 
-    def _tensors_to_save(self) -> dict[str, dict[str, Any]]:
-        self._check_complete()
-        reader = ShardReader()
-        shards = self._read(reader)
-        return {
-            name: {
-                parameter.key: tracking.to_save(
-                    parameter, reader, shard, self._accumulator(name, position, shard)
-                )
-                for position, (parameter, shard) in enumerate(
-                    zip(self._tracked, shards, strict=True)
-                )
-            }
-            for name in self.ACCUMULATORS
-        }
-
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        tracking.check_names(state, type(self).__name__, self.ACCUMULATORS, self._tracked)
-        reader = ShardReader()
-        for name in self.ACCUMULATORS:
-            for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
-                tracking.check(parameter, reader, shard, state["accumulators"][name][parameter.key])
+        """Raise ValueError for a state of another criterion, or of other parameters."""
+        criterion = type(self).__name__
+        if state.get("criterion") != criterion:
+            raise ValueError(
+                f"the state is of the criterion {state.get('criterion')!r}; expected {criterion!r}."
+            )
+        name = self.ACCUMULATOR
+        keys = {parameter.key for parameter in self._scored} if name else set()
+        found = set(state["accumulators"].get(name, {}))
+        if found != keys:
+            missing, unknown = sorted(keys - found), sorted(found - keys)
+            raise ValueError(
+                f"the state has no {name!r} of {missing}, and has {unknown}, which are none of "
+                "the criterion's parameters; expected the same parameters. Those that select() "
+                "lists have names, which do not depend on their order."
+            )
 
     def _prepared(
-        self, shards: list[LocalShard], gradients: list[Tensor], weight: float
+        self, parts: Sequence[Part], gradients: list[Tensor], weight: float
     ) -> list[Tensor]:
         """What :meth:`_accumulate` adds of each parameter, before anything has changed.
 
         What may fail belongs here. By default the gradients, once all accumulators are there.
         """
-        for name in self.ACCUMULATORS:
-            for position, shard in enumerate(shards):
-                self._accumulator(name, position, shard)
+        for part in parts:
+            self._accumulator(part)
         return gradients
 
-    @abstractmethod
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> None:
+    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
         """Add a unit of one parameter, in place.
 
         Args:
-            position: of the parameter, for :meth:`_accumulator`.
-            shard: this rank's part of it.
-            gradient: of the shape of ``shard.values``, of any dtype; not to be changed. Or what
+            part: this rank's part of the parameter.
+            gradient: of the shape of its values, of any dtype; not to be changed. Or what
                 :meth:`_prepared` made of it.
             weight: of the unit.
         """
+        raise NotImplementedError(f"{type(self).__name__} accumulates no units.")
 
     @abstractmethod
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
+    def _score(self, part: Part) -> Tensor:
         """The scores of this rank's part of a parameter: a new fp32 tensor like its values."""
 
-    def _accumulator(self, name: str, position: int, shard: LocalShard) -> Tensor:
-        """An accumulator of a parameter: fp32, like ``shard.values``, zeros at first."""
-        tensors = self._accumulators.setdefault(name, [])
-        for other in range(len(tensors), len(self._tracked)):
-            parameter = self._tracked[other]
-            values = (shard if other == position else parameter.read(ShardReader())).values
-            tensors.append(torch.zeros_like(values, dtype=torch.float32))
-        tensor = tensors[position]
-        if tensor.shape != shard.values.shape:
+    def _accumulator(self, part: Part) -> Tensor:
+        """The accumulator of a parameter: fp32, like this rank's values, zeros at first."""
+        values, accumulator = part.shard.values, self._accumulators.get(part.key)
+        if accumulator is None:
+            accumulator = torch.zeros_like(values, dtype=torch.float32)
+            self._accumulators[part.key] = accumulator
+        if accumulator.shape != values.shape:
             raise RuntimeError(
-                f"{shard.name}: this rank's part has shape {tuple(shard.values.shape)}, and had "
-                f"{tuple(tensor.shape)} before; expected a model that is wrapped before the "
+                f"{part.label}: this rank's part has shape {tuple(values.shape)}, and had "
+                f"{tuple(accumulator.shape)} before; expected a model that is wrapped before the "
                 "criterion is made, and not again."
             )
-        return tensor
+        return accumulator
 
-    def _read(self, reader: ShardReader) -> list[LocalShard]:
+    def _parts(self) -> list[Part]:
         """This rank's part of every parameter, as it is now."""
-        return [parameter.read(reader) for parameter in self._tracked]
+        communicator = world(self._group)
+        reader = ShardReader(communicator.index, communicator.size)
+        return [parameter.read(reader) for parameter in self._scored]
 
-    def _gradients(self, reader: ShardReader, shards: list[LocalShard]) -> list[Tensor]:
+    def _accumulated_parts(self) -> list[Part]:
+        """The parts that have an accumulator: none if the criterion accumulates nothing."""
+        return self._parts() if self.ACCUMULATOR else []
+
+    def _gradients(self, parts: Sequence[Part]) -> list[Tensor]:
         """This rank's part of every gradient; all are checked before any is used."""
-        self._check_all_trainable(reader, shards)
-        return [
-            local_gradient(shard, reader.managed(parameter.module, parameter.name))
-            for parameter, shard in zip(self._tracked, shards, strict=True)
-        ]
-
-    def _check_all_trainable(self, reader: ShardReader, shards: list[LocalShard]) -> None:
-        for parameter, shard in zip(self._tracked, shards, strict=True):
-            parameter.check_trainable(reader, shard)
+        for part in parts:
+            part.check_trainable()
+        return [part.gradient() for part in parts]
 
     def _check_before_calibrating(self) -> None:
         if self._is_calibrating:
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
-        reader = ShardReader()
-        for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
-            managed = reader.managed(parameter.module, parameter.name)
-            gradient = available_gradient(shard, managed)
-            if gradient is not None and gradient is not shard.values:
+        for part in self._parts():
+            gradient = available_gradient(part.shard, part.managed)
+            if gradient is not None and gradient is not part.shard.values:
                 raise RuntimeError(
-                    f"{shard.name} has a gradient already, which would count with the first "
+                    f"{part.label} has a gradient already, which would count with the first "
                     "batch; expected none. Call model.zero_grad() before calibrating()."
                 )
 
@@ -357,16 +341,15 @@ class Criterion(ABC):
             )
         is_signed = not self.pruning_method.IGNORES_SIGN
         scores: dict[tuple[nn.Module, str], Tensor] = SignedScores[Tensor]() if is_signed else {}
-        shards = self._read(ShardReader())
-        for position, (parameter, shard) in enumerate(zip(self._tracked, shards, strict=True)):
-            score = self._score(position, shard)
+        for part in self._parts():
+            score = self._score(part)
             if not is_finite(score):
                 raise ValueError(
-                    f"{shard.name} has a score that is not finite, after {self.num_updates} "
+                    f"{part.label} has a score that is not finite, after {self.num_updates} "
                     "updates; expected finite gradients. With a gradient scaler, leave out the "
                     "steps that it skips, as non_finite='skip' does."
                 )
-            scores[parameter.pair] = shard.as_parameter_layout(score)
+            scores[part.pair] = part.shard.as_parameter_layout(score)
         return scores
 
 
@@ -378,23 +361,15 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(lowest.isfinite() & highest.isfinite())
 
 
-def checked_unit(unit: str, allowed: Iterable[str] = _UNITS) -> Unit:
-    """A value of the argument ``unit``.
-
-    Raises:
-        ValueError: none of those that are allowed.
-    """
-    if unit not in allowed:
-        raise ValueError(f"unit={unit!r}; expected {' or '.join(map(repr, allowed))}.")
-    return "global_batch" if unit == "global_batch" else "rank_batch"
+def checked_unit(unit: Unit) -> Unit:
+    """The argument ``unit``; ValueError if it is none."""
+    if unit not in get_args(Unit):
+        raise ValueError(f"unit={unit!r}; expected {' or '.join(map(repr, get_args(Unit)))}.")
+    return unit
 
 
 def checked_weight(weight: float) -> float:
-    """The weight of a unit as a float.
-
-    Raises:
-        ValueError: no finite number >= 0.
-    """
+    """The weight of a unit as a float; ValueError if it is no finite number >= 0."""
     value = float(weight)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"weight={weight!r}; expected a finite number >= 0.")

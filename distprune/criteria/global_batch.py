@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor
 from distprune.criteria.base import Criterion, Unit, checked_unit, is_finite
+from distprune.criteria.parts import Part
 from distprune.methods.builtin import L1Unstructured, LowestScore
-from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +42,7 @@ class GlobalBatchCriterion(Criterion):
         num_skipped: units that were left out.
     """
 
-    ACCUMULATORS = ("sum",)
+    ACCUMULATOR = "sum"
 
     def __init__(
         self,
@@ -74,9 +73,7 @@ class GlobalBatchCriterion(Criterion):
     update.__doc__ = Criterion.update.__doc__
 
     def _count_non_finite(self) -> Tensor:
-        reader = ShardReader()
-        gradients = self._gradients(reader, self._read(reader))
-        return torch.tensor([sum(not is_finite(each) for each in gradients)])
+        return torch.tensor([sum(not is_finite(each) for each in self._gradients(self._parts()))])
 
     def _plain_state(self) -> dict[str, Any]:
         return {**super()._plain_state(), "num_skipped": self.num_skipped}
@@ -98,13 +95,11 @@ class GradientMagnitude(GlobalBatchCriterion):
     Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
     """
 
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> None:
-        self._accumulator("sum", position, shard).add_(gradient, alpha=weight)
+    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
+        self._accumulator(part).add_(gradient, alpha=weight)
 
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        return self._accumulator("sum", position, shard).abs()
+    def _score(self, part: Part) -> Tensor:
+        return self._accumulator(part).abs()
 
 
 class SNIP(GradientMagnitude):
@@ -121,8 +116,8 @@ class SNIP(GradientMagnitude):
     Cost: 4 bytes of memory per element; no bytes on the wire in ``update``.
     """
 
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        score = torch.mul(self._accumulator("sum", position, shard), shard.values)
+    def _score(self, part: Part) -> Tensor:
+        score = torch.mul(self._accumulator(part), part.shard.values)
         return score.float().abs_()
 
 
@@ -146,14 +141,11 @@ class Movement(GlobalBatchCriterion):
 
     pruning_method = LowestScore
 
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> None:
-        total = self._accumulator("sum", position, shard)
-        total.addcmul_(gradient, shard.values, value=-weight)
+    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
+        self._accumulator(part).addcmul_(gradient, part.shard.values, value=-weight)
 
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        return self._accumulator("sum", position, shard).clone()
+    def _score(self, part: Part) -> Tensor:
+        return self._accumulator(part).clone()
 
 
 _CHUNK = 1 << 18  # elements
@@ -188,7 +180,7 @@ class Custom(GlobalBatchCriterion):
     ``update`` takes for a chunk of 262,144 elements; no bytes on the wire in ``update``.
     """
 
-    ACCUMULATORS = ("state",)
+    ACCUMULATOR = "state"
 
     def __init__(
         self,
@@ -216,50 +208,45 @@ class Custom(GlobalBatchCriterion):
         super().__init__(parameters, group=group, non_finite=non_finite)
 
     def _prepared(
-        self, shards: list[LocalShard], gradients: list[Tensor], weight: float
+        self, parts: Sequence[Part], gradients: list[Tensor], weight: float
     ) -> list[Tensor]:
         """The new states: the caller's function may raise."""
-        gradients = super()._prepared(shards, gradients, weight)
-        states = []
-        for position, (shard, gradient) in enumerate(zip(shards, gradients, strict=True)):
-            state = self._accumulator("state", position, shard).clone()
-            flat, values = shard.flat(state), shard.flat(shard.values)
-            gradient = shard.flat(gradient)
-            for start in range(0, len(flat), _CHUNK):
-                chunk = slice(start, start + _CHUNK)
-                mine = gradient[chunk] if weight == 1.0 else gradient[chunk] * weight
-                new = self._update(values[chunk], mine, flat[chunk].clone())
-                flat[chunk] = _checked(new, flat[chunk], shard.name, "update")
-            states.append(state)
-        return states
+        update = self._update
+        if weight != 1.0:
+            update = lambda w, g, state: self._update(w, g * weight, state)  # noqa: E731
+        return [
+            self._applied(update, "update", part, gradient)
+            for part, gradient in zip(parts, gradients, strict=True)
+        ]
 
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> None:
-        self._accumulator("state", position, shard).copy_(gradient)
+    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
+        self._accumulator(part).copy_(gradient)
 
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        state = self._accumulator("state", position, shard)
+    def _score(self, part: Part) -> Tensor:
         if self._finish is None:
-            return state.clone()
-        score = torch.empty_like(state)
-        flat_state, flat_score = shard.flat(state), shard.flat(score)
-        values = shard.flat(shard.values)
-        for start in range(0, len(flat_state), _CHUNK):
+            return self._accumulator(part).clone()
+        return self._applied(self._finish, "score", part)
+
+    def _applied(
+        self, function: Callable[..., object], what: str, part: Part, *gradients: Tensor
+    ) -> Tensor:
+        """What a function makes of chunks of the weights, of gradients if given, and the state."""
+        state, flat = self._accumulator(part), part.shard.flat
+        made = torch.empty_like(state)
+        out, old, *inputs = map(flat, (made, state, part.shard.values, *gradients))
+        for start in range(0, len(out), _CHUNK):
             chunk = slice(start, start + _CHUNK)
-            new = self._finish(values[chunk], flat_state[chunk].clone())
-            flat_score[chunk] = _checked(new, flat_state[chunk], shard.name, "score")
-        return score
-
-
-def _checked(result: object, like: Tensor, label: str, what: str) -> Tensor:
-    if isinstance(result, Tensor) and result.shape == like.shape and not result.is_complex():
-        return result
-    shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-    raise ValueError(
-        f"{label}: {what} returned {shown} for chunks of shape {tuple(like.shape)}; expected a "
-        "real tensor of that shape, because it has to work on each element alone."
-    )
+            new = function(*(each[chunk] for each in inputs), old[chunk].clone())
+            like = out[chunk]
+            if not isinstance(new, Tensor) or new.shape != like.shape or new.is_complex():
+                shown = tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__
+                raise ValueError(
+                    f"{part.label}: {what} returned {shown} for chunks of shape "
+                    f"{tuple(like.shape)}; expected a real tensor of that shape, because it has to "
+                    "work on each element alone."
+                )
+            like.copy_(new)
+        return made
 
 
 class AdamSecondMoment(Criterion):
@@ -316,27 +303,22 @@ class AdamSecondMoment(Criterion):
             "AdamSecondMoment has no unit to add: it reads the optimizer's state. Call scores()."
         )
 
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> NoReturn:
-        raise AssertionError("update() is not available, and nothing else accumulates units")
-
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        if not shard.values.numel():
-            return torch.zeros_like(shard.values, dtype=torch.float32)
-        parameter = self._tracked[position]
-        managed = ShardReader().managed(parameter.module, parameter.name)
-        tensor, span = (shard.parameter, None) if managed is None else managed.optimizer_tensor
-        moment, step, beta = self._moment(shard.name, tensor)
+    def _score(self, part: Part) -> Tensor:
+        values = part.shard.values
+        if not values.numel():
+            return torch.zeros_like(values, dtype=torch.float32)
+        managed = part.managed
+        tensor, span = (part.shard.parameter, None) if managed is None else managed.optimizer_tensor
+        moment, step, beta = self._moment(part.label, tensor)
         moment = local_tensor(moment).detach()
         if span is not None:
             moment = moment[span]
-        if moment.shape != shard.values.shape:
+        if moment.shape != values.shape:
             raise ValueError(
-                f"{shard.name}: the optimizer's exp_avg_sq has shape {tuple(moment.shape)}, and "
-                f"this rank's part of the parameter {tuple(shard.values.shape)}; expected the same."
+                f"{part.label}: the optimizer's exp_avg_sq has shape {tuple(moment.shape)}, and "
+                f"this rank's part of the parameter {tuple(values.shape)}; expected the same."
             )
-        score = torch.empty_like(shard.values, dtype=torch.float32).copy_(shard.values)
+        score = torch.empty_like(values, dtype=torch.float32).copy_(values)
         return score.square_().mul_(moment.to(score.device)).mul_(0.5 / (1 - beta**step))
 
     def _moment(self, label: str, tensor: Tensor) -> tuple[Tensor, float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,13 @@ from torch import Tensor, nn
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import over_groups, world
 from distprune.criteria.base import Criterion, Unit, checked_unit, checked_weight
-from distprune.criteria.rank_batch import Batch, Power, RankBatchSums, add_moment
+from distprune.criteria.rank_batch import Power, RankBatchSums, add_moment, factor_of
 from distprune.shards.gradients import unaveraged_gradients
-from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from distprune.criteria.parts import Part
 
 
 class GradientMoment(Criterion):
@@ -63,7 +57,8 @@ class GradientMoment(Criterion):
             ranks have: a criterion of their own, with the group of the ranks that have them.
     """
 
-    ACCUMULATORS = ("moment",)
+    ACCUMULATOR = "moment"
+    _FACTOR: ClassVar[float] = 1.0
 
     def __init__(
         self,
@@ -75,7 +70,6 @@ class GradientMoment(Criterion):
         self.unit: Unit = checked_unit(unit)
         self._sums: RankBatchSums | None = None
         self._power: Power = 2
-        self._factor = 1.0
         super().__init__(parameters, group=group)
 
     def reset(self) -> None:
@@ -87,8 +81,8 @@ class GradientMoment(Criterion):
         self._check_between()
         super().reset()
         self._loss_scale = 1.0
-        # By position: the ranks of parameters may differ, and so the batches that they saw.
-        self._weights = [0.0] * len(self._tracked)
+        # By key: the ranks of parameters may differ, and so the batches that they saw.
+        self._weights = dict.fromkeys((parameter.key for parameter in self._scored), 0.0)
 
     def update(self, weight: float = 1.0) -> None:
         """Add the averaged gradient, with ``unit="global_batch"``; see :meth:`Criterion.update`.
@@ -102,7 +96,8 @@ class GradientMoment(Criterion):
                 "ranks already; expected a backward inside of batch(), inside of calibrating()."
             )
         super().update(weight)
-        self._weights = [total + float(weight) for total in self._weights]
+        for key in self._weights:
+            self._weights[key] += float(weight)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -136,25 +131,29 @@ class GradientMoment(Criterion):
             raise RuntimeError("calibrating() inside of calibrating(); expected one at a time.")
         self._check_complete()
         communicator = self._ranks()
-        with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
-            sums = self._attached(communicator)
-        self._is_incomplete = True
+        made: list[RankBatchSums] = []  # stays on this rank if another one fails
         try:
+            with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
+                communicator.run(lambda: self._attach(made), lambda _: self._facts())
+            (sums,) = made
+            self._is_incomplete = True
             sums.begin()
             self._sums = sums
             with communicator.raising_everywhere():
                 yield
             with torch.inference_mode(False), torch.no_grad(), communicator.exclusively():
                 weights = sums.finish(communicator, self._facts())
-                self._weights = [a + b for a, b in zip(self._weights, weights, strict=True)]
                 own = torch.tensor([sums.num_batches, sums.weight], dtype=torch.float64)
                 counts = communicator.reduce_floats(2, lambda: own)
+            for key, weight in zip(self._weights, weights, strict=True):
+                self._weights[key] += weight
             self.num_updates += int(counts[0])
             self.total_weight += float(counts[1])
             self._is_incomplete = False
         finally:
             self._sums = None
-            sums.detach()
+            for sums in made:
+                sums.detach()
 
     @contextmanager
     def batch(self, weight: float = 1.0, *, loss_scale: float = 1.0) -> Iterator[None]:
@@ -192,7 +191,7 @@ class GradientMoment(Criterion):
                 "batch() outside of calibrating(); expected `with criterion.calibrating():` "
                 "around the loop."
             )
-        with self._sums.batch(Batch(weight, scale)):
+        with self._sums.batch(weight, scale):
             yield
         if self._sums.problem is not None and world(self._group).size == 1:
             raise self._sums.problem
@@ -207,9 +206,8 @@ class GradientMoment(Criterion):
         super().load_state_dict(state)
 
     def _plain_state(self) -> dict[str, Any]:
-        weights = {p.key: w for p, w in zip(self._tracked, self._weights, strict=True)}
         # As text: DCP of some versions of torch takes a dict of floats apart, and some do not.
-        own = {"moment": self._moment, "weights": json.dumps(weights)}
+        own = {"moment": self._moment, "weights": json.dumps(self._weights)}
         return {**super()._plain_state(), **own}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -222,7 +220,7 @@ class GradientMoment(Criterion):
     def _load_plain_state(self, state: Mapping[str, Any]) -> None:
         super()._load_plain_state(state)
         weights = json.loads(state["weights"])
-        self._weights = [float(weights[p.key]) for p in self._tracked]
+        self._weights = {key: float(weights[key]) for key in self._weights}
 
     @property
     def _moment(self) -> str:
@@ -234,46 +232,35 @@ class GradientMoment(Criterion):
         if self._group is None:
             return world()
         groups, known = [self._group], set(dist.get_process_group_ranks(self._group))
-        for shard in self._read(ShardReader()):
-            if shard.mesh is None or known.issuperset(shard.ranks or ()):
+        for part in self._parts():
+            mesh = part.shard.mesh
+            if mesh is None or known.issuperset(part.shard.ranks or ()):
                 continue
-            for axis in range(shard.mesh.ndim):
-                group = shard.mesh.get_group(axis)
+            for axis in range(mesh.ndim):
+                group = mesh.get_group(axis)
                 if not known.issuperset(dist.get_process_group_ranks(group)):
                     groups.append(group)
                     known = set(over_groups(groups).ranks)
         return over_groups(groups)
 
-    def _attached(self, communicator: Communicator) -> RankBatchSums:
-        made: list[RankBatchSums] = []
-        try:
-            return communicator.run(lambda: self._attach(made), lambda _: self._facts())
-        except BaseException:
-            for sums in made:
-                sums.detach()
-            raise
-
-    def _attach(self, made: list[RankBatchSums]) -> RankBatchSums:
-        reader = ShardReader()
-        shards = self._read(reader)
-        self._check_all_trainable(reader, shards)
-        managed = [reader.managed(parameter.module, parameter.name) for parameter in self._tracked]
+    def _attach(self, made: list[RankBatchSums]) -> None:
+        """Put hooks on; ``made`` gets what takes them off."""
+        parts = self._parts()
+        for part in parts:
+            part.check_trainable()
+        shards = [part.shard for part in parts]
         sums = RankBatchSums(
-            unaveraged_gradients(shards, managed, self._group),
-            [self._accumulator("moment", i, shard) for i, shard in enumerate(shards)],
-            [shard.name for shard in shards],
+            unaveraged_gradients(shards, [part.managed for part in parts], self._group),
+            [self._accumulator(part) for part in parts],
+            [part.label for part in parts],
             self._power,
         )
         made.append(sums)
         sums.attach()
-        return sums
 
     def _facts(self) -> list[tuple[str, str]]:
-        names = " ".join(parameter.label for parameter in self._tracked)
-        return [
-            ("criterion", f"{type(self).__name__}, {self._moment}"),
-            ("parameters", names),
-        ]
+        names = " ".join(parameter.label for parameter in self._scored)
+        return [("criterion", f"{type(self).__name__}, {self._moment}"), ("parameters", names)]
 
     def _check_between(self) -> None:
         if self._sums is not None:
@@ -286,24 +273,21 @@ class GradientMoment(Criterion):
         self._check_between()
         super()._check_complete()
 
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> None:
-        factor = Batch(weight, self._loss_scale).factor(self._power)
-        total = self._accumulator("moment", position, shard)
-        add_moment(total, gradient, self._power, factor)
+    def _accumulate(self, part: Part, gradient: Tensor, weight: float) -> None:
+        factor = factor_of(weight, self._loss_scale, self._power)
+        add_moment(self._accumulator(part), gradient, self._power, factor)
 
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        weight = self._weights[position]
+    def _score(self, part: Part) -> Tensor:
+        weight = self._weights[part.key]
         if not weight:
             raise ValueError(
-                f"{shard.name}: the weights of all its batches are 0; expected a positive one."
+                f"{part.label}: the weights of all its batches are 0; expected a positive one."
             )
-        score = self._accumulator("moment", position, shard) / weight
-        values = shard.live_values().abs()
+        score = self._accumulator(part) / weight
+        values = part.shard.live_values().abs()
         for _ in range(self._power):
             score.mul_(values)
-        return score.mul_(self._factor)
+        return score.mul_(self._FACTOR)
 
 
 class Fisher(GradientMoment):
@@ -324,15 +308,7 @@ class Fisher(GradientMoment):
     element, and no bytes on the wire.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[nn.Module, str]],
-        *,
-        unit: Unit,
-        group: ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(parameters, unit=unit, group=group)
-        self._factor = 0.5
+    _FACTOR = 0.5
 
 
 class Taylor(GradientMoment):

@@ -6,25 +6,25 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from distprune._common import exact_sums
-from distprune._common.exact_sums import exponent_of
 from distprune._common.process_groups import world
 from distprune.api.global_unstructured import global_unstructured
 from distprune.call.report import ParameterReport, PruningReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_pruned
 from distprune.criteria.base import Criterion
+from distprune.criteria.parts import Part
 from distprune.masks.values import KeptModel, changed_values, keep_signs, kept_model
 from distprune.methods.builtin import LowestScore
+from distprune.selection.normalizing import Scored, grid_sums, largest_scores
+from distprune.selection.scores import TensorScores
 from distprune.shards.parameter_places import all_places
-from distprune.shards.reader import ShardReader
-from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +48,11 @@ class MeasuredCriterion(Criterion):
         Exception: as :class:`Criterion`.
     """
 
+    _not_finite: ClassVar[str] = (
+        "has a gradient that is not finite; expected finite ones. A gradient scaler is not needed "
+        "here."
+    )
+
     def __init__(
         self,
         parameters: Iterable[tuple[nn.Module, str]],
@@ -59,14 +64,13 @@ class MeasuredCriterion(Criterion):
             raise TypeError(f"model is a {type(model).__name__}; expected the wrapped model.")
         super().__init__(parameters, group=group)
         self._model = model
-        reader = ShardReader()
-        for parameter, shard in zip(self._tracked, self._read(reader), strict=True):
-            managed = reader.managed(parameter.module, parameter.name)
-            is_rounded = managed is not None and managed.gathers_in_other_dtype
-            if is_rounded or shard.values.dtype.itemsize < 4:
+        for part in self._parts():
+            is_rounded = part.managed is not None and part.managed.gathers_in_other_dtype
+            dtype = part.shard.values.dtype
+            if is_rounded or dtype.itemsize < 4:
                 raise NotImplementedError(
-                    f"{shard.name}: {type(self).__name__} needs a model that computes in float32 "
-                    f"or float64, and this parameter is {shard.values.dtype}"
+                    f"{part.label}: {type(self).__name__} needs a model that computes in float32 "
+                    f"or float64, and this parameter is {dtype}"
                     f"{', gathered in another dtype' if is_rounded else ''}; expected "
                     "model.float() for the time of the measurement, and wrappers without mixed "
                     "precision."
@@ -74,18 +78,16 @@ class MeasuredCriterion(Criterion):
 
     def update(self, weight: float = 1.0) -> NoReturn:
         """Not available: ``measure`` takes its place."""
-        raise NotImplementedError(_NO_UPDATE.format(type(self).__name__))
+        raise NotImplementedError(
+            f"{type(self).__name__} has no unit to add: it runs the forwards and backwards itself, "
+            "because it needs gradients at other weights; expected measure(...), and then scores()."
+        )
 
     @contextmanager
     def batch(self, weight: float = 1.0) -> Iterator[None]:
         """Not available: ``measure`` takes its place."""
         self.update(weight)
         yield
-
-    def _accumulate(
-        self, position: int, shard: LocalShard, gradient: Tensor, weight: float
-    ) -> NoReturn:
-        raise AssertionError("update() is not available, and nothing else accumulates units")
 
     @contextmanager
     def _measuring(self) -> Iterator[KeptModel]:
@@ -107,8 +109,8 @@ class MeasuredCriterion(Criterion):
 
     def _measured_gradients(
         self, kept: KeptModel, run: Callable[[], Any]
-    ) -> tuple[list[LocalShard], list[Tensor]]:
-        """This rank's part of every gradient that the caller's code leaves; not copies.
+    ) -> tuple[list[Part], list[Tensor]]:
+        """This rank's parts, and their gradients as the caller's code leaves them; not copies.
 
         Every run begins with the same buffers, the same random state and no gradients.
         """
@@ -126,28 +128,24 @@ class MeasuredCriterion(Criterion):
             run()
         return communicator.run(self._checked_gradients)
 
-    def _checked_gradients(self) -> tuple[list[LocalShard], list[Tensor]]:
+    def _checked_gradients(self) -> tuple[list[Part], list[Tensor]]:
         with torch.no_grad():
-            reader = ShardReader(world(self._group).index, world(self._group).size)
-            shards = self._read(reader)
-            gradients = self._gradients(reader, shards)
-            for shard, gradient in zip(shards, gradients, strict=True):
+            parts = self._parts()
+            gradients = self._gradients(parts)
+            for part, gradient in zip(parts, gradients, strict=True):
                 if not bool(gradient.isfinite().all()):
-                    raise ValueError(f"{shard.name} {self._not_finite}")
-        return shards, gradients
+                    raise ValueError(f"{part.label} {self._not_finite}")
+        return parts, gradients
 
-    _not_finite = (
-        "has a gradient that is not finite; expected finite ones. A gradient scaler is not needed "
-        "here."
-    )
+    def _keep(self, parts: Sequence[Part], measured: Iterable[Tensor]) -> None:
+        """Take what was measured as the only unit."""
+        keys = (part.key for part in parts)
+        self._accumulators = {k: each.float() for k, each in zip(keys, measured, strict=True)}
+        self.num_updates, self.total_weight = 1, 1.0
 
-
-_NO_UPDATE = (
-    "{} has no unit to add: it runs the forwards and backwards itself, because it needs gradients "
-    "at other weights; expected measure(...), and then scores()."
-)
-
-_CHUNK = 1 << 20
+    def _largest(self, scored: Sequence[Scored], what: str) -> float:
+        """The largest |value| of all parameters and ranks. Collective."""
+        return max(largest_scores(scored, what, world(self._group)))
 
 
 class GraSP(MeasuredCriterion):
@@ -186,11 +184,11 @@ class GraSP(MeasuredCriterion):
 
     Cost: three times the forwards and backwards of ``backward``. While it measures, memory for
     three more copies of this rank's shards (weights, g, and a difference); afterwards 4 bytes per
-    element. On the wire what these backwards send, and about 200 bytes.
+    element. On the wire what these backwards send, and some hundred bytes.
     """
 
     pruning_method = LowestScore
-    ACCUMULATORS = ("product",)
+    ACCUMULATOR = "product"
 
     def __init__(
         self,
@@ -225,13 +223,16 @@ class GraSP(MeasuredCriterion):
         """
         self.reset()
         with self._measuring() as kept:
-            shards, gradients = self._measured_gradients(kept, backward)
+            parts, gradients = self._measured_gradients(kept, backward)
             direction = [gradient.clone() for gradient in gradients]
             del gradients
-            epsilon = self._epsilon(shards, direction)
+            epsilon = self._epsilon(parts, direction)
             difference: list[Tensor] = []
-            for sign in (1, -1):
-                move = _Move(direction, sign * epsilon)
+            for factor in (epsilon, -epsilon):
+
+                def move(number: int, values: Tensor, factor: float = factor) -> None:
+                    values.add_(direction[number], alpha=factor)
+
                 with changed_values(self.parameters, move, world(self._group)):
                     _, gradients = self._measured_gradients(kept, backward)
                     if not difference:
@@ -240,79 +241,34 @@ class GraSP(MeasuredCriterion):
                         for mine, gradient in zip(difference, gradients, strict=True):
                             mine.sub_(gradient)
                     del gradients
-        products = [mine.mul_(0.5 / epsilon).float() for mine in difference]
-        self._accumulators = {"product": products}
-        self.num_updates, self.total_weight = 1, 1.0
+        self._keep(parts, (mine.mul_(0.5 / epsilon) for mine in difference))
 
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        score = torch.mul(self._accumulator("product", position, shard), shard.values)
-        return score.float()
+    def _score(self, part: Part) -> Tensor:
+        return torch.mul(self._accumulator(part), part.shard.values).float()
 
-    def _epsilon(self, shards: Sequence[LocalShard], direction: Sequence[Tensor]) -> float:
+    def _epsilon(self, parts: Sequence[Part], direction: Sequence[Tensor]) -> float:
         """``step`` * RMS(w) / RMS(g) over all parameters and ranks, rounded to a power of two.
 
         From exact sums: equal on all ranks, and on any sharding of the same numbers.
         """
-        communicator = world(self._group)
-        pairs = list(zip(shards, direction, strict=True))
-
-        def largest() -> Tensor:
-            # Bits of doubles >= 0 are in the order of their values.
-            return torch.cat([_largest(t.values for t, _ in pairs), _largest(direction)])
-
-        found = communicator.reduce(2, largest, "max").view(torch.float64).tolist()
-        exponents = [exact_sums.exponent_of(value) for value in found]
-
-        def sums() -> Tensor:
-            totals = [0, 0]
-            for shard, vector in pairs:
-                for which, tensor in enumerate((shard.values, vector)):
-                    totals[which] += _square_sum(shard, tensor, exponents[which])
-            return torch.tensor([exact_sums.to_words(total) for total in totals]).view(-1)
-
-        words = communicator.reduce(4, sums).view(2, 2).tolist()
-        norms = [
-            exact_sums.statistic("l2", exact_sums.from_words(*pair), exponent, 1)
-            for pair, exponent in zip(words, exponents, strict=True)
-        ]
-        for norm, what in zip(norms, ("weights", "gradients"), strict=True):
-            if not norm:
+        norms = []
+        values = [part.shard.values for part in parts]
+        for what, tensors in (("weights", values), ("gradients", direction)):
+            scored = [_scored(part, t) for part, t in zip(parts, tensors, strict=True)]
+            exponent = exact_sums.exponent_of(self._largest(scored, what))
+            sums = grid_sums(scored, [exponent] * len(scored), 2, world(self._group))
+            norms.append(exact_sums.statistic("l2", sum(sums), exponent, 1))
+            if not norms[-1]:
                 raise ValueError(
-                    f"all {what} of the {len(pairs)} parameters are zero, so all scores of "
+                    f"all {what} of the {len(parts)} parameters are zero, so all scores of "
                     f"{type(self).__name__} would be; expected {what} other than zero."
                 )
         return math.ldexp(1.0, round(math.log2(self._step * norms[0] / norms[1])))
 
 
-def _largest(tensors: Iterable[Tensor]) -> Tensor:
-    """The bits of the largest |value| of all tensors: int64 [1]."""
-    found = [tensor.abs().max().double() for tensor in tensors if tensor.numel()]
-    zero = torch.zeros(1, dtype=torch.float64)
-    return (torch.stack(found).max().cpu().view(1) if found else zero).view(torch.int64)
-
-
-@dataclass(frozen=True)
-class _Move:
-    """Moves parameters by a multiple of vectors."""
-
-    vectors: Sequence[Tensor]
-    factor: float
-
-    def __call__(self, number: int, values: Tensor) -> None:
-        values.add_(self.vectors[number], alpha=self.factor)
-
-
-def _square_sum(shard: LocalShard, tensor: Tensor, exponent: int) -> int:
-    """The sum of squares of what this rank counts of a parameter, on the grid of an exponent."""
-    counted = slice(shard.counted.start, shard.counted.stop)
-    values = shard.flat(tensor)[counted]
-    live = None if shard.mask is None else shard.flat(shard.mask)[counted] != 0
-    total = 0
-    for start in range(0, values.numel(), _CHUNK):
-        span = slice(start, start + _CHUNK)
-        keep = None if live is None else live[span]
-        total += int(exact_sums.grid_sum_on_device(values[span], exponent, 2, keep))
-    return total
+def _scored(part: Part, tensor: Tensor) -> Scored:
+    """A tensor like a parameter, of which the live elements count."""
+    return Scored.of_shard(part.shard, TensorScores(part.shard.flat(tensor)))
 
 
 class SynFlow(MeasuredCriterion):
@@ -346,7 +302,7 @@ class SynFlow(MeasuredCriterion):
     backward and a pruning send, and about 160 bytes a round.
     """
 
-    ACCUMULATORS = ("flow",)
+    ACCUMULATOR = "flow"
 
     _not_finite = (
         "has a gradient that is not finite: the sum of the outputs overflows where all weights "
@@ -381,16 +337,15 @@ class SynFlow(MeasuredCriterion):
 
             everything = [place.pair for place in all_places(self._model)]
             with changed_values(everything, _to_absolute, communicator, keep=keep_signs):
-                shards, gradients = self._measured_gradients(kept, backward)
+                parts, gradients = self._measured_gradients(kept, backward)
                 with torch.no_grad():
                     flows = [
-                        torch.mul(gradient, shard.values).abs_()
-                        for shard, gradient in zip(shards, gradients, strict=True)
+                        torch.mul(gradient, part.shard.values).abs_()
+                        for part, gradient in zip(parts, gradients, strict=True)
                     ]
-                del shards, gradients
-            scale = self._scale(flows)
-            self._accumulators = {"flow": [flow.mul_(scale).float() for flow in flows]}
-        self.num_updates, self.total_weight = 1, 1.0
+                del gradients
+            scale = self._scale(parts, flows)
+        self._keep(parts, (flow.mul_(scale) for flow in flows))
 
     def prune(
         self, forward: Callable[[], Tensor], sparsity: float, *, rounds: int = 100
@@ -440,21 +395,15 @@ class SynFlow(MeasuredCriterion):
             reports.append(report)
         return _joined(first, reports, num_pruned, time.perf_counter() - started)
 
-    def _scale(self, flows: Sequence[Tensor]) -> float:
+    def _scale(self, parts: Sequence[Part], flows: Sequence[Tensor]) -> float:
         """1, or for float64 the power of two that brings the largest score below 1."""
         if all(flow.dtype is torch.float32 for flow in flows):
             return 1.0
+        scored = [_scored(part, flow) for part, flow in zip(parts, flows, strict=True)]
+        return math.ldexp(1.0, -exact_sums.exponent_of(self._largest(scored, "a measurement")))
 
-        def largest() -> Tensor:
-            found = max((float(flow.max()) for flow in flows if flow.numel()), default=0.0)
-            # Bits of doubles >= 0 are in the order of their values.
-            return torch.tensor([found], dtype=torch.float64).view(torch.int64)
-
-        found = world(self._group).reduce(1, largest, "max").view(torch.float64)
-        return math.ldexp(1.0, -exponent_of(float(found)))
-
-    def _score(self, position: int, shard: LocalShard) -> Tensor:
-        return self._accumulator("flow", position, shard).clone()
+    def _score(self, part: Part) -> Tensor:
+        return self._accumulator(part).clone()
 
 
 def _to_absolute(_: int, values: Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -34,21 +33,14 @@ def add_moment(total: Tensor, gradient: Tensor, power: Power, factor: float) -> 
         total.add_(gradient.abs(), alpha=factor)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of this rank: how much its gradients count.
+def factor_of(weight: float, loss_scale: float, power: Power) -> float:
+    """What ``|gradient| ** power`` of a unit is multiplied with.
 
-    Attributes:
-        weight: of the unit.
+    Args:
+        weight: how much the unit counts.
         loss_scale: by which its loss, and so its gradients, were multiplied.
     """
-
-    weight: float
-    loss_scale: float
-
-    def factor(self, power: Power) -> float:
-        """What ``|gradient| ** power`` is multiplied with."""
-        return self.weight / self.loss_scale**power
+    return weight / loss_scale**power
 
 
 class RankBatchSums:
@@ -58,8 +50,9 @@ class RankBatchSums:
     it is remembered, and raised on all ranks by :meth:`finish`.
 
     [Note: sums over replicas] Ranks that have the same elements each keep sums of their own
-    batches. They are added up at the end, in :meth:`finish`. If this is not the first calibration,
-    all of them have the sum of the earlier ones: all but one forget it at the beginning.
+    batches. They are added up at the end, in :meth:`finish`. On a second calibration every replica
+    starts with the earlier total: all but the first replica reset theirs to zero, or it would be
+    counted once per replica.
 
     Args:
         leaves: where the gradients come from.
@@ -70,6 +63,7 @@ class RankBatchSums:
     Attributes:
         num_batches: of this rank.
         weight: the sum of their weights.
+        problem: what went wrong on this rank, if anything did.
     """
 
     def __init__(
@@ -81,26 +75,22 @@ class RankBatchSums:
     ) -> None:
         self._power = power
         self._labels = labels
-        self._batch: Batch | None = None
-        self._problem: Exception | None = None
+        self._factor: float | None = None  # of the present batch
         self._order = hashlib.sha256()
         self._leaves = [
             _Leaf(leaf, {position: totals[position] for position in leaf.runs}) for leaf in leaves
         ]
         self.num_batches = 0
         self.weight = 0.0
+        self.problem: RuntimeError | None = None
 
     def attach(self) -> None:
-        """Put the hooks on."""
-        try:
-            for number, leaf in enumerate(self._leaves):
-                leaf.gradients.source.attach(self._receiver(number, leaf))
-        except BaseException:
-            self.detach()
-            raise
+        """Put the hooks on; after an error :meth:`detach` takes off those that are on."""
+        for number, leaf in enumerate(self._leaves):
+            leaf.gradients.source.attach(self._receiver(number, leaf))
 
     def begin(self) -> None:
-        """Forget what another rank keeps: see [Note: sums over replicas]."""
+        """Reset the earlier total that another replica keeps: see [Note: sums over replicas]."""
         for leaf in self._leaves:
             if any(group.rank() for group in leaf.gradients.source.replica_groups):
                 for total in leaf.totals.values():
@@ -112,32 +102,27 @@ class RankBatchSums:
             leaf.gradients.source.detach()
 
     @contextmanager
-    def batch(self, batch: Batch) -> Iterator[None]:
-        """One backward inside, whose gradients count as ``batch`` says."""
-        if self._batch is not None:
+    def batch(self, weight: float, loss_scale: float) -> Iterator[None]:
+        """One backward inside, whose gradients count as :func:`factor_of` says."""
+        if self._factor is not None:
             raise RuntimeError("batch() inside of batch(); expected one after the other.")
         for leaf in self._leaves:
             leaf.num_gradients = 0
-        self._batch = batch
+        self._factor = factor_of(weight, loss_scale, self._power)
         try:
             yield
         except BaseException:
             self._note("a batch ended with an error, after some of its gradients were added up")
             raise
         finally:
-            self._batch = None
-        if batch.weight and not any(leaf.num_gradients for leaf in self._leaves):
+            self._factor = None
+        if weight and not any(leaf.num_gradients for leaf in self._leaves):
             self._note(
                 "a batch had no gradient of any parameter; expected a backward inside of batch(), "
                 "or weight=0 for a rank without data"
             )
         self.num_batches += 1
-        self.weight += batch.weight
-
-    @property
-    def problem(self) -> Exception | None:
-        """What went wrong on this rank, if anything did."""
-        return self._problem
+        self.weight += weight
 
     def finish(self, communicator: Communicator, facts: Sequence[tuple[str, str]]) -> list[float]:
         """Add up the sums over the ranks that have the same elements.
@@ -156,8 +141,7 @@ class RankBatchSums:
             ValueError: a sum that is not finite, with the parameter's name.
         """
         communicator.run(self._check, lambda _: facts)
-        is_same_order = self._is_same_order()
-        communicator.run(lambda: self._check_order(is_same_order))
+        self._check_order(communicator)
         weights: dict[tuple[ProcessGroup, ...], float] = {}
         by_position: dict[int, float] = {}
         for leaf in self._leaves:
@@ -178,7 +162,7 @@ class RankBatchSums:
             if leaf.shard_group is not None:
                 self._order.update(number.to_bytes(4, "big"))
             factor = 0.0
-            if self._batch is None:
+            if self._factor is None:
                 self._note(
                     f"{self._name(leaf)} got a gradient outside of batch(); expected every "
                     "backward inside of one, or after calibrating()"
@@ -191,14 +175,14 @@ class RankBatchSums:
                     "share a gradient from each: use use_reentrant=False"
                 )
             else:
-                factor = self._batch.factor(self._power)
+                factor = self._factor
             leaf.add(gradient, self._power, factor)
 
         return receive
 
     def _check(self) -> None:
-        if self._problem is not None:
-            raise self._problem
+        if self.problem is not None:
+            raise self.problem
         for leaf in self._leaves:
             for position, total in leaf.totals.items():
                 if not bool(total.isfinite().all()):
@@ -208,25 +192,23 @@ class RankBatchSums:
                         "an overflow; nothing is updated, so a fixed scale will do."
                     )
 
-    def _check_order(self, is_same_order: bool) -> None:
-        if not is_same_order:
-            raise RuntimeError(
-                "the gradients of sharded parameters came in different orders on the ranks; "
-                "expected the same model, and the same path through it, on every rank."
-            )
-
-    def _is_same_order(self) -> bool:
-        """Whether all ranks of each shard group got gradients of the same leaves in turn."""
+    def _check_order(self, communicator: Communicator) -> None:
+        """Raise unless the ranks of each shard group got gradients of the same leaves in turn."""
         digest = int.from_bytes(self._order.digest()[:7], "big")
-        groups = {leaf.gradients.source.shard_group for leaf in self._leaves} - {None}
-        is_same = True
-        for leaf in self._leaves:
-            group = leaf.gradients.source.shard_group
-            if group is not None and group in groups:
-                groups.remove(group)
+        is_same_order = True
+        for group in dict.fromkeys(leaf.shard_group for leaf in self._leaves):
+            if group is not None:
                 high = over_groups([group]).max(torch.tensor([digest, -digest])).tolist()
-                is_same = is_same and high[0] == -high[1]
-        return is_same
+                is_same_order &= high[0] == -high[1]
+
+        def check() -> None:
+            if not is_same_order:
+                raise RuntimeError(
+                    "the gradients of sharded parameters came in different orders on the ranks; "
+                    "expected the same model, and the same path through it, on every rank."
+                )
+
+        communicator.run(check)
 
     def _summed_weight(self, groups: tuple[ProcessGroup, ...]) -> float:
         weight = torch.tensor([self.weight], dtype=torch.float64)
@@ -238,8 +220,8 @@ class RankBatchSums:
         return self._labels[next(iter(leaf.totals))]
 
     def _note(self, problem: str) -> None:
-        if self._problem is None:
-            self._problem = RuntimeError(f"{problem}.")
+        if self.problem is None:
+            self.problem = RuntimeError(f"{problem}.")
 
 
 class _Leaf:

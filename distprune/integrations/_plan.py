@@ -182,7 +182,7 @@ class Started:
 
     def criterion_state(self) -> dict[str, Any] | None:
         """The accumulators to save; None if there are none. Collective."""
-        if self.criterion is None or not self.criterion.ACCUMULATORS:
+        if self.criterion is None or not self.criterion.ACCUMULATOR:
             return None
         return self.criterion.state_dict()
 

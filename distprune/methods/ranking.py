@@ -131,14 +131,7 @@ class AtRandom:
 
 def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
     return [
-        Scored(
-            shard.name,
-            source,
-            None if shard.mask is None else shard.flat(shard.mask),
-            shard.counted,
-            shard.values.device,
-        )
-        for shard, source in zip(call.shards, scores, strict=True)
+        Scored.of_shard(shard, source) for shard, source in zip(call.shards, scores, strict=True)
     ]
 
 

@@ -25,6 +25,7 @@ from distprune._common.naming import error_about
 from distprune.selection.chunks import call_all, num_threads, spans_of
 from distprune.selection.kernels import kernels_on
 from distprune.selection.scores import ScaledScores, ScoreSource, Tally, widened
+from distprune.shards.shard import LocalShard
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Scored:
     counted: range
     device: torch.device
     keeps_nan: bool = False
+
+    @classmethod
+    def of_shard(cls, shard: LocalShard, scores: ScoreSource) -> Scored:
+        """Scores of a shard, of which the live elements count."""
+        live = None if shard.mask is None else shard.flat(shard.mask)
+        return cls(shard.name, scores, live, shard.counted, shard.values.device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from distprune import criteria
 from distprune._common import collectives
-from distprune.criteria import base, rank_batch
+from distprune.criteria import parts, rank_batch
 from distprune.shards import gradients
 from distprune.testing import run_ranks
-from helpers import criteria_table, wrappings
+from distprune.torch_private.managed import ParameterSource
+from helpers import wrappings
 from helpers.criteria_cases import Case, Rank
 
 
@@ -69,7 +69,7 @@ def sum_over_tensor_parallel_ranks() -> Iterator[None]:
         dist.all_reduce(gradient)
         return gradient
 
-    with mock.patch.object(base, "local_gradient", summed):
+    with mock.patch.object(parts, "local_gradient", summed):
         yield
 
 
@@ -77,22 +77,90 @@ def sum_over_tensor_parallel_ranks() -> Iterator[None]:
 def unweighted_counts() -> Iterator[None]:
     """Every micro-batch counts once, however many rows it has."""
 
-    def factor(batch: rank_batch.Batch, power: int) -> float:
-        return float(batch.weight > 0)
+    def factor_of(weight: float, loss_scale: float, power: int) -> float:
+        return float(weight > 0)
 
-    with mock.patch.object(rank_batch.Batch, "factor", factor):
+    with mock.patch.object(rank_batch, "factor_of", factor_of):
+        yield
+
+
+@contextlib.contextmanager
+def absolute_values_of_units() -> Iterator[None]:
+    """|g| of every unit is added up, where the |sum of g| is meant."""
+    plain = criteria.GradientMagnitude._accumulate
+
+    def accumulate(criterion, part, gradient: Tensor, weight: float) -> None:
+        plain(criterion, part, gradient.abs(), weight)
+
+    with mock.patch.object(criteria.GradientMagnitude, "_accumulate", accumulate):
         yield
 
 
 @contextlib.contextmanager
 def averaged_before_squared() -> Iterator[None]:
     """E[g]^2 where E[g^2] is meant: the averaged gradient is squared."""
-    entry = criteria_table.ENTRIES["Fisher, rank_batch"]
-    wrong = criteria_table.by_steps(
-        lambda p: criteria.Fisher(p, unit="global_batch"), weighted=True
-    )
-    changed = {"Fisher, rank_batch": replace(entry, run=wrong)}
-    with mock.patch.dict(criteria_table.ENTRIES, changed):
+    plain = rank_batch._Leaf.add
+
+    def add(leaf, gradient: Tensor, power: int, factor: float) -> None:
+        if leaf.shard_group is None:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+            return plain(leaf, gradient, power, factor)
+        size, pieces = dist.get_world_size(), leaf.gradients.source.pieces(gradient)
+        mean = collectives.sum_of_pieces(pieces, leaf.shard_group) / size
+        for position, total in leaf.totals.items():
+            run = mean[leaf.gradients.runs[position]]
+            total.view(-1).add_(run.abs() ** power, alpha=factor * size)
+
+    with mock.patch.object(rank_batch._Leaf, "add", add):
+        yield
+
+
+@contextlib.contextmanager
+def rank_batches_of_tensor_parallel_ranks() -> Iterator[None]:
+    """Squares are summed over all ranks, of which those of tensor parallelism have no replicas."""
+    with mock.patch.object(gradients, "_replicas_of", lambda shard, group: (dist.group.WORLD,)):
+        yield
+
+
+@contextlib.contextmanager
+def weights_of_this_rank_only() -> Iterator[None]:
+    """The sum over all ranks is divided by the weight of the batches of one."""
+    local = lambda sums, groups: sums.weight  # noqa: E731
+    with mock.patch.object(rank_batch.RankBatchSums, "_summed_weight", local):
+        yield
+
+
+@contextlib.contextmanager
+def running_sum() -> Iterator[None]:
+    """What .grad holds after each micro-batch: the sum of the gradients so far."""
+
+    def attach(source, receive) -> None:
+        source._handle = source._parameter.register_post_accumulate_grad_hook(
+            lambda parameter: receive(parameter.grad.clone())
+        )
+
+    with mock.patch.object(ParameterSource, "attach", attach):
+        yield
+
+
+@contextlib.contextmanager
+def replicas_twice() -> Iterator[None]:
+    """Totals are summed over the replicas again."""
+    plain = collectives.Communicator.sum_floats
+
+    def sum_floats(communicator, values: Tensor) -> None:
+        plain(communicator, values)
+        plain(communicator, values)
+
+    with mock.patch.object(collectives.Communicator, "sum_floats", sum_floats):
+        yield
+
+
+@contextlib.contextmanager
+def no_sum_over_replicas() -> Iterator[None]:
+    with mock.patch.object(collectives.Communicator, "sum_floats", lambda self, values: None):
         yield
 
 
@@ -122,8 +190,20 @@ PLANTED = [
     (unweighted_counts, "Fisher, rank_batch", "ddp-2"),
     (unweighted_counts, "Taylor, power 2, rank_batch", "fsdp2-3"),
     (unweighted_counts, "Taylor, power 1, rank_batch", "fsdp1-2"),
+    (absolute_values_of_units, "GradientMagnitude", "plain-1"),
+    (absolute_values_of_units, "SNIP", "fsdp2-3"),
     (averaged_before_squared, "Fisher, rank_batch", "ddp-2"),
     (averaged_before_squared, "Fisher, rank_batch", "fsdp2-3"),
+    (averaged_before_squared, "Taylor, power 1, rank_batch", "fsdp1-2"),
+    (rank_batches_of_tensor_parallel_ranks, "Fisher, rank_batch", "tp-2"),
+    (weights_of_this_rank_only, "Fisher, rank_batch", "ddp-3"),
+    (weights_of_this_rank_only, "Fisher, rank_batch", "fsdp2-3"),
+    (running_sum, "Fisher, rank_batch", "ddp-2"),
+    (running_sum, "Taylor, power 1, rank_batch", "tp-2"),
+    (replicas_twice, "Fisher, rank_batch", "hsdp-2x2"),
+    (replicas_twice, "Taylor, power 2, rank_batch", "fsdp1_hybrid-2x2"),
+    (no_sum_over_replicas, "Fisher, rank_batch", "ddp-2"),
+    (no_sum_over_replicas, "Fisher, rank_batch", "hsdp-2x1"),
 ]
 
 
@@ -135,8 +215,10 @@ def noticed(plant: str, title: str, case: Case) -> tuple[list[str], list[str]]:
     return healthy["wrong"], planted["wrong"]
 
 
-@pytest.mark.parametrize("data", ["integer", "normal"])
-@pytest.mark.parametrize(("plant", "title", "wrapping"), PLANTED)
+@pytest.mark.parametrize(
+    ("plant", "title", "wrapping", "data"),
+    [(*case, ("integer", "normal")[number % 2]) for number, case in enumerate(PLANTED)],
+)
 def test_a_wrong_reduction_is_noticed(plant, title, wrapping, data):
     case = Case(wrapping, data, "float32", 3, "unequal")
     size = wrappings.world_size(wrapping)

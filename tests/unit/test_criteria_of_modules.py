@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.criteria import SNIP, Custom, Fisher, GradientMagnitude, Movement
+from distprune.criteria import SNIP, AdamSecondMoment, Custom, Fisher, GradientMagnitude, Movement
 from distprune.torch_private.fsdp1 import boxes_of_run
 
 
@@ -250,10 +250,10 @@ def test_a_layout_that_changed_is_refused_before_anything_is_added():
 
 def test_an_update_that_is_interrupted_while_it_adds_is_refused_until_reset():
     class Interrupted(SNIP):
-        def _accumulate(self, position, shard, gradient, weight):
-            if position:
+        def _accumulate(self, part, gradient, weight):
+            if part.key != self.parameters[0].fqn:
                 raise MemoryError
-            super()._accumulate(position, shard, gradient, weight)
+            super()._accumulate(part, gradient, weight)
 
     net = model()
     criterion = Interrupted(prune.select(net))
@@ -279,3 +279,51 @@ def test_a_copy_that_is_made_while_gradients_are_collected_has_no_hook():
         net.zero_grad()
     assert criterion.num_updates == 1
     assert not any(parameter._backward_hooks for parameter in copied.parameters())
+
+
+def trained(optimizer_of) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = model()
+    optimizer = optimizer_of(net.parameters())
+    step(net)
+    optimizer.step()
+    return net, optimizer
+
+
+def test_optimizers_without_second_moments_are_refused():
+    for optimizer_of, has in (
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD has nothing"),
+        (lambda p: torch.optim.RMSprop(p), "RMSprop has 'step', 'square_avg'"),
+        (lambda p: torch.optim.Adafactor(p), "Adafactor has 'step'"),
+    ):
+        net, optimizer = trained(optimizer_of)
+        criterion = AdamSecondMoment(prune.select(net), optimizer)
+        with pytest.raises(ValueError, match=rf"0\.weight: the state of {has}"):
+            criterion.scores()
+
+
+def test_optimizers_of_other_parameters_are_refused():
+    net, _ = trained(torch.optim.Adam)
+    pairs = prune.select(net)
+    with pytest.raises(ValueError, match=r"0\.weight: the state of AdamW has nothing"):
+        AdamSecondMoment(pairs, torch.optim.AdamW(net.parameters())).scores()
+    other = torch.optim.AdamW(model().parameters())
+    with pytest.raises(ValueError, match=r"0\.weight is none of the optimizer's parameters"):
+        AdamSecondMoment(pairs, other).scores()
+    with pytest.raises(TypeError, match="optimizer is a list"):
+        AdamSecondMoment(pairs, [other])
+    with pytest.raises(NotImplementedError, match="Call scores"):
+        AdamSecondMoment(pairs, other).update()
+
+
+def test_an_optimizer_that_accelerate_wraps():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = model()
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    pairs = prune.select(net)
+    step(net)
+    gradient = net[0].weight.grad.clone()
+    optimizer.step()
+    score = AdamSecondMoment(pairs, optimizer).scores()[net[0], "weight"]
+    torch.testing.assert_close(score, 0.5 * (net[0].weight * gradient).detach() ** 2)
+    accelerator.free_memory()

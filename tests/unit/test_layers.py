@@ -32,7 +32,7 @@ ROOMS = {
         "verification",
     },
     "criteria": {
-        "_common", "torch_private", "shards", "masks", "call", "methods", "api",
+        "_common", "torch_private", "shards", "selection", "masks", "call", "methods", "api",
     },
     "statistics": {
         "_common", "torch_private", "shards", "selection", "call", "files", "budgets",
