@@ -22,13 +22,9 @@ from distprune.shards.factored import FactoredScores
 from distprune.statistics import factors
 from distprune.statistics.collected import CollectedInputs, Pairs
 from distprune.statistics.collecting import LocalStatistics
-from distprune.statistics.factors import magnitudes_along
-from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import (
     VERSION,
     Totals,
-    as_entry,
-    as_stored,
     checked_entries,
     digest_of,
     fitting,
@@ -37,6 +33,8 @@ from distprune.statistics.totals import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+R = TypeVar("R")
 
 
 class ActivationStatistics(CollectedInputs):
@@ -107,7 +105,8 @@ class ActivationStatistics(CollectedInputs):
         Source: Sun et al., "A simple and effective pruning approach for large language models",
         arXiv 2306.11695.
         """
-        return self._scores(parameters, factors.wanda)
+        totals = self._labelled(parameters)
+        return self._scores(totals, lambda p: factors.wanda(totals[p.label], p.layout))
 
     def stade(self, parameters: Pairs | None = None) -> dict[NamedParameter, FactoredScores]:
         """Scores of STADE: |w_ij| times the standard deviation of the input x_j. Collective.
@@ -119,7 +118,8 @@ class ActivationStatistics(CollectedInputs):
 
         Source: Mecke et al., "STADE: standard deviation as a pruning metric", arXiv 2503.22451.
         """
-        return self._scores(parameters, factors.stade)
+        totals = self._labelled(parameters)
+        return self._scores(totals, lambda p: factors.stade(totals[p.label], p.layout))
 
     def ria(
         self, parameters: Pairs | None = None, *, power: float = POWER_OF_RIA
@@ -144,19 +144,12 @@ class ActivationStatistics(CollectedInputs):
         language models", ICLR 2024.
         """
         totals = self._labelled(parameters)
-        asked = [parameter for parameter in self._local if parameter.label in totals]
+        layouts = {p.label: p.layout for p in self._local if p.label in totals}
         with self._communicator.exclusively(), torch.no_grad(), torch.inference_mode(False):
             targets = [target for target in self._read_weights() if target.label in totals]
-            layouts = [parameter.layout for parameter in asked]
-            sums = magnitudes_along(targets, layouts, self._communicator)
-        warn_of_empty(totals, self._communicator)
-        return self._by_pair(
-            {
-                parameter.label: factors.ria(
-                    totals[parameter.label], parameter.layout, magnitudes, power
-                )
-                for parameter, magnitudes in zip(asked, sums, strict=True)
-            }
+            sums = factors.magnitudes_along(targets, layouts, self._communicator)
+        return self._scores(
+            totals, lambda p: factors.ria(totals[p.label], p.layout, sums[p.label], power)
         )
 
     def outlier_ratios(
@@ -223,7 +216,7 @@ class ActivationStatistics(CollectedInputs):
 
         def write() -> None:
             self._check_names()
-            stored = {p.label: as_stored(p.layout, totals[p.label]) for p in self._local}
+            stored = {p.label: totals[p.label].as_stored(p.layout) for p in self._local}
             if self._communicator.index == 0:
                 write_statistics(path, self._mode, stored)
 
@@ -268,7 +261,7 @@ class ActivationStatistics(CollectedInputs):
         """
         totals = self._labelled(None)
         self._communicator.run(self._check_names)
-        parameters = {p.label: as_entry(p.layout, totals[p.label]) for p in self._local}
+        parameters = {p.label: totals[p.label].as_entry(p.layout) for p in self._local}
         return {"version": VERSION, "mode": self._mode, "parameters": parameters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -288,29 +281,23 @@ class ActivationStatistics(CollectedInputs):
         def restore() -> tuple[str, dict[str, Totals]]:
             self._check_names()
             mode, stored = read()
-            return mode, fitting(self._local, stored, where)
+            return mode, fitting({p.label: p.layout for p in self._local}, stored, where)
 
         with self._communicator.exclusively():
             mode, totals = self._communicator.run(
                 restore, lambda read: [("statistics to load", f"{read[0]}, {digest_of(read[1])}")]
             )
-        self._restore(totals, "sequential" if mode == "sequential" else "one_pass")
+        for parameter in self._local:
+            parameter.begin_with(totals[parameter.label])
+        self._collector.forwards.problem = None
+        self._mode = "sequential" if mode == "sequential" else "one_pass"
 
     def _scores(
-        self, parameters: Pairs | None, make: Callable[[Totals, WeightLayout], FactoredScores]
+        self, totals: Mapping[str, Totals], make: Callable[[LocalStatistics], FactoredScores]
     ) -> dict[NamedParameter, FactoredScores]:
-        totals = self._labelled(parameters)
+        """The scores of the parameters that have totals, by (module, name)."""
         warn_of_empty(totals, self._communicator)
-        return self._by_pair(
-            {
-                parameter.label: make(totals[parameter.label], parameter.layout)
-                for parameter in self._local
-                if parameter.label in totals
-            }
-        )
-
-
-R = TypeVar("R")
+        return self._by_pair({p.label: make(p) for p in self._local if p.label in totals})
 
 
 def prune_sequentially(
@@ -370,7 +357,7 @@ def prune_sequentially(
                 f"batches is a {type(batches).__name__}, which can be run through once; expected a "
                 "list or a data set: every block needs all batches."
             )
-        return statistics._begin_sequential(list(blocks))
+        return _parameters_of_blocks(statistics, list(blocks))
 
     with communicator.exclusively():
         of_block = communicator.run(
@@ -394,6 +381,47 @@ def prune_sequentially(
             results.append(prune_block(pairs))
     communicator.agree()
     return results
+
+
+def _parameters_of_blocks(
+    statistics: ActivationStatistics, blocks: Sequence[nn.Module]
+) -> list[list[LocalStatistics]]:
+    """Check that nothing was collected yet, and list the parameters of each block.
+
+    Raises:
+        NotImplementedError: parameters of pipeline stages.
+        RuntimeError: something was collected before.
+        ValueError: a parameter in no block, or in two.
+    """
+    if statistics._arguments.pipeline_parallel:
+        raise NotImplementedError(
+            "pipeline_parallel=True: the ranks have different blocks; expected every block on "
+            "every rank. Collect in one pass instead."
+        )
+    if statistics.mode == "sequential" or any(
+        any(parameter.calls) or parameter.loaded is not None for parameter in statistics._local
+    ):
+        raise RuntimeError(
+            "something was collected already; expected new ActivationStatistics, or the inputs "
+            "of one pass would mix with those of pruned blocks."
+        )
+    inside = [{id(module) for module in block.modules()} for block in blocks]
+    of_block: list[list[LocalStatistics]] = [[] for _ in blocks]
+    for parameter in statistics._local:
+        numbers = {
+            number
+            for number, modules in enumerate(inside)
+            for module, _ in parameter.places
+            if id(module) in modules
+        }
+        if len(numbers) != 1:
+            where = f"blocks {sorted(numbers)}" if numbers else "no block"
+            raise ValueError(
+                f"{parameter.label} is in {where}; expected every parameter in one block. Make "
+                "the statistics with parameters of the blocks only: select(model, include=...)."
+            )
+        of_block[numbers.pop()].append(parameter)
+    return of_block
 
 
 def _run(statistics: ActivationStatistics, model: nn.Module, batch: Any) -> None:

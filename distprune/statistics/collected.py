@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -10,14 +11,17 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import NamedParameter, unwrap
+from distprune._common.collectives import Communicator
+from distprune._common.naming import NamedParameter, listed, unwrap
 from distprune._common.patterns import check_pattern, matcher
 from distprune._common.process_groups import world
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.shards.target import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
-from distprune.statistics.totals import Totals, local_statistics, sum_over_ranks
+from distprune.statistics.input_parts import peers_of, with_peers
+from distprune.statistics.layers import WeightLayout, layout_of, refusal
+from distprune.statistics.totals import Totals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,6 +30,9 @@ T = TypeVar("T")
 
 Mode = Literal["one_pass", "sequential"]
 Pairs = Iterable[tuple[nn.Module, str]]
+
+# Squares on ranks with the same tokens are equal, unless their kernels add in another order.
+_TOLERANCE = 1e-6
 
 
 class CollectedInputs:
@@ -40,29 +47,22 @@ class CollectedInputs:
         allow_empty: str | Sequence[str] = (),
     ) -> None:
         self._communicator = world(group)
-        self._pairs: list[tuple[nn.Module, str]] = []
-        self._pipeline_parallel = pipeline_parallel
-        self._allow_empty: list[str] = []
 
         def arguments() -> ParameterArguments:
-            self._pairs.extend(parameters)
-            self._allow_empty.extend([allow_empty] if isinstance(allow_empty, str) else allow_empty)
-            return self._arguments()
+            patterns = [allow_empty] if isinstance(allow_empty, str) else list(allow_empty)
+            self._allow_empty = patterns
+            return ParameterArguments(
+                parameters=list(parameters),
+                pipeline_parallel=pipeline_parallel,
+                facts=[("allow_empty", str(patterns))],
+            )
 
         with self._communicator.exclusively():
-            _, targets = read_parameters(arguments, self._communicator)
+            self._arguments, targets = read_parameters(arguments, self._communicator)
             self._local = local_statistics(targets, self._communicator)
             self._communicator.run(self._check_patterns)
         self._is_named = all(target.is_named or not target.places for target in targets)
-        self._position = {
-            (id(module), name): position
-            for position, parameter in enumerate(self._local)
-            for module, name in parameter.places
-        }
         self._collector = Collector()
-        # Of all ranks together: read from a file, and summed up when they were last asked for.
-        self._loaded: list[Totals | None] = [None] * len(self._local)
-        self._summed: list[Totals | None] = [None] * len(self._local)
         self._mode: Mode = "one_pass"
 
     @property
@@ -117,45 +117,6 @@ class CollectedInputs:
         with self._communicator.raising_everywhere(), self._collector.collecting(self._local):
             yield
 
-    def _begin_sequential(self, blocks: Sequence[nn.Module]) -> list[list[LocalStatistics]]:
-        """Check that nothing was collected yet, and list the parameters of each block.
-
-        Raises:
-            NotImplementedError: parameters of pipeline stages.
-            RuntimeError: something was collected before.
-            ValueError: a parameter in no block, or in two.
-        """
-        if self._pipeline_parallel:
-            raise NotImplementedError(
-                "pipeline_parallel=True: the ranks have different blocks; expected every block on "
-                "every rank. Collect in one pass instead."
-            )
-        if self._mode == "sequential" or any(
-            local.calls != [0] * len(local.calls) or loaded is not None
-            for local, loaded in zip(self._local, self._loaded, strict=True)
-        ):
-            raise RuntimeError(
-                "something was collected already; expected new ActivationStatistics, or the inputs "
-                "of one pass would mix with those of pruned blocks."
-            )
-        inside = [{id(module) for module in block.modules()} for block in blocks]
-        of_block: list[list[LocalStatistics]] = [[] for _ in blocks]
-        for parameter in self._local:
-            numbers = {
-                number
-                for number, modules in enumerate(inside)
-                for module, _ in parameter.places
-                if id(module) in modules
-            }
-            if len(numbers) != 1:
-                where = f"blocks {sorted(numbers)}" if numbers else "no block"
-                raise ValueError(
-                    f"{parameter.label} is in {where}; expected every parameter in one block. Make "
-                    "the statistics with parameters of the blocks only: select(model, include=...)."
-                )
-            of_block[numbers.pop()].append(parameter)
-        return of_block
-
     def batch(self, attention_mask: Tensor | None = None) -> AbstractContextManager[None]:
         """One batch, without its padding: a context around its forward, or its forwards.
 
@@ -208,66 +169,43 @@ class CollectedInputs:
 
     def _read_weights(self) -> list[Target]:
         """The parameters as they are now, in the order of the statistics. Collective."""
-        _, targets = read_parameters(self._arguments, self._communicator)
+        _, targets = read_parameters(lambda: self._arguments, self._communicator)
         assert [t.label for t in targets] == [parameter.label for parameter in self._local]
         return targets
 
-    def _arguments(self) -> ParameterArguments:
-        return ParameterArguments(
-            parameters=self._pairs,
-            pipeline_parallel=self._pipeline_parallel,
-            facts=[("allow_empty", str(self._allow_empty))],
-        )
-
     def _labelled(self, parameters: Pairs | None) -> dict[str, Totals]:
-        """Statistics by label, of the parameters that any rank asks for."""
-        with self._communicator.exclusively():
-            positions = self._sum_up(parameters)
-        labelled = {}
-        for position in positions:
-            totals = self._summed[position]
-            assert totals is not None
-            labelled[self._local[position].label] = totals
-        return labelled
-
-    def _sum_up(self, parameters: Pairs | None) -> list[int]:
-        """Sum up what is asked for and new; the positions of all that is asked for."""
-        size = len(self._local)
+        """Statistics by label, of the parameters that any rank asks for; sums up what is new."""
 
         def flags() -> Tensor:
             if self._collector.forwards.problem is not None:
                 raise self._collector.forwards.problem
-            asked = torch.zeros(size, dtype=torch.int64)
+            asked = torch.zeros(len(self._local), dtype=torch.int64)
             asked[self._positions_of(parameters)] = 1
-            stale = [
-                int(local.is_changed or totals is None)
-                for local, totals in zip(self._local, self._summed, strict=True)
-            ]
-            return torch.cat([asked, torch.tensor(stale, dtype=torch.int64)])
+            is_new = [int(parameter.summed is None) for parameter in self._local]
+            return torch.cat([asked, torch.tensor(is_new)])
 
-        asked, stale = self._communicator.max(self._communicator.run(flags)).view(2, -1)
-        positions: list[int] = asked.nonzero().view(-1).tolist()
-        new = (asked * stale).nonzero().view(-1).tolist()
-        loaded = [self._loaded[position] is not None for position in new]
-        if new:
-            totals = sum_over_ranks(
-                [self._local[position] for position in new],
-                [self._local[p].label for p, known in zip(new, loaded, strict=True) if known],
-                self._collector.groups,
-                self._allow_empty,
-                self._communicator,
+        with self._communicator.exclusively():
+            shared = self._communicator.max(self._communicator.run(flags)).view(2, -1).bool()
+            asked, new = (
+                [self._local[position] for position in which.nonzero().view(-1).tolist()]
+                for which in (shared[0], shared[0] & shared[1])
             )
-            for position, total in zip(new, totals, strict=True):
-                self._summed[position] = total.plus(self._loaded[position])
-                self._local[position].is_changed = False
-        return positions
+            if new:
+                same_tokens = self._collector.same_tokens
+                sum_over_ranks(new, same_tokens, self._allow_empty, self._communicator)
+        return {parameter.label: parameter.summed for parameter in asked if parameter.summed}
 
     def _positions_of(self, parameters: Pairs | None) -> list[int]:
         if parameters is None:
             return list(range(len(self._local)))
+        own = {
+            (id(module), name): position
+            for position, parameter in enumerate(self._local)
+            for module, name in parameter.places
+        }
         positions = []
         for module, name in parameters:
-            position = self._position.get((id(unwrap(module)), name))
+            position = own.get((id(unwrap(module)), name))
             if position is None:
                 raise ValueError(
                     f"({type(module).__name__}, {name!r}) is none of the parameters of these "
@@ -292,11 +230,155 @@ class CollectedInputs:
                 "select(model) lists them, or NamedParameter(module, name, fqn)."
             )
 
-    def _restore(self, totals: Mapping[str, Totals], mode: Mode) -> None:
-        """Start from statistics that were collected before."""
-        for position, parameter in enumerate(self._local):
-            parameter.forget()
-            self._loaded[position] = totals[parameter.label]
-            self._summed[position] = totals[parameter.label]
-        self._collector.forwards.problem = None
-        self._mode = mode
+
+def local_statistics(
+    targets: Sequence[Target], communicator: Communicator
+) -> list[LocalStatistics]:
+    """Empty statistics of parameters; of those too that only other ranks have.
+
+    Args:
+        targets: as read_parameters returns them: the same list on all ranks.
+        communicator: all ranks that take part.
+
+    Raises:
+        NotImplementedError: a parameter of a layer whose inputs are not known; on every rank.
+
+    Cost: two all-reduces, of 16 bytes per rank, and of about 100 bytes per parameter.
+    """
+
+    def describe() -> str:
+        described, obstacles = {}, {}
+        for target in targets:
+            found = [layout_of(*place, target.shard.shape) for place in target.places]
+            layouts = [layout for layout in found if not isinstance(layout, str)]
+            if len(layouts) < len(found):
+                obstacles[target.label] = next(text for text in found if isinstance(text, str))
+                continue
+            if any(layout != layouts[0] for layout in layouts[1:]):
+                raise NotImplementedError(
+                    f"{target.label} is tied between layers that use it differently; expected "
+                    "layers of one kind."
+                )
+            if layouts:
+                described[target.label] = (vars(layouts[0]), len(layouts))
+        if obstacles:
+            raise refusal(obstacles)
+        return json.dumps(described)
+
+    texts, _ = communicator.distinct_texts(communicator.run(describe))
+    known: dict[str, tuple[WeightLayout, int]] = {}
+    for text in texts:
+        for label, (layout, num_places) in json.loads(text).items():
+            read = WeightLayout(**layout | {"shape": tuple(layout["shape"])}), num_places
+            if known.setdefault(label, read) != read:
+                raise ValueError(
+                    f"{label}: the ranks have different layers of this name ({known[label]}; and "
+                    f"{read}); expected the same, or names that tell them apart."
+                )
+    return [
+        LocalStatistics(target.label, target.places, layout, [0] * num_places)
+        for target in targets
+        for layout, num_places in (known[target.label],)
+    ]
+
+
+def sum_over_ranks(
+    parameters: Sequence[LocalStatistics],
+    same_tokens: set[tuple[int, ...]],
+    allow_empty: Sequence[str],
+    communicator: Communicator,
+) -> None:
+    """Sum up what all ranks have seen, and note it in ``summed``. Collective.
+
+    Of ranks that run the model on the same tokens one counts; the others are compared with it.
+
+    Args:
+        parameters: the same on every rank.
+        same_tokens: ranks with the same tokens as this one, of each layer.
+        allow_empty: patterns of parameters that may have seen no token.
+        communicator: all ranks that take part.
+
+    Raises:
+        ValueError: a layer that was not called; sums that are not finite; ranks of a
+            tensor-parallel group that ran on different tokens. On every rank.
+
+    Cost: one all-reduce of 16 bytes per input feature, and 24 and more per parameter and expert.
+    """
+    counts = [p.layout.num_token_counts for p in parameters]
+    sizes = [
+        2 + len(p.calls) + num_counts + 2 * p.layout.num_inputs
+        for p, num_counts in zip(parameters, counts, strict=True)
+    ]
+
+    def pack() -> Tensor:
+        peers = peers_of(same_tokens, communicator.rank)
+        rows = [_packed(p, peers, communicator.rank) for p in parameters]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
+
+    shared = communicator.reduce_floats(sum(sizes), pack)
+    silent, found = [], []
+    for parameter, num_counts, row in zip(
+        parameters, counts, torch.split(shared, sizes), strict=True
+    ):
+        layout = parameter.layout
+        calls, checks, tokens, both = torch.split(
+            row, [len(parameter.calls), 2, num_counts, 2 * layout.num_inputs]
+        )
+        sums, squares = both.view(2, *layout.input_shape)
+        _check(parameter.label, sums, squares, *checks.tolist())
+        is_optional = parameter.loaded is not None or any(
+            matcher(pattern)(parameter.label) for pattern in allow_empty
+        )
+        if not is_optional and not bool(calls.all() and tokens.any()):
+            silent.append(parameter.label)
+        numbers = tuple(map(int, tokens.tolist()))
+        num_tokens = numbers if layout.are_experts else numbers[0]
+        found.append(Totals(num_tokens, sums.clone(), squares.clone()))
+    if silent:
+        raise ValueError(
+            f"{listed(silent)}: the layer was not called on any rank while statistics "
+            "were collected, so nothing is known of its input. Either its weight is used without "
+            "calling it (nn.MultiheadAttention): leave it out. Or no token came to "
+            'it (an expert): allow_empty="..." gives such parameters scores of zero.'
+        )
+    for parameter, totals in zip(parameters, found, strict=True):
+        parameter.summed = totals.plus(parameter.loaded)
+
+
+def _packed(parameter: LocalStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
+    """What this rank adds: calls, two numbers that compare peers, tokens, sums and squares."""
+    token_check, square_check = 0, 0.0
+    tokens = [0] * parameter.layout.num_token_counts
+    inputs_per_count = max(1, parameter.layout.num_inputs // max(1, len(tokens)))
+    totals = torch.zeros(2, parameter.layout.num_inputs, dtype=torch.float64)
+    for part, seen in parameter.seen.items():
+        part = with_peers(part, peers, rank)
+        local = seen.totals.cpu()
+        # The first of n ranks adds (n - 1) times what each of the others takes away.
+        squares = float(local[1].sum())
+        square_check += (part.copies - 1 if part.is_first else -1) * squares
+        token_check += (part.token_copies - 1 if part.is_first_of_tokens else -1) * seen.num_tokens
+        if part.is_first_of_tokens:
+            tokens[part.features.start // inputs_per_count] += seen.num_tokens
+        if part.is_first:
+            totals[:, part.features.start : part.features.stop] += local
+    head = [*parameter.calls, token_check, square_check, *tokens]
+    return torch.cat([torch.tensor(head, dtype=torch.float64), totals.view(-1)])
+
+
+def _check(
+    label: str, sums: Tensor, squares: Tensor, token_check: float, square_check: float
+) -> None:
+    if not bool(torch.isfinite(sums).all() and torch.isfinite(squares).all()):
+        raise ValueError(
+            f"{label}: the sum of its inputs is not finite: a NaN or an infinity was among them. "
+            "Expected finite activations. Padding may hold NaN: pass its attention_mask to batch()."
+        )
+    if token_check or abs(square_check) > _TOLERANCE * float(squares.sum()):
+        raise ValueError(
+            f"{label}: ranks of one tensor-parallel group saw different inputs; expected the same "
+            "batches on all of them, as tensor parallelism needs: split the data by the "
+            "data-parallel rank, not by the global rank. A layer that is not parallelised, on a "
+            "plain local part of a sequence, is not supported: make its input a DTensor, or leave "
+            "it out."
+        )

@@ -21,7 +21,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,13 @@ from distprune.statistics.experts import FusedWeight, RunningExperts
 from distprune.statistics.input_parts import (
     Part,
     Sums,
+    ranks_with_same_tokens,
     read_input,
-    same_data_group,
     sums_of_rows,
     sums_of_windows,
 )
 from distprune.statistics.layers import WeightLayout
+from distprune.statistics.totals import Totals
 from distprune.torch_private.module_calls import observed_calls
 
 
@@ -150,7 +151,7 @@ class Forwards:
 
 @dataclass
 class LocalStatistics:
-    """What this rank has seen of the inputs of one parameter.
+    """What this rank has seen of the inputs of one parameter, and what all ranks together have.
 
     Attributes:
         label: the parameter's name, for messages.
@@ -158,7 +159,8 @@ class LocalStatistics:
         layout: how it meets its inputs.
         calls: per place, how often its module was called.
         seen: by part of the input, tokens and totals so far.
-        is_changed: whether something was added since the ranks last summed up.
+        loaded: of all ranks, from an earlier run; None if nothing was loaded.
+        summed: of all ranks, with what was loaded; None if something on this rank is newer.
     """
 
     label: str
@@ -166,16 +168,18 @@ class LocalStatistics:
     layout: WeightLayout
     calls: list[int] = field(default_factory=list)
     seen: dict[Part, Sums] = field(default_factory=dict)
-    is_changed: bool = False
+    loaded: Totals | None = None
+    summed: Totals | None = None
 
-    def forget(self) -> None:
-        """Start anew."""
-        self.calls, self.seen, self.is_changed = [0] * len(self.calls), {}, False
+    def begin_with(self, totals: Totals) -> None:
+        """Forget what was seen, and start from statistics of an earlier run."""
+        self.calls, self.seen = [0] * len(self.calls), {}
+        self.loaded = self.summed = totals
 
     def count_call(self, place: int) -> None:
         """Count a call of the module of a place."""
         self.calls[place] += 1
-        self.is_changed = True
+        self.summed = None
 
     def add(self, part: Part, sums: Sums) -> None:
         """Add what one forward saw."""
@@ -184,34 +188,23 @@ class LocalStatistics:
             totals = earlier.totals.to(sums.totals.device)
             sums = Sums(earlier.num_tokens + sums.num_tokens, totals + sums.totals)
         self.seen[part] = sums
-        self.is_changed = True
-
-
-@dataclass
-class Masked:
-    """The attention mask of the present batch.
-
-    Attributes:
-        keep: bool [batch, tokens].
-        num_kept: how many are True.
-    """
-
-    keep: Tensor
-    num_kept: int
+        self.summed = None
 
 
 class Collector:
     """Adds up what layers are called with, in forwards that return: see [Note: whole forwards].
 
     Attributes:
-        groups: ranks that run the model on the same tokens as this one, as the inputs tell.
+        same_tokens: ranks that run the model on the same tokens as this one, as the inputs tell.
         forwards: which of them count.
     """
 
     def __init__(self) -> None:
-        self.groups: set[tuple[int, ...]] = set()
+        self.same_tokens: set[tuple[int, ...]] = set()
         self.forwards = Forwards()
-        self._masked: Masked | None = None
+        # Of the present batch: bool [batch, tokens] without padding, and how many are True.
+        self._keep: Tensor | None = None
+        self._num_kept = 0
         self._layers: dict[nn.Module, list[_Place]] = {}
         self._experts: dict[nn.Module, list[_Place]] = {}
         self._running: list[RunningExperts] = []
@@ -266,17 +259,17 @@ class Collector:
                 f"attention_mask is {dtype} of shape {tuple(attention_mask.shape)}; expected "
                 "[batch, tokens] of booleans or integers, where 0 is padding, as tokenizers make."
             )
-        if self._masked is not None:
+        if self._keep is not None:
             raise RuntimeError(
                 "batch() is open already on these statistics; expected one at a time."
             )
-        keep = attention_mask != 0
-        self._masked = Masked(keep, int(keep.sum()))
+        self._keep = attention_mask != 0
+        self._num_kept = int(self._keep.sum())
         try:
             with self.forwards.block():
                 yield
         finally:
-            self._masked = None
+            self._keep = None
 
     def begin(self, module: nn.Module) -> None:
         """A call of a module begins; refuse nn.DataParallel, whose copies are not seen."""
@@ -319,8 +312,8 @@ class Collector:
             return
         label = places[0][0].label
         value = _checked_input(label, args, kwargs)
-        num_kept = None if self._masked is None else self._masked.num_kept
-        if self._masked is not None and num_kept not in (0, self._masked.keep.numel()):
+        is_padding = self._keep is not None and not self._num_kept
+        if self._keep is not None and self._num_kept not in (0, self._keep.numel()):
             raise NotImplementedError(
                 f"{label}: fused experts see tokens in another order, so that an attention_mask "
                 "does not say which of them are padding; expected batches that are all padding or "
@@ -340,7 +333,7 @@ class Collector:
             FusedWeight(p.label, module, name, p.layout.input_dim, partial(self._add_expert, p))
             for p, _, name in places
         ]
-        if num_kept != 0:
+        if not is_padding:
             running = RunningExperts(weights, value.shape[:-1].numel())
             running.start()
             self._running.append(running)
@@ -349,48 +342,38 @@ class Collector:
 
     def _add(self, parameter: LocalStatistics, name: str, module: nn.Module, value: Tensor) -> None:
         label, layout = parameter.label, parameter.layout
-        feature_dim = -1
-        if layout.kind == "convolution":
-            assert isinstance(module, (nn.Conv1d, nn.Conv2d))
-            feature_dim = -1 - len(module.kernel_size)
-        if value.ndim < -feature_dim or value.shape[feature_dim] != layout.input_shape[0]:
+        convolution = module if isinstance(module, (nn.Conv1d, nn.Conv2d)) else None
+        spatial = 0 if convolution is None else len(convolution.kernel_size)
+        if value.ndim <= spatial or value.shape[-1 - spatial] != layout.input_shape[0]:
             raise ValueError(
                 f"{label}: its layer is called with a tensor of shape {tuple(value.shape)}; "
-                f"expected {layout.input_shape[0]} features in dimension {feature_dim}."
+                f"expected {layout.input_shape[0]} features in dimension {-1 - spatial}."
+            )
+        if convolution is not None and self._keep is not None:
+            raise NotImplementedError(
+                f"{label}: an attention_mask says nothing of the windows of a convolution; "
+                "expected batches without padding and without attention_mask, or this "
+                "parameter left out."
             )
         registered = module._parameters
         weight = registered.get(name, registered.get(orig_key(name)))
-        if layout.kind == "convolution":
-            assert isinstance(module, (nn.Conv1d, nn.Conv2d))
-            if self._masked is not None:
-                raise NotImplementedError(
-                    f"{label}: an attention_mask says nothing of the windows of a convolution; "
-                    "expected batches without padding and without attention_mask, or this "
-                    "parameter left out."
-                )
-            spatial = len(module.kernel_size)
-            images = read_input(label, value, weight, None, -1 - spatial)
-            if len(images.part.features) != value.shape[-1 - spatial] or (
-                images.values.shape[-spatial:] != value.shape[-spatial:]
-            ):
+        keep = None if self._keep is None else self._keep.to(value.device)
+        part, values, keep = read_input(label, value, weight, keep, -1 - spatial)
+        if convolution is None:
+            num_kept = None if keep is None or is_dtensor(value) else self._num_kept
+            sums = sums_of_rows(values.reshape(-1, values.shape[-1]), keep, num_kept)
+        else:
+            is_whole = values.shape[-spatial:] == value.shape[-spatial:]
+            if not is_whole or len(part.features) != value.shape[-1 - spatial]:
                 raise NotImplementedError(
                     f"{label}: the input of the convolution is sharded by channels or by places; "
                     "expected whole images on every rank."
                 )
-            batched = images.values if value.ndim == spatial + 2 else images.values.unsqueeze(0)
-            sums = sums_of_windows(batched, module)
-            part = Part(**vars(images.part) | {"features": range(layout.num_inputs)})
-        else:
-            mask = None if self._masked is None else self._masked.keep.to(value.device)
-            rows = read_input(label, value, weight, mask, -1)
-            num_kept = None
-            if rows.keep is not None and self._masked is not None and not is_dtensor(value):
-                num_kept = self._masked.num_kept
-            flat = rows.values.reshape(-1, rows.values.shape[-1])
-            sums = sums_of_rows(flat, rows.keep, num_kept)
-            part = rows.part
+            images = values if value.ndim == spatial + 2 else values.unsqueeze(0)
+            sums = sums_of_windows(images, convolution)
+            part = replace(part, features=range(layout.num_inputs))
         if is_dtensor(value):
-            self.forwards.note(partial(self.groups.add, same_data_group(value)))
+            self.forwards.note(partial(self.same_tokens.add, ranks_with_same_tokens(value)))
         self.forwards.note(partial(parameter.add, part, sums))
 
     def _add_expert(self, parameter: LocalStatistics, expert: int, rows: Tensor) -> None:

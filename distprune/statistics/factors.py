@@ -30,8 +30,8 @@ from distprune.statistics.totals import Totals
 
 
 def magnitudes_along(
-    targets: Sequence[Target], layouts: Sequence[WeightLayout], communicator: Communicator
-) -> list[tuple[Tensor, Tensor]]:
+    targets: Sequence[Target], layouts: Mapping[str, WeightLayout], communicator: Communicator
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Sum |w| of the live elements of weights, for each input feature and for each output.
 
     A convolution with groups is as many matrices, and so are fused experts: each input feature
@@ -39,11 +39,11 @@ def magnitudes_along(
 
     Args:
         targets: the same on every rank.
-        layouts: how they meet their inputs.
+        layouts: how they meet their inputs, by label.
         communicator: the ranks that have them.
 
     Returns:
-        Per weight, fp64: the sums over its outputs, of the input shape; and those over its inputs,
+        By label, fp64: the sums over its outputs, of the input shape; and those over its inputs,
         [outputs]. Bit-equal on all ranks, and on every sharding.
 
     Raises:
@@ -52,34 +52,33 @@ def magnitudes_along(
     Cost: two reads of the weights; two all-reduces of 8 bytes per input feature and output.
     """
     weights = []
-    for target, layout in zip(targets, layouts, strict=True):
+    for target in targets:
+        layout, shard = layouts[target.label], target.shard
         numbers = [
             layout.of_inputs(torch.arange(layout.num_inputs).view(layout.input_shape)),
             layout.of_outputs(torch.arange(layout.num_outputs)),
         ]
-        index = target.shard.index
-        matrix = MatrixRun.of(index, numbers if target.places else ())
+        matrix = MatrixRun.of(shard.index, numbers if target.places else ())
         places = [matrix.matrix_of(each, layout.shape) for each in numbers if target.places]
-        part = _scored(target, TensorScores(target.shard.flat(target.shard.values)))
+        part = Scored.of_shard(shard, TensorScores(shard.flat(shard.values)))
         weights.append(Summed(part, matrix, places, (layout.num_inputs, layout.num_outputs)))
-    return [
-        (of_inputs.view(layout.input_shape), of_outputs)
-        for layout, (of_inputs, of_outputs) in zip(
-            layouts, magnitude_sums(weights, communicator), strict=True
-        )
-    ]
+    sums = magnitude_sums(weights, communicator)
+    return {
+        target.label: (of_inputs.view(layouts[target.label].input_shape), of_outputs)
+        for target, (of_inputs, of_outputs) in zip(targets, sums, strict=True)
+    }
 
 
 def wanda(totals: Totals, layout: WeightLayout) -> FactoredScores:
     """|w_ij| * rms of x_j."""
     norms = rms_of_inputs(totals.squares, totals.num_tokens)
-    return FactoredScores([[_rounded(layout.of_inputs(norms))]])
+    return FactoredScores([[layout.of_inputs(norms).float()]])
 
 
 def stade(totals: Totals, layout: WeightLayout) -> FactoredScores:
     """|w_ij| * standard deviation of x_j."""
     deviations = deviation_of_inputs(totals.sums, totals.squares, totals.num_tokens)
-    return FactoredScores([[_rounded(layout.of_inputs(deviations))]])
+    return FactoredScores([[layout.of_inputs(deviations).float()]])
 
 
 def ria(
@@ -97,14 +96,10 @@ def ria(
     first, second = relative_importance(norms, *magnitudes)
     return FactoredScores(
         [
-            [_rounded(layout.of_inputs(first))],
-            [_rounded(layout.of_outputs(second)), _rounded(layout.of_inputs(norms))],
+            [layout.of_inputs(first).float()],
+            [layout.of_outputs(second).float(), layout.of_inputs(norms).float()],
         ]
     )
-
-
-def _rounded(factor: Tensor) -> Tensor:
-    return factor.float()
 
 
 def outlier_ratios(
@@ -137,18 +132,7 @@ def outlier_ratios(
             source = FactorScores.of_shard(target.shard, scores[target.label], are_signed=True)
         else:  # of other ranks: no element of it is here
             source = TensorScores(target.shard.values)
-        parts.append(_scored(target, source))
+        parts.append(Scored.of_shard(target.shard, source))
     blocks = [block_of(target.label) for target in targets]
     ratios = outliers.outlier_ratios(parts, num_live, blocks, multiple, communicator)
     return {target.label: ratio for target, ratio in zip(targets, ratios, strict=True)}
-
-
-def _scored(target: Target, scores: ScoreSource) -> Scored:
-    shard = target.shard
-    return Scored(
-        target.label,
-        scores,
-        None if shard.mask is None else shard.flat(shard.mask),
-        shard.counted,
-        shard.values.device,
-    )

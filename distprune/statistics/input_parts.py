@@ -13,7 +13,7 @@ the ranks of a tensor-parallel group. These ranks are known from the other layer
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,21 +49,9 @@ class Part:
     is_plain: bool = True
 
 
-@dataclass(frozen=True)
-class LocalInput:
-    """The input of a layer on this rank.
-
-    Attributes:
-        part: which part of the input it is.
-        values: the local tensor.
-        shape: of the whole input.
-        keep: bool, of the local tokens in the order of rows; None: all count.
-    """
-
-    part: Part
-    values: Tensor
-    shape: torch.Size
-    keep: Tensor | None
+# Which part of a layer's input this rank has, the local tensor, and which of its tokens count:
+# bool, in the order of the rows (None: all do).
+LocalInput = tuple[Part, Tensor, Tensor | None]
 
 
 def read_input(
@@ -92,7 +80,7 @@ def read_input(
             "known. Expected a DTensor, as the layer gets from parallelize_module."
         )
     keep = None if mask is None else _keep_of(label, value.shape, mask).reshape(-1)
-    return LocalInput(Part(range(value.shape[feature_dim])), value.detach(), value.shape, keep)
+    return Part(range(value.shape[feature_dim])), value.detach(), keep
 
 
 def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: int) -> LocalInput:
@@ -152,7 +140,7 @@ def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: 
     part = Part(
         features, copies["tokens"], is_first["tokens"], copies["all"], is_first["all"], False
     )
-    return LocalInput(part, local, value.shape, keep)
+    return part, local, keep
 
 
 def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
@@ -171,7 +159,7 @@ def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
     )
 
 
-def same_data_group(value: DTensor) -> tuple[int, ...]:
+def ranks_with_same_tokens(value: DTensor) -> tuple[int, ...]:
     """The ranks, with this one, that have the same tokens of an input; () outside of its mesh."""
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
@@ -190,18 +178,18 @@ def same_data_group(value: DTensor) -> tuple[int, ...]:
     return tuple(sorted(ranks.reshape(-1).tolist()))
 
 
-def peers_of(groups: Iterable[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ...]:
     """The ranks that run the model on the same tokens as this one, itself included.
 
     Args:
-        groups: as :func:`same_data_group` gives them, of all layers.
+        of_layers: what :func:`ranks_with_same_tokens` gives for each layer.
         rank: this one.
 
     Returns:
-        The largest group, if it holds all others; this rank alone if none does.
+        The most ranks of a layer, if those of all others are among them; else this rank alone.
     """
-    largest = max(groups, key=len, default=(rank,))
-    if rank not in largest or not all(set(group) <= set(largest) for group in groups):
+    largest = max(of_layers, key=len, default=(rank,))
+    if rank not in largest or not all(set(ranks) <= set(largest) for ranks in of_layers):
         return (rank,)
     return largest
 

@@ -20,8 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from distprune._common.naming import listed
+from distprune.files.checkpoints.statistics_file import EXPERT_LAYOUTS, input_shape
+
 # Their forward is F.linear, or a convolution, of the input as it comes.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+_FALCON_LINEAR = ("models.falcon.modeling_falcon", "FalconLinear")
+_CONV1D = ("pytorch_utils", "Conv1D")
+_JETMOE_EXPERTS = ("models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts")
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,7 @@ class WeightLayout:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of a statistic that has one number for each input feature."""
-        if self.kind == "linear":
-            return self.shape[1:]
-        if self.kind == "conv1d_of_transformers":
-            return self.shape[:1]
-        if self.are_experts:
-            return (self.shape[0], self.shape[self.input_dim])
-        return (self.groups * self.shape[1], *self.shape[2:])
+        return input_shape(self.kind, self.shape, self.groups)
 
     @property
     def num_inputs(self) -> int:
@@ -58,17 +58,12 @@ class WeightLayout:
     @property
     def are_experts(self) -> bool:
         """Whether it is matrices of fused experts: each has tokens of its own."""
-        return self.kind in ("experts", "transposed_experts")
+        return self.kind in EXPERT_LAYOUTS
 
     @property
     def num_token_counts(self) -> int:
         """How many numbers of tokens there are: one, or one for each expert."""
         return self.shape[0] if self.are_experts else 1
-
-    @property
-    def num_matrices(self) -> int:
-        """How many matrices the weight is, one below the other: groups, or experts."""
-        return self.shape[0] if self.are_experts else self.groups
 
     @property
     def is_transposed(self) -> bool:
@@ -129,17 +124,19 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
         known that it is.
     """
     kind = None
-    if len(shape) == 3 and isinstance(getattr(module, "is_transposed", None), bool):
+    is_fused = len(shape) == 3
+    if is_fused and isinstance(getattr(module, "is_transposed", None), bool):
         # What transformers' use_experts_implementation says; see experts.[Note: fused experts].
         kind = "transposed_experts" if module.is_transposed else "experts"
     elif name == "weight":
-        if _calls(module, nn.Linear) or _is_linear_of_transformers(module):
+        # Falcon's linear layers have a forward of their own, which does what nn.Linear's does.
+        if _calls(module, nn.Linear) or _calls_transformers(module, *_FALCON_LINEAR):
             kind = "linear"
         elif any(_calls(module, convolution) for convolution in _CONVOLUTIONS):
             kind = "convolution"
-        elif _is_conv1d_of_transformers(module):
+        elif _calls_transformers(module, *_CONV1D):
             kind = "conv1d_of_transformers"
-        elif len(shape) == 3 and _is_parallel_experts_of_transformers(module):
+        elif is_fused and _calls_transformers(module, *_JETMOE_EXPERTS):
             kind = "experts"
     if kind is None or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _obstacle(module, name, shape)
@@ -152,11 +149,8 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> WeightLayout |
 def refusal(obstacles: Mapping[str, str]) -> NotImplementedError:
     """The error for parameters, by name, that have no layout."""
     (label, text), *others = obstacles.items()
-    also = ""
-    if others:
-        names = ", ".join(name for name, _ in others[:8])
-        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
-        also = f" There are no statistics of these either: {names}{more}."
+    names = listed([name for name, _ in others], 8)
+    also = f" There are no statistics of these either: {names}." if others else ""
     return NotImplementedError(
         f"{label}: {text} Expected the weight of nn.Linear, nn.Conv1d, nn.Conv2d, transformers' "
         "Conv1D or its fused experts. Leave such parameters out, for example by select(model, "
@@ -201,17 +195,7 @@ def _calls(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-def _is_linear_of_transformers(module: nn.Module) -> bool:
-    """Linear layers whose own forward does what nn.Linear does."""
-    loaded = sys.modules.get("transformers.models.falcon.modeling_falcon")
-    return loaded is not None and _calls(module, loaded.FalconLinear)
-
-
-def _is_conv1d_of_transformers(module: nn.Module) -> bool:
-    loaded = sys.modules.get("transformers.pytorch_utils")
-    return loaded is not None and _calls(module, loaded.Conv1D)
-
-
-def _is_parallel_experts_of_transformers(module: nn.Module) -> bool:
-    loaded = sys.modules.get("transformers.models.jetmoe.modeling_jetmoe")
-    return loaded is not None and _calls(module, loaded.JetMoeParallelExperts)
+def _calls_transformers(module: nn.Module, file: str, name: str) -> bool:
+    """:func:`_calls` for a class of transformers, which need not be loaded."""
+    loaded = sys.modules.get(f"transformers.{file}")
+    return loaded is not None and _calls(module, getattr(loaded, name))

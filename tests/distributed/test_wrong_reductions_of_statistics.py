@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
 from distprune._common.collectives import Communicator
-from distprune.statistics import ActivationStatistics, collecting, input_parts, totals
+from distprune.statistics import ActivationStatistics, collected, collecting, input_parts
 from distprune.testing import run_ranks
 
 
 def sum_over_tensor_parallel_ranks():
     """Every rank counts, as if all had other tokens."""
     of_all = mock.patch.object(
-        totals, "with_peers", lambda part, *_: input_parts.Part(part.features)
+        collected, "with_peers", lambda part, *_: input_parts.Part(part.features)
     )
     return [of_all]
 
@@ -30,7 +30,7 @@ def local_columns_at_the_beginning():
     def at_zero(part, *_):
         return input_parts.Part(range(len(part.features)))
 
-    return [mock.patch.object(totals, "with_peers", at_zero)]
+    return [mock.patch.object(collected, "with_peers", at_zero)]
 
 
 def one_rank_only():
@@ -40,7 +40,7 @@ def one_rank_only():
 
 def mean_of_means():
     """Each rank divides by its own number of tokens, and the means are averaged."""
-    right = totals._packed
+    right = collected._packed
 
     def averaged(parameter, peers, rank):
         row, head = right(parameter, peers, rank).clone(), len(parameter.calls)
@@ -48,17 +48,17 @@ def mean_of_means():
         row[head] = 1
         return row
 
-    return [mock.patch.object(totals, "_packed", averaged)]
+    return [mock.patch.object(collected, "_packed", averaged)]
 
 
 def replicas_averaged():
     """Sums over the shards of HSDP only, as if replicas had the same data."""
-    right = totals._packed
+    right = collected._packed
 
     def of_first_replica(parameter, peers, rank):
         return right(parameter, peers, rank) * (rank < 2)
 
-    return [mock.patch.object(totals, "_packed", of_first_replica)]
+    return [mock.patch.object(collected, "_packed", of_first_replica)]
 
 
 def padding_counted():

@@ -30,11 +30,11 @@ class Small(nn.Module):
 @pytest.fixture
 def collected() -> ActivationStatistics:
     torch.manual_seed(0)
-    statistics = ActivationStatistics(prune.select(Small(), everything=True))
+    model = Small()
+    statistics = ActivationStatistics(prune.select(model, everything=True))
     with statistics.collecting():
-        for layer, x in zip(("conv", "fc"), (torch.randn(2, 4, 7), torch.randn(5, 6)), strict=True):
-            pair = next(pair for pair in statistics._pairs if pair.fqn.startswith(layer))
-            pair[0](x)
+        model.conv(torch.randn(2, 4, 7))
+        model.fc(torch.randn(5, 6))
     return statistics
 
 
@@ -62,7 +62,7 @@ def test_the_safetensors_library_reads_it(collected, tmp_path):
     collected.save(tmp_path / "a.safetensors")
     with safetensors.safe_open(tmp_path / "a.safetensors", "np") as file:
         metadata = file.metadata()
-        totals = collected.totals()[collected._pairs[0]]
+        totals = collected.totals()[collected.parameters[0]]
         assert np.array_equal(file.get_tensor("conv.weight.input_sum"), totals.sums.numpy())
         squares = file.get_tensor("conv.weight.input_square_sum")
         assert np.array_equal(squares, totals.squares.numpy())
