@@ -20,6 +20,7 @@ import distprune as prune
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import wrappings
+from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong
 from helpers.integer_nets import integer_net
 from helpers.models import Net
@@ -27,7 +28,6 @@ from helpers.sampling import every
 
 LAYERS = ["l1.weight", "l2.weight", "l3.weight"]
 ALL = wrappings.sampled([*wrappings.ALL, *wrappings.FSDP2_DIM1])
-SOME = ["ddp-3", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2", "fsdp2_tp-2x2"]
 
 
 def batches_of(
@@ -236,3 +236,34 @@ def test_tensor_parallel_ranks_with_different_inputs_are_told_so():
 def test_a_plain_input_of_a_sharded_layer_is_refused():
     for text in run_ranks(error_of, 2, "tp-2", "plain input"):
         assert re.search(r"NotImplementedError: l1\.weight: the weight is a DTensor", text), text
+
+
+def traffic(wrapping: str) -> tuple[dict[str, int], int]:
+    """Bytes of each way to ask, and the number of inputs and outputs of all layers."""
+    sizes = wrappings.runnable_sizes(wrapping)
+    model = wrappings.wrap(integer_net(sizes, largest=2), wrapping)
+    data = torch.ones(2, sizes[0])
+    statistics = ActivationStatistics(prune.select(model))
+    with Traffic() as forwards:
+        model(data)
+    with Traffic() as collecting, statistics.collecting():
+        model(data)
+    sent = {"collecting": collecting.num_bytes - forwards.num_bytes}
+    for name in ("wanda", "stade", "ria"):
+        with Traffic() as asked:
+            getattr(statistics, name)()
+        sent[name] = asked.num_bytes
+        assert {call for call, _ in asked.calls} == {"allreduce_"}
+    return sent, (sum(sizes[:3]), sum(sizes[1:]))
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-2", "tp-2"])
+def test_what_is_sent(wrapping):
+    for sent, (num_inputs, num_outputs) in run_ranks(traffic, 2, wrapping):
+        assert sent["collecting"] == 0
+        flags = 40 + 8 * 2 * 3  # an agreement, and two words per parameter
+        new = 8 * (2 * num_inputs + 4 * 3 + 1) + 16
+        assert sent["wanda"] == flags + new
+        assert sent["stade"] == flags  # nothing is new
+        others = sent["ria"] - flags - 2 * 8 * (num_inputs + num_outputs + 1)
+        assert 0 < others <= 40 + 3 * 8 * 10  # the parameters are read again and compared

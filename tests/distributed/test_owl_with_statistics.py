@@ -1,4 +1,4 @@
-"""OWL from activation statistics: counts and masks of one process that sees all batches."""
+"""OWL from activation statistics: ratios, counts and masks of one process with all batches."""
 
 import pytest
 import torch
@@ -32,12 +32,13 @@ def batch_of(rank):
 
 
 def pruned(model, batches, group=None):
-    """Prune by Wanda's scores with OWL's budget; the counts."""
+    """Prune by Wanda's scores with OWL's budget; the outlier ratios, and the counts."""
     targets = prune.select(wrappings.unwrapped(model), names=("weight",))
     statistics = prune.statistics.ActivationStatistics(targets, group=group)
     with statistics.collecting(), torch.no_grad():
         for inputs in batches:
             model(inputs)
+    ratios = statistics.outlier_ratios(threshold_multiple=2)
     report = prune.global_unstructured(
         targets,
         prune.L1Unstructured,
@@ -46,7 +47,7 @@ def pruned(model, batches, group=None):
         budget=budgets.OWL(statistics, threshold_multiple=2, lam=0.2, per="parameter"),
         group=group,
     )
-    return [entry.num_pruned for entry in report.parameters]
+    return list(ratios.values()), [entry.num_pruned for entry in report.parameters]
 
 
 def differences(wrapping: str) -> list[str]:
@@ -57,14 +58,15 @@ def differences(wrapping: str) -> list[str]:
     expected = pruned(dense, [batch_of(rank) for rank in range(num_parts)], alone)
     keeps = {name: dense.get_buffer(name + "_mask").clone() for name in NAMES}
     model = wrappings.wrap(integer_net(), wrapping)
-    counts = pruned(model, [batch_of(part)])
-    wrong = [] if counts == expected else [f"{counts}, not {expected}"]
+    found = pruned(model, [batch_of(part)])
+    wrong = [] if found == expected else [f"{found}, not {expected}"]
+    _, counts = found
     if len({count / keep.numel() for count, keep in zip(counts, keeps.values(), strict=True)}) < 2:
         wrong.append(f"OWL gave every parameter the same sparsity: {counts}")
     dist.destroy_process_group(alone)
     return wrong + wrong_masks(model, keeps, indices)
 
 
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
-def test_counts_and_masks(wrapping):
+@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-3", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
+def test_ratios_counts_and_masks(wrapping):
     assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))

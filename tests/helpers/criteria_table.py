@@ -6,18 +6,20 @@ follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import distprune as prune
 from distprune import criteria
 from distprune.statistics import ActivationStatistics
 from helpers import criterion_references as references
 from helpers import wrappings
+from helpers.comparisons import changes, snapshot
 from helpers.criteria_cases import WEIGHTS, Case, Chain, Dense, Rank, ReluNet, TanhNet, loss_of
 from helpers.models import Net
 
@@ -80,7 +82,7 @@ def step_by_step(rank: Rank) -> None:
 def own_batches(rank: Rank) -> None:
     for unit in rank.units:
         loss_of(rank.model, unit).backward()
-        rank.model.zero_grad()
+    rank.model.zero_grad()
 
 
 def forwards(rank: Rank) -> None:
@@ -120,7 +122,10 @@ def squared_product(weight: Tensor, gradient: Tensor, state: Tensor) -> Tensor:
 
 
 def by_rank_batches(make: Callable[..., Any]) -> Callable[[Rank], Scores]:
-    """Every micro-batch of every rank is a unit, which counts as many times as it has rows."""
+    """Every micro-batch of every rank is a unit, which counts as many times as it has rows.
+
+    Gradients pile up in .grad, as in gradient accumulation.
+    """
 
     def run(rank: Rank) -> Scores:
         criterion = make(rank.pairs)
@@ -128,16 +133,24 @@ def by_rank_batches(make: Callable[..., Any]) -> Callable[[Rank], Scores]:
             for unit in rank.units:
                 with criterion.batch(weight=unit.weight):
                     loss_of(rank.model, unit).backward()
-                rank.model.zero_grad()
         return criterion.scores()
 
     return run
 
 
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Assert that a block leaves weights, masks, buffers and modes, bit for bit, as they were."""
+    before = snapshot(model)
+    yield
+    assert not changes(before, snapshot(model))
+
+
 def grasp(rank: Rank) -> Scores:
     step = 2.0**-6 if rank.case.data == "integer" else 1e-5
     criterion = criteria.GraSP(rank.pairs, model=rank.model, step=step)
-    criterion.measure(rank.backward_of_all)
+    with unchanged(rank.model):
+        criterion.measure(rank.backward_of_all)
     return criterion.scores()
 
 
@@ -149,7 +162,8 @@ def three_times(rank: Rank) -> None:
 
 def synflow(rank: Rank) -> Scores:
     criterion = criteria.SynFlow(rank.pairs, model=rank.model)
-    criterion.measure(lambda: rank.model(rank.ones))
+    with unchanged(rank.model):
+        criterion.measure(lambda: rank.model(rank.ones))
     return criterion.scores()
 
 

@@ -1,25 +1,17 @@
 """Models whose activations are small integers, so that sums over them are exact in any order."""
 
 import torch
-from torch import Tensor
 
-from helpers.models import Net
-
-
-class IntegerNet(Net):
-    """A Net without tanh: its activations are integers if its weights and inputs are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l3(torch.relu(self.l2(torch.relu(self.l1(x)))))
+from helpers.criteria_cases import ReluNet
 
 
 @torch.no_grad()
 def integer_net(
     sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, largest: int = 1
-) -> IntegerNet:
-    """An IntegerNet with weights between -largest and largest, the same at every call."""
+) -> ReluNet:
+    """A ReluNet with weights between -largest and largest, the same at every call."""
     generator = torch.Generator().manual_seed(largest)
-    net = IntegerNet(sizes).to(dtype)
+    net = ReluNet(sizes).to(dtype)
     for parameter in net.parameters():
         values = torch.randint(-largest, largest + 1, parameter.shape, generator=generator)
         parameter.copy_(values)

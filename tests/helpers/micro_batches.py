@@ -6,29 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distprune.criteria import Criterion, Fisher, Taylor
-from helpers.models import Net, fill, fqns, target
+from distprune.criteria import Criterion
+from helpers.criteria_cases import ReluNet
+from helpers.models import fill, target
 from helpers.wrappings import (
     kind_of,
     local,
-    local_indices,
     mesh_shape,
     my_part,
     runnable_sizes,
     unwrapped,
     world_size,
-    wrap,
 )
-
-# (power, factor) of each criterion.
-CRITERIA = {"fisher": (2, 0.5), "taylor 2": (2, 1.0), "taylor 1": (1, 1.0)}
-
-
-class ReluNet(Net):
-    """A Net whose outputs and gradients are integers if all that goes in is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l3(torch.relu(self.l2(torch.relu(self.l1(x)))))
 
 
 def make_model(wrapping: str, data: str) -> nn.Module:
@@ -153,15 +142,6 @@ def wrong_scores(
     return wrong
 
 
-def make_criterion(
-    kind: str, parameters: list[tuple[nn.Module, str]], **options: object
-) -> Criterion:
-    """A criterion of rank batches; kind is a key of CRITERIA."""
-    if kind == "fisher":
-        return Fisher(parameters, unit="rank_batch", **options)
-    return Taylor(parameters, unit="rank_batch", power=CRITERIA[kind][0], **options)
-
-
 def calibrate(
     criterion: Criterion,
     model: nn.Module,
@@ -176,20 +156,3 @@ def calibrate(
         for number in range(num_batches):
             with criterion.batch(weight=num_tokens(rank, number)):
                 loss_of(model, micro_batch(dense, data, rank, number)).backward()
-
-
-def differences(wrapping: str, cases: list[tuple[str, str, int]]) -> list[str]:
-    """Run every case (criterion, data, number of batches on each rank)."""
-    wrong = []
-    for kind, data, num_batches in cases:
-        dense = make_model(wrapping, data)
-        indices = local_indices(copy.deepcopy(dense), wrapping)
-        model = wrap(copy.deepcopy(dense), wrapping)
-        names = fqns(dense)
-        criterion = make_criterion(kind, [target(unwrapped(model), name) for name in names])
-        calibrate(criterion, model, dense, wrapping, data, num_batches)
-        units = gradients_of_units(dense, data, num_data_ranks(wrapping), num_batches)
-        expected = expected_scores(dense, units, *CRITERIA[kind])
-        when = f"{kind}, {data}, {num_batches} batches,"
-        wrong += wrong_scores(model, criterion.scores(), expected, indices, data, when)
-    return wrong

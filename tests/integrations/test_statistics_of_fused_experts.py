@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import distprune as prune
 from distprune.language_models import linear_layers
 from distprune.statistics import ActivationStatistics
 from helpers.tiny_transformers import tiny_model
@@ -128,23 +127,6 @@ def test_an_implementation_that_gathers_weights_is_refused_by_name(family):
     text = r"layers\.0\.mlp\.experts\.gate_up_proj: .*set_experts_implementation\(\"eager\"\)"
     with statistics.collecting(), pytest.raises(NotImplementedError, match=text):
         model(input_ids=IDS)
-
-
-def test_wanda_prunes_each_expert_by_its_own_inputs():
-    model = tiny_model("mixtral")
-    pairs = fused(model)
-    statistics = ActivationStatistics(pairs)
-    with statistics.collecting():
-        model(input_ids=IDS)
-    totals, scores = statistics.totals(), statistics.wanda()
-    prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5, scope="row")
-    for module, name in pairs:
-        found = totals[module, name]
-        rms = (found.squares / torch.tensor(found.num_tokens).view(-1, 1)).sqrt().float()
-        score = getattr(module, name + "_orig").detach().abs() * rms.unsqueeze(1)
-        half = score.shape[-1] // 2
-        kept = torch.zeros_like(score).scatter_(-1, score.topk(half).indices, 1)
-        assert torch.equal(getattr(module, name + "_mask"), kept)
 
 
 def test_routers_and_experts_are_told_apart():

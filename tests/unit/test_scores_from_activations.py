@@ -1,6 +1,5 @@
 """Wanda, RIA, STADE and OWL's outlier ratios against loops written from the papers."""
 
-import inspect
 import math
 import statistics as of_numbers
 
@@ -252,9 +251,3 @@ def test_layers_with_other_numbers_of_tokens_compare():
     for name in ("wanda", "stade", "ria"):
         (a,), (b,) = getattr(once, name)().values(), getattr(twice, name)().values()
         assert torch.allclose(multiplied(layer.weight, a), multiplied(layer.weight, b), rtol=1e-6)
-
-
-def test_the_docstrings_say_what_it_costs_and_where_it_is_from():
-    for name in ("wanda", "stade", "ria", "outlier_ratios"):
-        text = inspect.getdoc(getattr(ActivationStatistics, name)) or ""
-        assert "Cost" in text and "Source" in text
