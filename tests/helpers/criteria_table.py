@@ -27,49 +27,6 @@ Named = dict[str, Tensor]
 Scores = Mapping[Any, Any]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One criterion.
-
-    Attributes:
-        reads: what it is computed from, for the documentation.
-        wire: what it sends besides what training sends, for the documentation.
-        memory: what it keeps, for the documentation.
-        run: computes the scores on a rank, forwards and backwards included.
-        baseline: the same forwards and backwards without the criterion.
-        expected: the scores of one process.
-        is_signed: whether the lowest, signed, are pruned.
-        most_bytes: an upper bound on what ``run`` sends more than ``baseline``, of a rank.
-        dtypes: in which it is tested ...
-        refused_dtypes: ... and those that are refused by name.
-        nets: the model for data "integer", and for "normal".
-        has_batches: whether it depends on data.
-        is_exact: whether scores of a case are equal bit for bit, and not to rounding only.
-    """
-
-    reads: str
-    wire: str
-    memory: str
-    run: Callable[[Rank], Scores]
-    baseline: Callable[[Rank], None]
-    expected: Callable[[Dense], Named]
-    is_signed: bool = False
-    most_bytes: Callable[[Rank], float] = lambda rank: 200
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    refused_dtypes: tuple[str, ...] = ()
-    nets: Mapping[str, type[Net]] = field(
-        default_factory=lambda: {"integer": ReluNet, "normal": ReluNet}
-    )
-    has_batches: bool = True
-    is_exact: Callable[[Case], bool] = lambda case: case.data == "integer"
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What the documentation says of it besides measurements."""
-        names = ("reads", "memory", "wire", "refused_dtypes")
-        return {name: getattr(self, name) for name in names}
-
-
 # Loops of a caller.
 
 
@@ -89,6 +46,49 @@ def forwards(rank: Rank) -> None:
     with torch.no_grad():
         for unit in rank.units:
             rank.model(unit.x)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One criterion.
+
+    Attributes:
+        run: computes the scores on a rank, forwards and backwards included.
+        expected: the scores of one process.
+        baseline: the same forwards and backwards as ``run``, without the criterion.
+        reads: what it is computed from, for the documentation.
+        wire: what it sends besides what training sends, for the documentation.
+        memory: what it keeps, for the documentation.
+        is_signed: whether the lowest, signed, are pruned.
+        most_bytes: an upper bound on what ``run`` sends more than ``baseline``, of a rank.
+        dtypes: in which it is tested ...
+        refused_dtypes: ... and those that are refused by name.
+        nets: the model for data "integer", and for "normal".
+        has_batches: whether it depends on data.
+        is_exact: whether scores of a case are equal bit for bit, and not to rounding only.
+    """
+
+    run: Callable[[Rank], Scores]
+    expected: Callable[[Dense], Named]
+    baseline: Callable[[Rank], None] = step_by_step
+    reads: str = "averaged gradients"
+    wire: str = "nothing"
+    memory: str = "4 bytes per element"
+    is_signed: bool = False
+    most_bytes: Callable[[Rank], float] = lambda rank: 200
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    refused_dtypes: tuple[str, ...] = ()
+    nets: Mapping[str, type[Net]] = field(
+        default_factory=lambda: {"integer": ReluNet, "normal": ReluNet}
+    )
+    has_batches: bool = True
+    is_exact: Callable[[Case], bool] = lambda case: case.data == "integer"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the documentation says of it besides measurements."""
+        names = ("reads", "memory", "wire", "refused_dtypes")
+        return {name: getattr(self, name) for name in names}
 
 
 def by_steps(make: Callable[..., Any], *, weighted: bool = False) -> Callable[[Rank], Scores]:
@@ -235,163 +235,113 @@ def once_per_backward(rank: Rank) -> float:
     return 2000 + 12 * rank.num_elements * (rank.case.num_batches + 1)
 
 
-NOTHING = "nothing"
-FOUR_BYTES = "4 bytes per element: FSDP in each backward, DDP once"
-SUMS = "16 bytes per input feature"
-ACCUMULATOR = "4 bytes per element"
-INPUTS = "16 bytes per input feature"
+def of_inputs(kind: str, expected: Callable[[Named, Named], Named], **options: Any) -> Entry:
+    return Entry(
+        by_inputs(kind),
+        lambda dense: expected(dense.weights, inputs_of(dense)),
+        forwards,
+        wire="16 bytes per input feature",
+        memory="16 bytes per input feature",
+        most_bytes=lambda rank: 2000,
+        **{"reads": "inputs of layers", **options},
+    )
+
+
+def of_measurement(
+    run: Callable[[Rank], Scores], expected: Callable[[Dense], Named], **options: Any
+) -> Entry:
+    return Entry(
+        run,
+        expected,
+        refused_dtypes=("bfloat16", "float16"),
+        most_bytes=lambda rank: 500,
+        **options,
+    )
+
+
+def of_moment(
+    unit: str, make: Callable[..., Any], expected: Callable[..., Named], **options: Any
+) -> Entry:
+    """Fisher or Taylor: a mean over units, weighted by their rows."""
+    if unit == "global_batch":
+        return Entry(
+            by_steps(lambda p: make(p, unit=unit, **options), weighted=True),
+            lambda dense: expected(
+                dense.weights, dense.averaged(), step_counts(dense), *options.values()
+            ),
+        )
+    return Entry(
+        by_rank_batches(lambda p: make(p, unit=unit, **options)),
+        lambda dense: expected(dense.weights, *all_gradients(dense), *options.values()),
+        own_batches,
+        reads="gradients of every rank",
+        wire="4 bytes per element: FSDP in each backward, DDP once",
+        most_bytes=once_per_backward,
+    )
+
 
 ENTRIES: dict[str, Entry] = {
     "SNIP": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
-        by_steps(criteria.SNIP),
-        step_by_step,
-        lambda dense: references.snip(dense.weights, dense.averaged()),
+        by_steps(criteria.SNIP), lambda dense: references.snip(dense.weights, dense.averaged())
     ),
     "Movement": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
         by_steps(criteria.Movement),
-        step_by_step,
         lambda dense: references.movement(dense.weights, dense.averaged()),
         is_signed=True,
     ),
     "GradientMagnitude": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
         by_steps(criteria.GradientMagnitude),
-        step_by_step,
         lambda dense: {
             name: torch.stack([g[name] for g in dense.averaged()]).sum(0).abs() for name in WEIGHTS
         },
     ),
     "AdamSecondMoment": Entry(
-        "the optimizer's state",
-        NOTHING,
-        "nothing",
         adam,
-        step_by_step,
         lambda dense: references.adam(dense.weights, dense.averaged(), 0.5),
+        reads="the optimizer's state",
+        memory="nothing",
         dtypes=("float32",),
     ),
     "Custom, sum of (w g)^2": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
         by_steps(lambda p: criteria.Custom(p, squared_product, unit="global_batch")),
-        step_by_step,
         lambda dense: {
             name: sum((g[name] * weight) ** 2 for g in dense.averaged())
             for name, weight in dense.weights.items()
         },
     ),
-    "Taylor, power 1, global_batch": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
-        by_steps(lambda p: criteria.Taylor(p, unit="global_batch", power=1), weighted=True),
-        step_by_step,
-        lambda dense: references.moment(dense.weights, dense.averaged(), step_counts(dense), 1),
-    ),
-    "Taylor, power 2, global_batch": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
-        by_steps(lambda p: criteria.Taylor(p, unit="global_batch", power=2), weighted=True),
-        step_by_step,
-        lambda dense: references.moment(dense.weights, dense.averaged(), step_counts(dense), 2),
-    ),
-    "Fisher, global_batch": Entry(
-        "averaged gradients",
-        NOTHING,
-        ACCUMULATOR,
-        by_steps(lambda p: criteria.Fisher(p, unit="global_batch"), weighted=True),
-        step_by_step,
-        lambda dense: references.fisher(dense.weights, dense.averaged(), step_counts(dense)),
-    ),
-    "Taylor, power 1, rank_batch": Entry(
-        "gradients of every rank",
-        FOUR_BYTES,
-        ACCUMULATOR,
-        by_rank_batches(lambda p: criteria.Taylor(p, unit="rank_batch", power=1)),
-        own_batches,
-        lambda dense: references.moment(dense.weights, *all_gradients(dense), 1),
-        most_bytes=once_per_backward,
-    ),
-    "Taylor, power 2, rank_batch": Entry(
-        "gradients of every rank",
-        FOUR_BYTES,
-        ACCUMULATOR,
-        by_rank_batches(lambda p: criteria.Taylor(p, unit="rank_batch", power=2)),
-        own_batches,
-        lambda dense: references.moment(dense.weights, *all_gradients(dense), 2),
-        most_bytes=once_per_backward,
-    ),
-    "Fisher, rank_batch": Entry(
-        "gradients of every rank",
-        FOUR_BYTES,
-        ACCUMULATOR,
-        by_rank_batches(lambda p: criteria.Fisher(p, unit="rank_batch")),
-        own_batches,
-        lambda dense: references.fisher(dense.weights, *all_gradients(dense)),
-        most_bytes=once_per_backward,
-    ),
-    "GraSP": Entry(
-        "averaged gradients at three points",
-        NOTHING,
-        ACCUMULATOR,
+    **{
+        f"{title}, {unit}": of_moment(unit, make, expected, **options)
+        for unit in ("global_batch", "rank_batch")
+        for title, make, expected, options in (
+            ("Taylor, power 1", criteria.Taylor, references.moment, {"power": 1}),
+            ("Taylor, power 2", criteria.Taylor, references.moment, {"power": 2}),
+            ("Fisher", criteria.Fisher, references.fisher, {}),
+        )
+    },
+    "GraSP": of_measurement(
         grasp,
-        three_times,
         expected_grasp,
+        baseline=three_times,
+        reads="averaged gradients at three points",
         is_signed=True,
         dtypes=("float64",),
-        refused_dtypes=("bfloat16", "float16"),
-        most_bytes=lambda rank: 500,
         nets={"integer": Chain, "normal": TanhNet},
     ),
-    "SynFlow": Entry(
-        "no data",
-        NOTHING,
-        ACCUMULATOR,
+    "SynFlow": of_measurement(
         synflow,
-        one_forward,
         expected_synflow,
+        baseline=one_forward,
+        reads="no data",
         dtypes=("float32",),
-        refused_dtypes=("bfloat16", "float16"),
-        most_bytes=lambda rank: 500,
         has_batches=False,
         is_exact=divides_exactly,
     ),
-    "Wanda": Entry(
-        "inputs of layers",
-        SUMS,
-        INPUTS,
-        by_inputs("wanda"),
-        forwards,
-        lambda dense: references.wanda(dense.weights, inputs_of(dense)),
-        most_bytes=lambda rank: 2000,
-    ),
-    "STADE": Entry(
-        "inputs of layers",
-        SUMS,
-        INPUTS,
-        by_inputs("stade"),
-        forwards,
-        lambda dense: references.stade(dense.weights, inputs_of(dense)),
-        most_bytes=lambda rank: 2000,
-    ),
-    "RIA": Entry(
-        "inputs of layers, and weights",
-        SUMS,
-        INPUTS,
-        by_inputs("ria"),
-        forwards,
-        lambda dense: references.ria(dense.weights, inputs_of(dense)),
-        most_bytes=lambda rank: 2000,
+    "Wanda": of_inputs("wanda", references.wanda),
+    "STADE": of_inputs("stade", references.stade),
+    "RIA": of_inputs(
+        "ria",
+        references.ria,
+        reads="inputs of layers, and weights",
         is_exact=lambda case: False,  # its factors are quotients, rounded one by one
     ),
 }

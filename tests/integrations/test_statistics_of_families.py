@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import distprune as prune
-from distprune.statistics import ActivationStatistics, prune_sequentially
+from distprune.statistics import ActivationStatistics
 from helpers.sampling import every
 from helpers.tiny_transformers import tiny_model
 
@@ -99,64 +99,3 @@ def test_a_head_that_sees_sentences_does_not_fit_a_mask_of_tokens():
         pytest.raises(ValueError, match=r"bert\.pooler\.dense\.weight.*does not fit"),
     ):
         model(input_ids=ids)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_sequential_wanda_equals_the_published_replay_of_blocks(family):
-    batch = {"input_ids": torch.arange(3, 15).view(2, 6), "use_cache": False}
-    model, other = tiny_model(family), tiny_model(family)
-    parameters = linear_layers(model)
-    statistics = ActivationStatistics(parameters)
-
-    def prune_block(pairs):
-        scores = statistics.wanda(pairs)
-        return prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5)
-
-    reports = prune_sequentially(statistics, model, blocks_of(model), [batch], prune_block)
-    assert len(reports) == len(blocks_of(model)) == 2
-    replay(other, batch)
-    for mine, theirs in zip(parameters, linear_layers(other), strict=True):
-        assert torch.equal(mine[0].weight_mask, theirs[0].weight_mask), mine.fqn
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    return model.model.layers if hasattr(model, "model") else model.transformer.h
-
-
-@torch.no_grad()
-def replay(model: nn.Module, batch: dict) -> None:
-    """Wanda as published: keep a block's inputs, prune it, and run it again to feed the next."""
-    calls = []
-    handles = [
-        block.register_forward_pre_hook(
-            lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-        )
-        for block in blocks_of(model)
-    ]
-    model(**batch)
-    for handle in handles:
-        handle.remove()
-    hidden = calls[0][0][0]
-    for block, (args, kwargs) in zip(blocks_of(model), calls, strict=True):
-        inside = {id(module) for module in block.modules()}
-        pairs = [pair for pair in linear_layers(model) if id(pair[0]) in inside]
-        norms = {}
-        handles = [pair[0].register_forward_pre_hook(norm_hook(norms)) for pair in pairs]
-        block(hidden, *args[1:], **kwargs)
-        for handle in handles:
-            handle.remove()
-        scores = {}
-        for pair in pairs:
-            norm = norms[id(pair[0])]
-            is_linear = isinstance(pair[0], nn.Linear)
-            scores[pair] = pair[0].weight.abs() * (norm if is_linear else norm.unsqueeze(1))
-        prune.global_unstructured(pairs, prune.L1Unstructured, scores, amount=0.5)
-        out = block(hidden, *args[1:], **kwargs)
-        hidden = out[0] if isinstance(out, tuple) else out
-
-
-def norm_hook(norms: dict):
-    def keep(module, args):
-        norms[id(module)] = args[0].double().flatten(0, -2).square().mean(0).sqrt().float()
-
-    return keep

@@ -187,14 +187,6 @@ def test_what_is_refused_by_name():
     del loss
 
 
-@pytest.mark.parametrize("kind", [criteria.GraSP, criteria.SynFlow])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_refused_by_name(kind, dtype):
-    model = classifier(dtype)
-    with pytest.raises(NotImplementedError, match=r"Linear.weight \(#0\): .* expected model.float"):
-        kind(pairs_of(model), model=model)
-
-
 @pytest.mark.parametrize("kind", ["GraSP", "SynFlow"])
 def test_a_saved_measurement_has_the_same_scores(kind, tmp_path):
     model, batches = classifier(), batches_of(1)
