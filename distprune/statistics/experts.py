@@ -222,30 +222,28 @@ def _lies_in(tensor: Tensor, addresses: range) -> bool:
 
 
 def _expert_of(matrix: Tensor, value: Tensor) -> tuple[int, bool] | None:
-    """Whose matrix it is, and whether transposed; None if it is not that of one expert."""
-    if type(matrix) not in _PLAIN or matrix.ndim != 2 or not matrix.numel():
+    """(expert, is_transposed) if ``matrix`` is a view of one expert's weight, else None."""
+    is_swapped = _is_swapped(matrix, value, 2)
+    if is_swapped is None or not matrix.numel():
         return None
-    is_swapped = _is_swapped(matrix, value)
     step = value.stride(0) * value.element_size()
     expert, rest = divmod(matrix.data_ptr() - value.data_ptr(), max(1, step))
-    if is_swapped is None or rest or not 0 <= expert < value.shape[0]:
-        return None
-    return expert, is_swapped
+    return None if rest or not 0 <= expert < value.shape[0] else (expert, is_swapped)
 
 
 def _whole(matrices: Tensor, value: Tensor) -> tuple[int, bool] | None:
-    """(0, whether transposed) if these are the matrices of all experts."""
-    if type(matrices) not in _PLAIN or matrices.ndim != 3:
+    """(0, is_transposed) if ``matrices`` is a view of the weights of all experts, else None."""
+    is_swapped = _is_swapped(matrices, value, 3)
+    if is_swapped is None or matrices.data_ptr() != value.data_ptr():
         return None
-    is_swapped = _is_swapped(matrices, value)
-    is_same = matrices.data_ptr() == value.data_ptr() and matrices.shape[0] == value.shape[0]
-    if is_swapped is None or not is_same or matrices.stride(0) != value.stride(0):
-        return None
-    return 0, is_swapped
+    is_same = (matrices.shape[0], matrices.stride(0)) == (value.shape[0], value.stride(0))
+    return (0, is_swapped) if is_same else None
 
 
-def _is_swapped(matrix: Tensor, value: Tensor) -> bool | None:
-    """Whether the last two dimensions are those of a weight swapped; None if neither."""
+def _is_swapped(matrix: Tensor, value: Tensor, ndim: int) -> bool | None:
+    """Whether the last two dimensions are swapped ones of a weight; None if they are of none."""
+    if type(matrix) not in _PLAIN or matrix.ndim != ndim:
+        return None
     found = list(zip(matrix.shape, matrix.stride(), strict=True))[-2:]
     own = list(zip(value.shape, value.stride(), strict=True))[1:]
     if found == own:

@@ -140,19 +140,40 @@ def wrap(model: nn.Module, wrapper: str) -> nn.Module:
     return model
 
 
-def expected_scores(dense: nn.Module, num_ranks: int) -> dict[str, Tensor]:
+def expected_scores(dense: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
     """One half w^2 times the mean square of the gradients of all ranks' batches."""
     total = {name: torch.zeros_like(p) for name, p in dense.named_parameters()}
-    for rank in range(num_ranks):
+    for batch in batches:
         dense.zero_grad()
-        dense(inputs(rank)).square().sum().backward()
+        dense(batch).square().sum().backward()
         for name, parameter in dense.named_parameters():
             if parameter.grad is not None:
                 total[name] += parameter.grad.square()
     return {
-        name: 0.5 * parameter.detach().square() * total[name] / num_ranks
+        name: 0.5 * parameter.detach().square() * total[name] / len(batches)
         for name, parameter in dense.named_parameters()
     }
+
+
+def scores_of(model: nn.Module, names: list[str], batch: Tensor, run=None) -> dict[str, Tensor]:
+    """This rank's part of every score, after one backward of ``run``, by default of the model."""
+    pairs = [target(wrappings.unwrapped(model), name) for name in names]
+    criterion = Fisher(pairs, unit="rank_batch")
+    with criterion.calibrating(), criterion.batch():
+        (model if run is None else run)(batch).square().sum().backward()
+    return dict(zip(names, criterion.scores().values(), strict=True))
+
+
+def wrong(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-6, is_run: bool = False
+) -> list[str]:
+    """Compare whole scores."""
+    texts = []
+    for name, right in expected.items():
+        score = whole(found[name], right.shape, is_run).to(right.dtype)
+        if not torch.allclose(score, right, rtol=rtol, atol=1e-30):
+            texts.append(f"{name}: {score}, not {right}")
+    return texts
 
 
 def whole(scores: Tensor, shape: torch.Size, is_run: bool = False) -> Tensor:
@@ -171,22 +192,14 @@ def differences(
 ) -> list[str]:
     """Scores after one micro-batch on each rank, beside those of one process."""
     dense = make_model(kind)
-    expected = expected_scores(copy.deepcopy(dense), dist.get_world_size())
+    batches = [inputs(rank) for rank in range(dist.get_world_size())]
     model = wrap(copy.deepcopy(dense), wrapper)
     run = model if backend is None else torch.compile(model, backend=backend)
+    own = batches[dist.get_rank()]
     if is_warm:  # compiled without hooks
-        run(inputs(dist.get_rank())).square().sum().backward()
-    parameters = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Fisher(parameters, unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        run(inputs(dist.get_rank())).square().sum().backward()
-    scores, wrong = criterion.scores(), []
-    for name, parameter in dense.named_parameters():
-        held = scores[target(wrappings.unwrapped(model), name)]
-        score = whole(held, parameter.shape, is_run=wrapper == "fsdp1")
-        if not torch.allclose(score, expected[name], rtol=1e-6, atol=1e-30):
-            wrong.append(f"{name}: {score}, not {expected[name]}")
-    return wrong
+        run(own).square().sum().backward()
+    found = scores_of(model, fqns(dense), own, run)
+    return wrong(found, expected_scores(dense, batches), is_run=wrapper == "fsdp1")
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -220,11 +233,8 @@ def test_compiled_models(wrapper, is_warm):
 
 def error_of(kind: str, wrapper: str) -> str:
     model = wrap(make_model(kind), wrapper)
-    parameters = [target(wrappings.unwrapped(model), name) for name in fqns(make_model(kind))]
-    criterion = Fisher(parameters, unit="rank_batch")
     try:
-        with criterion.calibrating(), criterion.batch():
-            model(inputs(dist.get_rank())).square().sum().backward()
+        scores_of(model, fqns(make_model(kind)), inputs(dist.get_rank()))
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -262,24 +272,13 @@ def pruned_differences(wrapping: str) -> list[str]:
         for name, parameter in dense.named_parameters():
             parameter.mul_(keeps[name])
     rank, num_ranks = wrappings.data_rank(wrapping)
-    criterion = Fisher(parameters, unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        model(inputs(rank).double()).square().sum().backward()
-    total = dict.fromkeys(names, 0.0)
-    for number in range(num_ranks):
-        loss = dense(inputs(number).double()).square().sum()
-        for name, gradient in zip(
-            names, torch.autograd.grad(loss, list(dense.parameters())), strict=True
-        ):
-            total[name] = total[name] + gradient.square()
-    wrong, scores = [], criterion.scores()
-    for name, parameter in dense.named_parameters():
-        expected = 0.5 * parameter.detach().square() * total[name] / num_ranks
-        mine = wrappings.my_part(expected, indices[name])
-        held = local(scores[target(wrappings.unwrapped(model), name)]).double()
+    batches = [inputs(number).double() for number in range(num_ranks)]
+    found, texts = scores_of(model, names, batches[rank]), []
+    for name, expected in expected_scores(dense, batches).items():
+        mine, held = wrappings.my_part(expected, indices[name]), local(found[name]).double()
         if not torch.allclose(held, mine, rtol=1e-6, atol=1e-30):
-            wrong.append(f"{name}: {held}, not {mine}")
-    return wrong
+            texts.append(f"{name}: {held}, not {mine}")
+    return texts
 
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-3", "hsdp-2x2", "tp-2"])
@@ -319,27 +318,10 @@ def sequence_parallel_differences(shape: tuple[int, ...]) -> list[str]:
     num_ranks = shape[0] if len(shape) == 2 else 1
     rank = dist.get_rank() // shape[1] if len(shape) == 2 else 0
 
-    def batch(number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(number)
-        return torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
-
-    pairs = [target(model, name) for name in fqns(dense)]
-    criterion = Fisher(pairs, unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        model(batch(rank)).square().sum().backward()
-    total = dict.fromkeys(fqns(dense), 0.0)
-    for number in range(num_ranks):
-        loss = dense(batch(number)).square().sum()
-        gradients = torch.autograd.grad(loss, list(dense.parameters()))
-        for name, gradient in zip(fqns(dense), gradients, strict=True):
-            total[name] = total[name] + gradient.square()
-    wrong, scores = [], criterion.scores()
-    for name, parameter in dense.named_parameters():
-        expected = 0.5 * parameter.detach().square() * total[name] / num_ranks
-        held = whole(scores[target(model, name)], parameter.shape).double()
-        if not torch.allclose(held, expected, rtol=1e-5, atol=1e-30):
-            wrong.append(f"{name}: {held}, not {expected}")
-    return wrong
+    generator = torch.Generator().manual_seed(0)
+    batches = list(torch.randn(num_ranks, 2, 4, 6, generator=generator, dtype=torch.float64))
+    found = scores_of(model, fqns(dense), batches[rank])
+    return wrong(found, expected_scores(dense, batches), rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
@@ -352,7 +334,8 @@ def several_groups_differences() -> list[str]:
     mesh = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     dense = make_model("Net")
-    expected = expected_scores(copy.deepcopy(dense), 4)
+    batches = [inputs(rank) for rank in range(4)]
+    expected = expected_scores(copy.deepcopy(dense), batches)
     model = copy.deepcopy(dense)
     hybrid = _fsdp_common.HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
     of_grid = {id(parameter) for parameter in model.l2.parameters()}
@@ -362,15 +345,7 @@ def several_groups_differences() -> list[str]:
         return other if id(parameter) in of_grid else None
 
     fully_shard(model, mesh=mesh, shard_placement_fn=place)
-    criterion = Fisher([target(model, name) for name in fqns(dense)], unit="rank_batch")
-    with criterion.calibrating(), criterion.batch():
-        model(inputs(dist.get_rank())).square().sum().backward()
-    wrong, scores = [], criterion.scores()
-    for name, parameter in dense.named_parameters():
-        score = whole(scores[target(model, name)], parameter.shape)
-        if not torch.allclose(score, expected[name], rtol=1e-6, atol=1e-30):
-            wrong.append(f"{name}: {score}, not {expected[name]}")
-    return wrong
+    return wrong(scores_of(model, fqns(dense), batches[dist.get_rank()]), expected)
 
 
 @pytest.mark.skipif(

@@ -14,8 +14,8 @@ import distprune as prune
 from distprune._common.patterns import natural_key
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.statistics_file import StoredStatistics, write_statistics
-from distprune.files.recipe import FileRecipe
 from distprune.files.matching import Origin, origins_of
+from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.language_models import linear_layers
 from distprune.statistics import ActivationStatistics
