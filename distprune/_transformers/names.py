@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distprune._common.patterns import natural_key
+from distprune._common.selecting import natural_key
 from distprune._transformers.mask_matching import Matching, ReadMask, Shape
 from distprune._transformers.table import (
     Conversion,

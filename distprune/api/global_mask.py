@@ -35,7 +35,6 @@ from distprune.call.replicas import count_copies_on_other_meshes, count_live_and
 from distprune.call.request import Fact
 from distprune.methods.ranking import candidates_of, scores_or_values
 from distprune.selection.candidates import Candidates, PartCut
-from distprune.selection.cut import Selection, search_lowest, search_together
 from distprune.selection.keys import (
     RANDOM_KEYS,
     KeyRange,
@@ -46,9 +45,10 @@ from distprune.selection.keys import (
 )
 from distprune.selection.passes import write_masks
 from distprune.selection.scores import ScoreSource
+from distprune.selection.search import Selection, search_lowest, search_together
 from distprune.shards.geometry import memory_order
+from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

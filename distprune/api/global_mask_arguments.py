@@ -14,11 +14,11 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair
 from distprune.call.reading import check_ranks, part_of_scores
 from distprune.call.request import Fact
-from distprune.selection.start import Start
+from distprune.selection.bracket import Start
 from distprune.shards.factored import FactoredScores
+from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Target
 from distprune.torch_private.wrapper import is_piece_of_flat
 
 MasksT = TypeVar("MasksT")

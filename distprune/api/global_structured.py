@@ -19,8 +19,8 @@ from distprune.methods.builtin import chosen_hook
 from distprune.methods.channel_groups import ChannelGroup
 from distprune.methods.global_channels import GlobalStructured
 from distprune.methods.structured import is_norm_order
+from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
-from distprune.shards.target import Scores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, overload
 from torch import nn
 
 from distprune._common.amount import Amount, SparsityBound
-from distprune._common.element_groups import Scope
+from distprune._common.blocks import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.process_groups import world
 from distprune.budgets import BudgetLike, to_budget
@@ -22,7 +22,7 @@ from distprune.call.request import ByBudget, InGroups, OneRanking, PruningArgume
 from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import chosen_hook
-from distprune.shards.target import Scores
+from distprune.shards.parameters import Scores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -29,9 +29,8 @@ from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, mask_layout
 from distprune.files.disk.access import sync_folder
 from distprune.masks.hook import find_hook
-from distprune.shards.parameter_places import all_places, find_places
+from distprune.shards.parameters import Target, all_places, find_places
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -36,7 +36,7 @@ from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError
 from distprune.methods.builtin import chosen_hook
 from distprune.selection.passes import count_live
-from distprune.shards.parameter_places import Place, all_places
+from distprune.shards.parameters import Place, all_places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from distprune._common.default_selection import (
+from distprune._common.naming import NamedParameter, full_name, unwrap
+from distprune._common.pruned_form import lost_mask, mask_key, name_without_orig
+from distprune._common.selecting import (
     EMBEDDING,
     HEAD,
     MIN_NDIM,
     NORM,
+    matcher,
     reason_of_shape,
     reason_to_keep,
 )
-from distprune._common.naming import NamedParameter, full_name, unwrap
-from distprune._common.patterns import matcher
-from distprune._common.pruned_form import lost_mask, mask_key, name_without_orig
 from distprune.masks.hook import find_hook
-from distprune.shards.parameter_places import Place, all_places
+from distprune.shards.parameters import Place, all_places
 
 _EXCLUDED, _NOT_INCLUDED, _OF_OTHER_TYPES = "excluded", "not included", "of other types"
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

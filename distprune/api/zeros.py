@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.default_selection import reason_of_shape
 from distprune._common.memory import on_host
 from distprune._common.naming import NamedParameter
 from distprune._common.process_groups import world
+from distprune._common.selecting import reason_of_shape
 from distprune.call.reading import read_parameters
 from distprune.call.report import PruningReport
 from distprune.call.request import Decision, ParameterArguments, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.methods.builtin import chosen_hook
 from distprune.methods.mask_functions import elementwise_decision
-from distprune.shards.parameter_places import find_places
+from distprune.shards.parameters import Target, find_places
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

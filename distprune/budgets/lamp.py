@@ -29,12 +29,11 @@ from distprune._common.amount import Bounded, Bounds
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, Array, Scratch
 from distprune._common.naming import error_about
-from distprune._common.radix import Descent
 from distprune.budgets.base import Budget, Counts, Division, Ranked
 from distprune.selection.candidates import Candidates
-from distprune.selection.chunks import call_all, chunks_of, num_threads_for
+from distprune.selection.kernels import call_all, chunks_of, num_threads_for
 from distprune.selection.keys import KeyRange, Order
-from distprune.selection.radix import histogram_of
+from distprune.selection.radix import Descent, histogram_of
 from distprune.selection.tallies import are_tallied, keys_of_tally
 
 # Each power of two has 2**_BITS bins.

@@ -11,13 +11,12 @@ from typing import Any
 from torch import nn
 
 from distprune._common.amount import Amount
+from distprune._common.blocks import BlockRule, Layout, Pattern, Scope, layout_along
 from distprune._common.collectives import Communicator
-from distprune._common.element_groups import GroupRule, Layout, Scope, layout_along
-from distprune._common.patterns import matcher
-from distprune._common.sparsity_pattern import Pattern
-from distprune.selection.group_places import GroupedParameter
+from distprune._common.selecting import matcher
+from distprune.selection.block_cuts import BlockedParameter
 from distprune.selection.tile_places import Tiling
-from distprune.shards.target import Target
+from distprune.shards.parameters import Target
 
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.
 InputDims = Mapping[Any, int | Sequence[int]]
@@ -38,14 +37,14 @@ class Grouping:
         tilings: with a pattern of tiles, those of each parameter, or None, likewise.
     """
 
-    rule: GroupRule
-    parameters: tuple[GroupedParameter | None, ...]
+    rule: BlockRule
+    parameters: tuple[BlockedParameter | None, ...]
     tilings: tuple[Tiling | None, ...] = ()
 
     @property
     def compares_parameters(self) -> bool:
         """Whether scores of different parameters are compared."""
-        return self.rule.is_together
+        return self.rule.is_global
 
     def wanted(self, num_parameters: int) -> list[float] | None:
         """The sparsity that each parameter is to have; None if they compete."""
@@ -64,7 +63,7 @@ def to_pattern(text: str, *, tiles: bool = True) -> Pattern:
         raise ValueError(f"pattern={text!r}; expected {error}.") from None
 
 
-def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRule | None:
+def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> BlockRule | None:
     """The rule of the arguments ``scope``, ``pattern`` and ``amount``; None for one ranking.
 
     Raises:
@@ -84,24 +83,24 @@ def to_rule(scope: Scope, pattern: str | None, amount: Amount | None) -> GroupRu
                 f"amount={amount!r} beside pattern={pattern!r}; expected no amount: the pattern "
                 "says how many elements are pruned."
             )
-        return GroupRule(scope, None, parsed)
+        return BlockRule(scope, None, parsed)
     if scope == "global":
         if parsed is not None and amount is None:
             raise ValueError(
                 f"pattern={pattern!r} without an amount; expected how many tiles are pruned: a "
                 "fraction of those that are left, or a count."
             )
-        return None if parsed is None else GroupRule(scope, None, parsed)
+        return None if parsed is None else BlockRule(scope, None, parsed)
     if amount is None or isinstance(amount, int):
         raise ValueError(
             f"amount={amount!r} with scope={scope!r}; expected a fraction in [0.0, 1.0]: the "
             f"sparsity that every {scope} has after the call."
         )
-    return GroupRule(scope, float(amount), parsed)
+    return BlockRule(scope, float(amount), parsed)
 
 
 def agree_on_grouping(
-    rule: GroupRule,
+    rule: BlockRule,
     input_dims: InputDims | None,
     targets: Sequence[Target],
     communicator: Communicator,
@@ -116,7 +115,7 @@ def agree_on_grouping(
 
     Cost: an all-reduce of 40 bytes.
     """
-    if not rule.goes_along_inputs:
+    if not rule.needs_input_dim:
         return Grouping(rule, ())
 
     def settle() -> Grouping:
@@ -155,8 +154,8 @@ def input_dims_of(input_dims: InputDims | None, targets: Sequence[Target]) -> li
 
 
 def _grouped(
-    rule: GroupRule, target: Target, given: tuple[int, ...] | None
-) -> tuple[GroupedParameter, Tiling | None]:
+    rule: BlockRule, target: Target, given: tuple[int, ...] | None
+) -> tuple[BlockedParameter, Tiling | None]:
     """The groups of a parameter, and its tiles; with tiles, the groups are of these."""
     shape = tuple(target.shard.shape)
     dims = given or _dims_of(*target.places[0], shape, target.label)
@@ -171,12 +170,12 @@ def _grouped(
     if problem is not None:
         raise ValueError(problem)
     num_groups, num_pruned = rule.counts(target.shard.numel, layout)
-    groups = rule.groups(target.shard.numel, layout, num_pruned)
+    groups = rule.blocks(target.shard.numel, layout, num_pruned)
     if rule.tile is None:
-        return GroupedParameter(groups, num_groups, rule, shape, dims), None
+        return BlockedParameter(groups, num_groups, rule, shape, dims), None
     tiling = Tiling(shape, _tile_sizes(rule.tile, target.label, shape, dims, layout))
     of_tiles = replace(rule, pattern=None)
-    return GroupedParameter(groups, num_groups, of_tiles, tiling.grid, ()), tiling
+    return BlockedParameter(groups, num_groups, of_tiles, tiling.grid, ()), tiling
 
 
 def _tile_sizes(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from distprune._common.naming import Pair, is_pair, unwrap
 from distprune.shards.factored import FactoredScores
+from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
-from distprune.shards.target import Scores
 
 
 def by_parameter(

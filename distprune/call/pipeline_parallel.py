@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.patterns import natural_key
+from distprune._common.selecting import natural_key
 from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import run_index_map
+from distprune.shards.parameters import Target
 from distprune.shards.shard import FlatShard
-from distprune.shards.target import Target
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from distprune.call.request import (
 )
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
 from distprune.shards.factored import FactoredScores
+from distprune.shards.parameters import Target
 from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Target
 
 A = TypeVar("A", bound=ParameterArguments)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from distprune._common.collectives import Communicator
 from distprune.selection.passes import count_each_live
 from distprune.shards.checksum import checksums, of_shard, replicas_agree
+from distprune.shards.parameters import Target
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Target
 
 
 def count_copies_on_other_meshes(targets: list[Target], communicator: Communicator) -> list[Target]:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.amount import Amount, Bounds, SparsityBound
+from distprune._common.blocks import BlockRule
 from distprune._common.collectives import Communicator
-from distprune._common.element_groups import GroupRule
 from distprune._common.exact_sums import Normalization
 from distprune.budgets.base import Budget, Division
 from distprune.call.grouping import Grouping, InputDims
 from distprune.masks.hook import PruningHook
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
+from distprune.shards.parameters import Scores
 from distprune.shards.shard import LocalShard
-from distprune.shards.target import Scores
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class InGroups:
         input_dims: dimensions that outputs sum over, where modules do not say it.
     """
 
-    rule: GroupRule
+    rule: BlockRule
     input_dims: InputDims | None = None
 
     @property

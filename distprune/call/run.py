@@ -34,7 +34,7 @@ from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.hook import PruningHook, find_hook
 from distprune.masks.record import CallRecord, MaskRecord, Member, fingerprint_part, join, new_token
 from distprune.shards.checksum import replicas_agree
-from distprune.shards.target import Target
+from distprune.shards.parameters import Target
 
 
 def prune_parameters(

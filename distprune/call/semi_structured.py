@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from distprune._common.blocks import Pattern
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune._common.report_text import table
-from distprune._common.sparsity_pattern import Pattern
 from distprune.call.grouping import InputDims, input_dims_of, to_pattern
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
@@ -26,8 +26,7 @@ from distprune.selection.in_tiles import TiledParts, rank_tiles
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
 from distprune.selection.tile_places import Tiling
-from distprune.shards.parameter_places import find_places
-from distprune.shards.target import Target
+from distprune.shards.parameters import Target, find_places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

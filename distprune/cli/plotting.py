@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distprune._common.patterns import natural_key
+from distprune._common.selecting import natural_key
 from distprune.cli.console import count, percent
 from distprune.files.errors import OutputError, SelectionError
 from distprune.files.text import Role, role_of, short_names

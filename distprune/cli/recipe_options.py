@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from distprune._common.sparsity_pattern import Pattern as ParsedPattern
+from distprune._common.blocks import Pattern as ParsedPattern
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
 from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
@@ -321,9 +321,9 @@ def _unused(score: object, budget: object) -> set[str]:
 def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe, with the default of ``normalize`` only where it has an effect."""
     merged = fields | overrides
-    is_together = merged.get("pattern") is None and merged.get("scope", "global") == "global"
-    is_together &= merged.get("budget") is None
-    if not is_together or merged.get("score", "magnitude") == "random":
+    is_global = merged.get("pattern") is None and merged.get("scope", "global") == "global"
+    is_global &= merged.get("budget") is None
+    if not is_global or merged.get("score", "magnitude") == "random":
         return {key: value for key, value in fields.items() if key != "normalize"}
     return {"normalize": "rms"} | fields
 

@@ -24,7 +24,7 @@ from distprune.masks.values import KeptModel, changed_values, keep_signs, kept_m
 from distprune.methods.builtin import LowestScore
 from distprune.selection.normalizing import Scored, grid_sums, largest_scores
 from distprune.selection.scores import TensorScores
-from distprune.shards.parameter_places import all_places
+from distprune.shards.parameters import all_places
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,7 +19,7 @@ from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
 from distprune.budgets.base import Ranked as BudgetRanked
-from distprune.budgets.outliers import OWL_MULTIPLE, block_of
+from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
 from distprune.files.reading import CPU, Source
@@ -27,12 +27,11 @@ from distprune.files.selecting import check_budget, division_of
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import Candidates, Cut, PartCut
-from distprune.selection.cut import Selection, select_lowest
 from distprune.selection.keys import KeyRange
 from distprune.selection.normalizing import Scored, divisors_of
-from distprune.selection.outliers import outlier_ratios
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
+from distprune.selection.search import Selection, select_lowest
 from distprune.selection.tallies import are_tallied, keys_of_tally, tallied
 from distprune.selection.within_bounds import Limits, select_within
 
@@ -119,7 +118,7 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     divisors: list[float | None] = []
     for number, group in enumerate(plan.groups):
         count = group.last - group.first
-        if not group.recipe.is_together:
+        if not group.recipe.is_global:
             groups.append(None)
             tensors += [None] * count
             divisors += [None] * count

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distprune._common.element_groups import Layout
+from distprune._common.blocks import Layout
 from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS, FloatFormat
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry

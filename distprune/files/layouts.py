@@ -16,9 +16,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distprune._common import element_groups
-from distprune._common.element_groups import Layout
-from distprune._common.patterns import matcher
+from distprune._common import blocks
+from distprune._common.blocks import Layout
+from distprune._common.selecting import matcher
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError
@@ -29,7 +29,7 @@ _MAX_COMPARED = 2000  # names, for a hint: comparing one takes some 10 microseco
 def matched(
     field: str, patterns: Sequence[str], names: Sequence[str], problems: list[str]
 ) -> set[str]:
-    """The names that match one of the patterns; see :mod:`distprune._common.patterns`.
+    """The names that match one of the patterns; see :mod:`distprune._common.selecting`.
 
     Args:
         field: the recipe's field, for messages.
@@ -224,13 +224,13 @@ class Layouts:
 
 
 def layout_along(entry: TensorEntry, dims: Sequence[int]) -> Layout:
-    """:func:`distprune._common.element_groups.layout_along` of a stored tensor.
+    """:func:`distprune._common.blocks.layout_along` of a stored tensor.
 
     Raises:
         UnknownLayout: the tensor has no such dimensions, or they do not make a layout.
     """
     try:
-        return element_groups.layout_along(f"tensor {entry.name}", entry.shape, dims)
+        return blocks.layout_along(f"tensor {entry.name}", entry.shape, dims)
     except ValueError as error:
         raise UnknownLayout(str(error)) from error
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distprune._common.element_groups import Groups
-from distprune._common.lowest_of_groups import lowest_of
+from distprune._common.blocks import Blocks
 from distprune._common.memory import Array, Scratch
 from distprune.files.cuts import Cuts, cut_of_one_group, nan_error
 from distprune.files.errors import SelectionError
@@ -18,7 +17,8 @@ from distprune.files.reading import CHUNK, MAX_IN_MEMORY, Source, groups_of
 from distprune.files.units import Span
 from distprune.selection import cpu
 from distprune.selection.candidates import Candidates, PartCut
-from distprune.selection.native_keys import natively
+from distprune.selection.cpu import lowest_of
+from distprune.selection.passes import natively
 
 
 class Piece(NamedTuple):
@@ -99,20 +99,20 @@ class LowestElements:
         step, whole = CHUNK, 1
         if bands is not None:
             step, whole = max(CHUNK // bands.size, 1) * bands.num_tiles, bands.tile_size
-        if recipe.is_together:
+        if recipe.is_global:
             cut = self._cuts.tensors[position]
             assert cut is not None
             yield _Stretch(first, last, step, functools.partial(self._before, *natively(part, cut)))
             return
         groups = groups_of(tensor, recipe)
         if is_too_large(groups):
-            for start in range(first, last, groups.block):
+            for start in range(first, last, groups.band):
                 columns = ColumnCuts(part, start, groups)
                 rows = step if bands is not None else columns.step
                 decide = functools.partial(self._in_columns, part, position, columns)
-                yield _Stretch(start, start + groups.block, rows, decide)
+                yield _Stretch(start, start + groups.band, rows, decide)
         elif groups.size <= MAX_IN_MEMORY:
-            step = max(CHUNK // (groups.block * whole), 1) * groups.block
+            step = max(CHUNK // (groups.band * whole), 1) * groups.band
             decide = functools.partial(self._in_memory, part, position, groups)
             yield _Stretch(first, last, step, decide)
         else:
@@ -137,7 +137,7 @@ class LowestElements:
             self._count_nan(position, self._keys(part, items), lowest)
         return lowest
 
-    def _in_memory(self, part: Candidates, position: int, groups: Groups, items: range) -> Array:
+    def _in_memory(self, part: Candidates, position: int, groups: Blocks, items: range) -> Array:
         keys = self._keys(part, items)
         return self._checked(position, keys, lowest_of(groups, keys, self._scratch))
 
@@ -175,13 +175,13 @@ class LowestElements:
             )
 
 
-def is_too_large(groups: Groups) -> bool:
+def is_too_large(groups: Blocks) -> bool:
     """Whether groups are columns of blocks that are too large to rank in memory.
 
     The limit is half of that of a group that is a run: with the same limit, a process would take
     285 MB in all instead of 255 MB.
     """
-    return groups.columns > 1 and groups.block > MAX_IN_MEMORY // 2
+    return groups.columns > 1 and groups.band > MAX_IN_MEMORY // 2
 
 
 class ColumnCuts:
@@ -198,7 +198,7 @@ class ColumnCuts:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, part: Candidates, first: int, groups: Groups) -> None:
+    def __init__(self, part: Candidates, first: int, groups: Blocks) -> None:
         self._part = part
         self._first = first
         self._groups = groups

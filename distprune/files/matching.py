@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distprune._common.element_groups import Layout, layout_along
+from distprune._common.blocks import Layout, layout_along
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import (
     EXPERT_LAYOUTS,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from distprune._common.amount import resolve_count
-from distprune._common.element_groups import Layout
-from distprune._common.patterns import natural_key
+from distprune._common.blocks import Layout
+from distprune._common.selecting import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.disk.listing import OtherFile
@@ -185,12 +185,12 @@ def _plan_group(
 ) -> tuple[list[PlannedTensor], PlannedGroup]:
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     num_elements = sum(entry.numel for entry in entries)
-    of_tensors = [layouts.of(entry) if recipe.goes_along_inputs else None for entry in entries]
+    of_tensors = [layouts.of(entry) if recipe.needs_input_dim else None for entry in entries]
     rule = recipe.group_rule
     counts = [
         rule.counts(entry.numel, layout) for entry, layout in zip(entries, of_tensors, strict=True)
     ]
-    if recipe.is_together:
+    if recipe.is_global:
         num_to_prune = _count_of(recipe, num_elements)
     else:
         num_to_prune = sum(num_groups * num_pruned for num_groups, num_pruned in counts)

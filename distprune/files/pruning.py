@@ -158,7 +158,7 @@ class _Pruning:
         self._is_counting = True
         self._cuts = find_cuts(self._team, self._plan, self._source)
         self._is_counting = False
-        if any(group.recipe.is_together for group in self._plan.groups):
+        if any(group.recipe.is_global for group in self._plan.groups):
             self._team.from_leader(partial.finished_units.write_prepared, self._cuts.to_json())
 
     def worker(self, folder: Path) -> Rewriter:

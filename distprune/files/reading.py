@@ -17,16 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.element_groups import Groups
+from distprune._common.blocks import Blocks
 from distprune._common.exact_sums import scale_of
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.hashing import draw_seed
-from distprune._common.input_factors import (
-    POWER_OF_RIA,
-    deviation_of_inputs,
-    relative_importance,
-    rms_of_inputs,
-)
 from distprune._common.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import EXPERT_LAYOUTS, StoredStatistics
@@ -47,6 +41,12 @@ from distprune.selection.keys import (
 from distprune.selection.matrix_sums import Summed, magnitude_sums
 from distprune.selection.normalizing import Scored
 from distprune.selection.scores import FactorScores, ScaledScores, ScoreSource
+from distprune.shards.factored import (
+    POWER_OF_RIA,
+    deviation_of_inputs,
+    relative_importance,
+    rms_of_inputs,
+)
 from distprune.shards.geometry import IndexMap, MatrixRun
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ class Source:
             return RANDOM_KEYS
         tensor = self._plan.tensors[position]
         group = self._plan.groups[tensor.group]
-        if not group.recipe.is_together:
+        if not group.recipe.is_global:
             return key_range(self.scores(position).dtype, Order.MAGNITUDE)
         if tensor.group not in self._range_of_group:
             dtypes = [self.scores(p).dtype for p in range(group.first, group.last)]
@@ -398,9 +398,9 @@ class FileValues:
         return torch.from_numpy(bits).view(self.dtype)
 
 
-def groups_of(tensor: PlannedTensor, recipe: FileRecipe) -> Groups:
+def groups_of(tensor: PlannedTensor, recipe: FileRecipe) -> Blocks:
     """The groups of a tensor that is ranked on its own; of its tiles, if the recipe has any."""
-    return recipe.group_rule.groups(tensor.entry.numel, tensor.layout, tensor.num_pruned_per_group)
+    return recipe.group_rule.blocks(tensor.entry.numel, tensor.layout, tensor.num_pruned_per_group)
 
 
 def bands_of(tensor: PlannedTensor, recipe: FileRecipe) -> Bands | None:
@@ -421,7 +421,7 @@ def bytes_to_count(plan: Plan) -> int:
 
     More if the keys around a cut do not fit into memory, or the limits of many tensors hold them.
     """
-    together = sum(_together(plan, group) for group in plan.groups if group.recipe.is_together)
+    together = sum(_together(plan, group) for group in plan.groups if group.recipe.is_global)
     return together + bytes_to_add_up(plan)
 
 

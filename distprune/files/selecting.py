@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint are pruned, in which group of the recipe, and why others are not.
 
-Names and headers decide: a file does not say what a tensor is for. ``default_selection`` has the
+Names and headers decide: a file does not say what a tensor is for. ``_common.selecting`` has the
 rules for names; ``include`` replaces them, and ``also`` adds to what they select.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from distprune._common.amount import CEILING, FLOOR, Bounded, Bounds, to_bounds, violated_bound
-from distprune._common.default_selection import ADAPTER, reason_of_shape, reason_to_keep
-from distprune._common.element_groups import Layout
+from distprune._common.blocks import Layout
 from distprune._common.float_formats import PLAIN_FLOATS
+from distprune._common.selecting import ADAPTER, reason_of_shape, reason_to_keep
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.errors import SelectionError, headline
@@ -143,7 +143,7 @@ def _entry_problems(
                 f"{', '.join(PLAIN_FLOATS)}. Dequantise the checkpoint, or exclude the tensor."
             )
             problems[problem] = None
-        elif recipe.goes_along_inputs:
+        elif recipe.needs_input_dim:
             try:
                 layout = layouts.of(entry)
             except UnknownLayout as error:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.element_groups import Layout
+from distprune._common.blocks import Layout
 from distprune._common.memory import Array, Runs, Scratch
 from distprune._common.tile_sums import added, sums_of_tiles
 from distprune.selection.scores import ScoreSource

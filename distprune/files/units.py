@@ -184,7 +184,7 @@ def _grain(plan: Plan, position: int) -> int:
     bands = bands_of(tensor, recipe)
     grain = 8 if bands is None else math.lcm(bands.size, 8)
     if tensor.num_groups:
-        block = groups_of(tensor, recipe).block * recipe.group_rule.tile_size
+        block = groups_of(tensor, recipe).band * recipe.group_rule.tile_size
         grain = math.lcm(grain, block)
     return min(grain, tensor.entry.numel) if grain > 8 else 8
 

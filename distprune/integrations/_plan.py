@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distprune._common.element_groups import Scope
+from distprune._common.blocks import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
 from distprune._common.schedules import Schedule

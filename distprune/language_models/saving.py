@@ -40,8 +40,7 @@ from distprune.files.partial import check_place, new_folder
 from distprune.language_models.gathering import Gathering
 from distprune.language_models.loading import DTYPES, require_extra
 from distprune.masks.hook import find_hook
-from distprune.shards.parameter_places import all_places, find_places
-from distprune.shards.target import Target
+from distprune.shards.parameters import Target, all_places, find_places
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

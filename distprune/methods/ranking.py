@@ -18,8 +18,7 @@ from distprune.call.grouping import Grouping
 from distprune.call.request import Decision, Divided, LocalMasks, PruningCall, Together
 from distprune.methods.tiles import ranked_in_tiles
 from distprune.selection.candidates import Candidates, KeySource, PartCut
-from distprune.selection.cut import Selection, select_lowest
-from distprune.selection.in_groups import GroupedParts, prune_in_groups
+from distprune.selection.in_blocks import BlockedParts, prune_in_blocks
 from distprune.selection.keys import (
     RANDOM_KEYS,
     KeyRange,
@@ -31,6 +30,7 @@ from distprune.selection.keys import (
 from distprune.selection.normalizing import Scored, normalized
 from distprune.selection.passes import write_keep, write_masks
 from distprune.selection.scores import ComputedScores, FactorScores, ScoreSource, TensorScores
+from distprune.selection.search import Selection, select_lowest
 from distprune.selection.tallies import tallied
 from distprune.selection.within_bounds import limits_for, select_within
 from distprune.shards.factored import FactoredScores
@@ -281,7 +281,7 @@ def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared
     """Rank every group by itself: layers as parameters with exact counts, others group by group."""
     names = [shard.name for shard in call.shards]
     sizes = [shard.numel for shard in call.shards]
-    if not grouping.rule.goes_along_inputs:
+    if not grouping.rule.needs_input_dim:
         counts = [grouping.rule.counts(size, None)[1] for size in sizes]
         # What is pruned already counts, and stays.
         ends = tuple(
@@ -300,7 +300,7 @@ def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared
             )
 
         return Decision(finish, bound_of=[None] * len(cuts), wanted=grouping.wanted(len(cuts)))
-    grouped = GroupedParts(
+    grouped = BlockedParts(
         prepared.parts,
         names,
         grouping.parameters,
@@ -309,7 +309,7 @@ def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared
         prepared.keys,
         call.communicator,
     )
-    num_pruned = prune_in_groups(grouped)
+    num_pruned = prune_in_blocks(grouped)
     return Decision(
         lambda: LocalMasks(prepared.masks, num_pruned),
         bound_of=[None] * len(names),

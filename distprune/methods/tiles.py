@@ -11,11 +11,11 @@ from distprune._common.amount import Amount, Bounds, checked_count, resolve_coun
 from distprune.call.grouping import Grouping
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.selection.candidates import Candidates, PartCut
-from distprune.selection.cut import Selection, select_lowest
-from distprune.selection.in_groups import GroupedParts, prune_in_groups
+from distprune.selection.in_blocks import BlockedParts, prune_in_blocks
 from distprune.selection.in_tiles import RankedTiles, TiledParts, rank_tiles
 from distprune.selection.keys import RANDOM_KEYS, KeyRange
 from distprune.selection.passes import write_masks
+from distprune.selection.search import Selection, select_lowest
 from distprune.selection.within_bounds import limits_for, select_within
 
 
@@ -60,8 +60,8 @@ def ranked_in_tiles(
     keeps = tiles.new_masks()
     selection: Selection | None = None
     if grouping.rule.scope == "row":
-        prune_in_groups(
-            GroupedParts(
+        prune_in_blocks(
+            BlockedParts(
                 tiles.parts,
                 names,
                 grouping.parameters,

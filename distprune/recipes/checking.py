@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from pydantic import ValidationError
 
-from distprune._common.sparsity_pattern import Pattern
+from distprune._common.blocks import Pattern
 from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
 from distprune.recipes.form import (
     GroupForm,

@@ -26,9 +26,9 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from distprune._common.patterns import check_pattern
+from distprune._common.blocks import Pattern
 from distprune._common.schedules import SCHEDULES, Schedule
-from distprune._common.sparsity_pattern import Pattern
+from distprune._common.selecting import check_pattern
 
 
 def listed(values: Sequence[object]) -> str:

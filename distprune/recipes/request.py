@@ -11,9 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from distprune._common.element_groups import GroupRule, Scope
+from distprune._common.blocks import BlockRule, Pattern, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
-from distprune._common.sparsity_pattern import Pattern
 from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
 from distprune.recipes.problems import Problems, RecipeError
 from distprune.recipes.yaml_reading import read_yaml
@@ -187,7 +186,7 @@ class Request:
         return cast("tuple[Self, ...]", self.groups) or (self,)
 
     @property
-    def is_together(self) -> bool:
+    def is_global(self) -> bool:
         """Whether all tensors are ranked together, not each of them or each row on its own."""
         return self.scope == "global" and (self.pattern is None or self.tile is not None)
 
@@ -195,10 +194,7 @@ class Request:
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
         return (
-            self.is_together
-            and self.tile is None
-            and self.budget is None
-            and self.score != "random"
+            self.is_global and self.tile is None and self.budget is None and self.score != "random"
         )
 
     @property
@@ -232,15 +228,15 @@ class Request:
         return self.pattern.tile if isinstance(self.pattern, Pattern) else None
 
     @property
-    def group_rule(self) -> GroupRule:
+    def group_rule(self) -> BlockRule:
         """Which groups of elements are ranked on their own, and how many each of them loses."""
         pattern = self.pattern if isinstance(self.pattern, Pattern) else None
-        return GroupRule(self.scope, self.sparsity, pattern)
+        return BlockRule(self.scope, self.sparsity, pattern)
 
     @property
-    def goes_along_inputs(self) -> bool:
+    def needs_input_dim(self) -> bool:
         """Whether it matters along which dimension the inputs of a tensor lie."""
-        return self.group_rule.goes_along_inputs
+        return self.group_rule.needs_input_dim
 
     @property
     def course(self) -> Schedule:

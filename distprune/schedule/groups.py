@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from distprune._common.amount import FLOOR, Bounded, Bounds, SparsityBound, resolve_count, to_bounds
-from distprune._common.element_groups import Scope
+from distprune._common.blocks import Scope
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import Pair, checked_pair, label_of, tied_places
 from distprune._common.schedules import Schedule
@@ -60,7 +60,7 @@ class Group:
         self.input_dims = input_dims
         self.schedule = schedule
         self._check_scope()
-        if not self.is_together and (
+        if not self.is_global and (
             budget is not None or min_sparsity is not None or max_sparsity is not None
         ):
             raise ValueError(
@@ -136,7 +136,7 @@ class Group:
         return self._count(target) - sum(entry.num_pruned for entry in entries)
 
     @property
-    def is_together(self) -> bool:
+    def is_global(self) -> bool:
         """Whether one ranking of elements goes over all parameters."""
         return self.scope == "global" and self.pattern is None
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from distprune._common.amount import SparsityBound
+from distprune._common.blocks import Scope
 from distprune._common.collectives import Communicator
-from distprune._common.element_groups import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
@@ -28,7 +28,7 @@ from distprune.masks.hook import find_hook
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import L1Unstructured
 from distprune.schedule.groups import Group, check_state, make_groups, merged, with_floors
-from distprune.shards.target import Scores
+from distprune.shards.parameters import Scores
 from distprune.verification.report import VerificationReport
 from distprune.verification.verifying import verify_parameters
 
@@ -278,7 +278,7 @@ class ScheduledPruner:
             nonlocal target
             target = group.target_at(self.num_steps)
             # Decides whether anything is due, where it does not follow from the masks.
-            present = "any" if group.is_together else repr(group.target)
+            present = "any" if group.is_global else repr(group.target)
             return ParameterArguments(
                 parameters=group.parameters,
                 # Everything that decides whether a rank takes part in the next collective.
@@ -295,7 +295,7 @@ class ScheduledPruner:
 
         entries = count_pruned(make_arguments, communicator)
         group.join_stages(entries)
-        if not group.is_together:
+        if not group.is_global:
             return self._prune_in_groups(group, target, self._scores(position, communicator))
         count = group.num_to_prune(target, entries)
         if count <= 0:

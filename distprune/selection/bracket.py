@@ -1,4 +1,15 @@
-"""A sample of the keys, and the bracket around the k-th key that it suggests.
+"""Where a search for the k-th key looks: around a sample's, or around the key of the last search.
+
+A call that is repeated every few steps needs no sample: its k-th key has moved little. The interval
+around the old key is collected at once, and the counts at its two ends show whether it holds the
+new one:
+
+    last call        |------[---T---]------------|
+    this call        |------[------T]------------|     T moved, and is still inside: one scan
+    next call        |---------[---T---]---------|     around T; wider if it has moved far
+
+If it does not, the search goes on between the ends with a sample, as any other. So a start decides
+how fast a search is, and never what it finds.
 
 Source: Floyd and Rivest, "Expected time bounds for selection", CACM 1975.
 """
@@ -13,10 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.radix import Descent
+from distprune._common.memory import Runs, copy
 from distprune.selection.candidates import Candidates, Interval
-from distprune.selection.radix import Search, binning, descent_over, narrowed, within
-from distprune.selection.sampling import sample
+from distprune.selection.kernels import kernels_on
+from distprune.selection.keys import KeyRange
+from distprune.selection.radix import Descent, Search, binning, descent_over, narrowed, within
 
 # A bracket this many standard deviations wide misses about once in a million.
 _SIGMAS = 5.0
@@ -161,3 +173,124 @@ def _eight_pivots(low: int, high: int) -> set[int]:
     """Without a sample: cut the interval of keys into eight."""
     step = max(1, (high - low + 1) // 8)
     return {low + step * i - 1 for i in range(1, 8) if low <= low + step * i - 1 < high}
+
+
+# Neighbours that are sampled together, as a cache line brings them anyway; one by one from
+# parameters of fewer elements than the second number.
+_RUN, _SMALL = 16, 4096
+
+
+def sample(
+    parts: Sequence[Candidates], rate: float, dead: int, generator: np.random.Generator
+) -> Tensor:
+    """Keys of a part of the counted elements of all parameters, 1-d, on the CPU.
+
+    Args:
+        rate: which part, about.
+        dead: the key that stands for an element that does not compete.
+        generator: of the positions.
+    """
+    runs_of_parts = [_runs(part.counted, rate, generator) for part in parts]
+    sizes = [runs.numbers.numel() * runs.length for runs in runs_of_parts]
+    if not sum(sizes):
+        return torch.empty(0, dtype=torch.int64)
+    keys = torch.empty(sum(sizes), dtype=parts[0].keys.dtype, device=parts[0].device)
+    outs = torch.split(keys, sizes)
+    for part, runs, out in zip(parts, runs_of_parts, outs, strict=True):
+        if out.numel():
+            copy(kernels_on(part.device).gather(part, runs, dead), out)
+    return keys.cpu()
+
+
+def _runs(counted: range, rate: float, generator: np.random.Generator) -> Runs:
+    length = _RUN if len(counted) >= _SMALL else 1
+    num_runs = len(counted) // length
+    exact = math.ceil(len(counted) * rate) / length
+    num_drawn = min(num_runs, int(exact) + int(generator.random() < exact % 1))
+    # One run per stratum, jittered: regular data cannot hide between them.
+    numbers = (np.arange(num_drawn) + generator.random(num_drawn)) * (num_runs / max(1, num_drawn))
+    numbers = np.minimum(numbers.astype(np.int64), num_runs - 1)
+    return Runs(counted.start, counted.stop, length, torch.from_numpy(numbers))
+
+
+# Which fraction of all elements the interval is to hold; and the most, after large moves.
+_SHARE, _LARGEST_SHARE = 0.005, 0.03
+# A key with more than this fraction of all elements is counted, not collected.
+_HEAVY = 0.01
+# Elements that a rank samples to see whether the interval still holds as few as it did.
+_SAMPLE = 4096
+
+
+@dataclass(frozen=True)
+class Start:
+    """The outcome of a search, for the next one of the same kind; the same on all ranks.
+
+    Attributes:
+        keys: the range of the keys; a search in another range takes no notice of the start.
+        threshold: the k-th key.
+        density: elements per key around it; None if its neighbours were not collected.
+        half: keys to collect on either side of it; None: it is only counted.
+        total: elements that competed.
+    """
+
+    keys: KeyRange
+    threshold: int
+    density: float | None
+    half: int | None
+    total: int
+
+    @property
+    def share(self) -> float:
+        """About which fraction of the elements lies in the interval."""
+        if self.half is None or self.density is None:
+            return 0.0
+        return min(1.0, self.density * (2 * self.half + 1) / max(1, self.total))
+
+    def interval_in(self, low: int, high: int) -> Interval | None:
+        """The keys of [low, high] to collect, if any."""
+        if self.half is None:
+            return None
+        first, last = max(low, self.threshold - self.half), min(high, self.threshold + self.half)
+        return (first, last) if first <= last else None
+
+    def is_crowded(self, parts: Sequence[Candidates], interval: Interval) -> bool:
+        """Whether this rank would collect many more elements than expected.
+
+        Cost: a few thousand elements are read.
+        """
+        num_counted = sum(len(part.counted) for part in parts)
+        if not num_counted:
+            return False
+        rate = min(1.0, _SAMPLE / num_counted)
+        drawn = sample(parts, rate, self.keys.high + 1, np.random.default_rng(0))
+        share = within(drawn, *interval).numel() / max(1, drawn.numel())
+        return share > max(2 * _LARGEST_SHARE, 4 * self.share)
+
+
+def next_start(
+    keys: KeyRange,
+    threshold: int,
+    num_ties: int,
+    total: int,
+    density: float | None,
+    previous: Start | None,
+) -> Start:
+    """Where the next search looks first.
+
+    Args:
+        keys: the range of the keys.
+        threshold: the k-th key.
+        num_ties: elements that have it.
+        total: elements that competed.
+        density: elements per key around it, if that is known.
+        previous: where this search began.
+    """
+    if density is None and previous is not None and previous.keys == keys:
+        density = previous.density
+    if density is None or density <= 0 or num_ties > _HEAVY * total:
+        return Start(keys, threshold, density, None, total)
+    half = math.ceil(_SHARE * total / density / 2)
+    if previous is not None and previous.keys == keys:
+        moved = 2 * abs(threshold - previous.threshold)
+        half = max(half, min(moved, math.ceil(_LARGEST_SHARE * total / density / 2)))
+    return Start(keys, threshold, density, half, total)

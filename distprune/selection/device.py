@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distprune._common.element_groups import Groups
+from distprune._common.blocks import Blocks
 from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval, are_bool
 from distprune.selection.keys import KeyRange
@@ -109,7 +109,7 @@ def prune_collected(
 def write_lowest(
     part: Candidates,
     span: range,
-    groups: Groups,
+    blocks: Blocks,
     keys: KeyRange,
     out: Tensor,
     scratch: Scratch,
@@ -124,11 +124,11 @@ def write_lowest(
     num_nan: Count = 0
     if keys.is_float:
         num_nan = torch.count_nonzero(numbers[counted] > keys.largest_number)
-    # One row for each group.
-    shape = (-1, groups.length, groups.columns, groups.kernel)
+    # One row for each block.
+    shape = (-1, blocks.length, blocks.columns, blocks.kernel)
     turned = numbers.view(shape).transpose(1, 2)
-    rows = turned.reshape(-1, groups.size)
-    first = rows.sort(dim=1, stable=True).indices[:, : groups.num_pruned]
+    rows = turned.reshape(-1, blocks.size)
+    first = rows.sort(dim=1, stable=True).indices[:, : blocks.num_pruned]
     chosen = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, first, True)
     lowest = chosen.view(turned.shape).transpose(1, 2).reshape(-1)
     if live is not None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from distprune._common import tile_sums
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Array
+from distprune.selection.block_cuts import Progressions, to_progressions, union
 from distprune.selection.candidates import Candidates
-from distprune.selection.group_places import Progressions, to_progressions, union
 from distprune.selection.keys import (
     RANDOM_KEYS,
     KeyRange,
@@ -31,8 +31,8 @@ from distprune.selection.keys import (
     ScoreKeys,
     key_range,
 )
-from distprune.selection.kth_key import refuse_nan_in
 from distprune.selection.scores import TensorScores
+from distprune.selection.search import refuse_nan_in
 from distprune.selection.tile_places import NO_TILES, ListedIndex, TilePlaces, Tiling, tile_places
 from distprune.selection.tile_scores import LooseSums, TileReader, sums_and_live
 

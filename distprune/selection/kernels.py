@@ -1,10 +1,10 @@
-"""The functions that touch every element, in three forms, with the same results.
+"""The functions that touch every element, in three forms, and the loop that calls them for chunks.
 
 cpu.py and device.py are two implementations of :class:`Kernels`: numpy's on a CPU, and torch's
 operations elsewhere. triton_kernels.py is one of :class:`FusedKernels`, which does the work of some
-of these functions for many chunks at once, on devices that Triton compiles for. Everything else in
-this room is written once, and gets the functions for a device from :func:`kernels_on` and
-:func:`fused_on`.
+of these functions for many chunks at once, on devices that Triton compiles for. All give the same
+results. Everything else in this room is written once, and gets the functions for a device from
+:func:`kernels_on` and :func:`fused_on`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from distprune._common import memory
-from distprune._common.element_groups import Groups
+from distprune._common.blocks import Blocks
 from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection import cpu, device
 from distprune.selection.candidates import Candidates, ChunkScan, Collected, Cut, Interval
@@ -110,17 +111,17 @@ class Kernels(Protocol):
         self,
         part: Candidates,
         span: range,
-        groups: Groups,
+        blocks: Blocks,
         keys: KeyRange,
         out: Tensor,
         scratch: Scratch,
     ) -> tuple[Count, Count]:
-        """Write the mask of whole groups: the mask in force, with the lowest of each group pruned.
+        """Write the mask of whole blocks: the mask in force, with the lowest of each block pruned.
 
         Args:
             part, span, scratch: as for :meth:`scan`; this rank may count some of the elements.
-            groups: whose blocks are in the span, one after the other. Elements that are pruned
-                already are the lowest of their groups.
+            blocks: whose bands are in the span, one after the other. Elements that are pruned
+                already are the lowest of their blocks.
             keys: the range of all keys.
             out: flat mask of the whole part.
 
@@ -222,7 +223,7 @@ def fused_on(where: torch.device) -> FusedKernels | None:
     """The kernels that read each score once, where there are some for a device.
 
     None on a CPU; where Triton is not installed, cannot compile, or does not give what torch's
-    operations give (see triton_check.py), which is logged as a warning; and if the environment
+    operations give, which is logged as a warning; and if the environment
     variable DISTPRUNE_NO_TRITON is set.
     """
     if memory.takes_numpy(where) or where.type not in ("cuda", "xpu"):
@@ -235,9 +236,9 @@ def fused_on(where: torch.device) -> FusedKernels | None:
 @functools.cache
 def _compiled_on(where: torch.device) -> FusedKernels | None:
     try:
-        from distprune.selection import triton_check, triton_kernels
+        from distprune.selection import triton_kernels
 
-        triton_check.check_on(where)
+        triton_kernels.check_on(where)
     except Exception as error:  # Triton, its compiler and the driver raise errors of many types
         logger.warning(
             "Triton's kernels are not used on %s (%s: %s); torch operations are used, which move "
@@ -246,3 +247,120 @@ def _compiled_on(where: torch.device) -> FusedKernels | None:
         )  # fmt: skip
         return None
     return triton_kernels
+
+
+R = TypeVar("R")
+
+# With smaller chunks, threads would wait for each other more than they work.
+_THREADED_CHUNK = 1 << 19  # bytes
+# More threads than this spend their time on waiting for the interpreter's lock.
+_MAX_THREADS = 8
+# Elements: positions in a chunk are 32-bit integers. A power of two, which keeps chunks aligned.
+_LARGEST_FUSED = 1 << 30
+
+
+def spans_of(positions: range, device: torch.device, itemsize: int) -> Iterator[range]:
+    """Cut a range of flat positions into chunks of about equal size."""
+    largest = max(1, kernels_on(device).CHUNK_BYTES // itemsize)
+    # Of equal size: each costs some calls, however small it is.
+    size = -(-len(positions) // max(1, -(-len(positions) // largest)))
+    for start in range(positions.start, positions.stop, max(1, size)):
+        yield range(start, min(start + size, positions.stop))
+
+
+def counted_spans(part: Candidates) -> Iterator[range]:
+    """Chunks of the elements that this rank counts."""
+    return spans_of(part.counted, part.device, part.keys.dtype.itemsize)
+
+
+def chunks_of(
+    parts: Sequence[Candidates], *, only_counted: bool, positions: Iterable[int] | None = None
+) -> list[tuple[int, range]]:
+    """(position of the part, span) of every chunk of some parts.
+
+    Args:
+        only_counted: leave out what other ranks count. Otherwise a chunk is counted as a whole,
+            or not at all.
+        positions: of the parts; None: all.
+    """
+    chunks = []
+    for position in range(len(parts)) if positions is None else positions:
+        part = parts[position]
+        for each in _counted_or_not(part, only_counted):
+            spans = spans_of(each, part.device, part.keys.dtype.itemsize)
+            chunks += [(position, span) for span in spans]
+    return chunks
+
+
+def fused_chunks_of(
+    kernels: FusedKernels,
+    parts: Sequence[Candidates],
+    positions: Iterable[int],
+    *,
+    only_counted: bool,
+) -> list[tuple[int, range]]:
+    """:func:`chunks_of` for fused kernels: as large as can be, where that takes no memory."""
+    chunks = []
+    for position in positions:
+        part = parts[position]
+        if not kernels.is_in_memory(part):
+            chunks += chunks_of(parts, only_counted=only_counted, positions=[position])
+            continue
+        for each in _counted_or_not(part, only_counted):
+            for start in range(each.start, each.stop, _LARGEST_FUSED):
+                chunks.append((position, range(start, min(start + _LARGEST_FUSED, each.stop))))
+    return chunks
+
+
+def _counted_or_not(part: Candidates, only_counted: bool) -> list[range]:
+    """What this rank counts of a part, and with it what it does not."""
+    counted = part.counted
+    if only_counted:
+        return [counted]
+    return [range(counted.start), counted, range(counted.stop, part.num_local)]
+
+
+def num_threads_for(parts: Sequence[Candidates], chunks: Sequence[tuple[int, range]]) -> int:
+    """How many threads to visit chunks of parameters with."""
+    if not all(p.keys.is_thread_safe and kernels_on(p.device).USES_THREADS for p in parts):
+        return 1
+    num_bytes = sum(len(span) * parts[position].keys.dtype.itemsize for position, span in chunks)
+    return num_threads(num_bytes, len(chunks))
+
+
+def num_threads(num_bytes: int, num_chunks: int) -> int:
+    """As many as torch would use, if chunks are large enough."""
+    if num_bytes < _THREADED_CHUNK * num_chunks:
+        return 1
+    return min(torch.get_num_threads(), _MAX_THREADS, num_chunks)
+
+
+def call_all(calls: Sequence[Callable[[Scratch], R]], num_threads: int) -> list[R]:
+    """Call all with a thread's scratch memory; results in the order of the calls."""
+    if num_threads == 1:
+        scratch = Scratch()
+        return [call(scratch) for call in calls]
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+    # One iterator for all: a thread takes the next call when it has time.
+    todo = iter(enumerate(calls))
+
+    def work() -> None:
+        scratch = Scratch()
+        try:
+            for i, call in todo:
+                results[i] = call(scratch)
+                if errors:
+                    return
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=work) for _ in range(num_threads - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[i] for i in range(len(calls))]

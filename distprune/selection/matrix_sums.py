@@ -18,8 +18,7 @@ from distprune._common import exact_sums, memory
 from distprune._common.collectives import Reducer
 from distprune._common.memory import Array, Scratch
 from distprune._common.naming import error_about
-from distprune.selection.chunks import call_all, num_threads, spans_of
-from distprune.selection.kernels import kernels_on
+from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.normalizing import Scored, live_array, live_flags
 from distprune.selection.scores import slice_of, widened
 from distprune.shards.geometry import MatrixRun

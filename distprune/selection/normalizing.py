@@ -22,8 +22,7 @@ from distprune._common.exact_sums import Normalization
 from distprune._common.mask_values import is_one
 from distprune._common.memory import Array, Count, Scratch, on_host
 from distprune._common.naming import error_about
-from distprune.selection.chunks import call_all, num_threads, spans_of
-from distprune.selection.kernels import kernels_on
+from distprune.selection.kernels import call_all, kernels_on, num_threads, spans_of
 from distprune.selection.scores import ScaledScores, ScoreSource, Tally, widened
 from distprune.shards.shard import LocalShard
 

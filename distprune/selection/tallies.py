@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,10 +20,7 @@ from distprune._common import memory
 from distprune._common.collectives import Reducer
 from distprune._common.memory import Array, Scratch
 from distprune.selection.candidates import Candidates
-from distprune.selection.keys import KeyRange
-from distprune.selection.kth_key import KthKey, refuse_nan_in
 from distprune.selection.normalizing import Scored, live_array, per_chunk
-from distprune.selection.radix import Search, descent_over, narrowed
 from distprune.selection.scores import ScoreSource, TalliedScores, Tally
 
 _BINS = 1 << 15
@@ -111,78 +107,6 @@ def _counts(part: Scored) -> Array:
 
     per_chunk([part], [add])
     return counts
-
-
-class TallySearch:
-    """The search for the k-th key among tallied parts: reads nothing.
-
-    Args:
-        parts: whose keys all have tallies.
-        names: of the parameters, for messages.
-        num_live: live elements of every whole parameter.
-        keys: the range of the keys.
-        refuse_nan: raise on a live NaN; otherwise NaN rank last.
-    """
-
-    # What a search that reads knows besides: see kth_key.KthKeySearch.
-    drafted = None
-    density = None
-
-    def __init__(
-        self,
-        parts: Sequence[Candidates],
-        names: Sequence[str],
-        num_live: Sequence[int],
-        keys: KeyRange,
-        refuse_nan: bool,
-    ) -> None:
-        self._parts = parts
-        self._names = names
-        self._num_live = num_live
-        self._keys = keys
-        self._refuse_nan = refuse_nan
-
-    def find(self, k: int) -> Search[KthKey]:
-        """The k-th key (1-based)."""
-        keys = self._keys
-        if self._refuse_nan and keys.is_float:
-            what = len(self._parts), partial(self._count_upto, keys.largest_number)
-            num_nan = torch.tensor(self._num_live) - (yield what)
-            refuse_nan_in(self._names, self._num_live, num_nan.tolist())
-        nothing = [0] * len(self._parts)
-        if not sum(self._num_live):
-            return KthKey(keys.low, 0, 0, lambda: (nothing, nothing), None)
-        descent, num_ties = descent_over(keys.low, keys.high, k - 1), sum(self._num_live)
-        while not descent.is_done:
-            step = partial(self._histogram, descent.low, descent.high, descent.shift)
-            descent, num_ties = narrowed(descent, (yield descent.num_bins, step))
-        threshold = descent.low
-
-        def count() -> tuple[list[int], list[int]]:
-            under = self._count_upto(threshold - 1)
-            ties = self._count_upto(threshold) - under
-            return under.tolist(), ties.tolist()
-
-        return KthKey(threshold, k - 1 - descent.rank, num_ties, count, None)
-
-    def _count_upto(self, key: int) -> Tensor:
-        """Per part, this rank's elements with a key up to this one."""
-        counts = [
-            int(of_part[keys <= key].sum(dtype=np.int64))
-            for keys, of_part in map(keys_of_tally, self._parts)
-        ]
-        return torch.tensor(counts, dtype=torch.int64)
-
-    def _histogram(self, low: int, high: int, shift: int) -> Tensor:
-        first = low >> shift
-        histogram = np.zeros((high >> shift) - first + 1, dtype=np.int64)
-        for keys, counts in map(keys_of_tally, self._parts):
-            inside = (keys >= low) & (keys <= high)
-            bins = (keys[inside] >> shift).astype(np.int64) - first
-            # Exact: the counts of a rank are below 2**53.
-            weights = counts[inside]
-            histogram += np.bincount(bins, weights, len(histogram)).astype(np.int64)
-        return torch.from_numpy(histogram)
 
 
 def are_tallied(parts: Sequence[Candidates]) -> bool:

@@ -25,8 +25,8 @@ from distprune._common.amount import CEILING, FLOOR, Bounds, violated_bound
 from distprune._common.collectives import Reducer
 from distprune.selection.bracket import COLLECT_ALL, sample_size
 from distprune.selection.candidates import Candidates, Cut, PartCut
-from distprune.selection.cut import Selection, search_lowest, search_together
 from distprune.selection.keys import KeyRange
+from distprune.selection.search import Selection, search_lowest, search_together
 
 # Keys that searches side by side may store, over all ranks.
 _STORED = 1 << 24

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distprune._common.input_factors import POWER_OF_RIA
 from distprune._common.naming import NamedParameter
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of
 from distprune.call.replicas import count_live_and_compare
@@ -18,7 +17,7 @@ from distprune.files.checkpoints.statistics_file import (
     read_statistics,
     write_statistics,
 )
-from distprune.shards.factored import FactoredScores
+from distprune.shards.factored import POWER_OF_RIA, FactoredScores
 from distprune.statistics import factors
 from distprune.statistics.collected import CollectedInputs, Pairs
 from distprune.statistics.collecting import LocalStatistics

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import NamedParameter, listed, unwrap
-from distprune._common.patterns import check_pattern, matcher
 from distprune._common.process_groups import world
+from distprune._common.selecting import check_pattern, matcher
 from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
-from distprune.shards.target import Target
+from distprune.shards.parameters import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
 from distprune.statistics.input_parts import peers_of, with_peers
 from distprune.statistics.layers import WeightLayout, layout_of, refusal

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.input_factors import (
+from distprune.budgets import outliers
+from distprune.selection.matrix_sums import Summed, magnitude_sums
+from distprune.selection.normalizing import Scored
+from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
+from distprune.shards.factored import (
+    FactoredScores,
     deviation_of_inputs,
     relative_importance,
     rms_of_inputs,
 )
-from distprune.selection import outliers
-from distprune.selection.matrix_sums import Summed, magnitude_sums
-from distprune.selection.normalizing import Scored
-from distprune.selection.scores import FactorScores, ScoreSource, TensorScores
-from distprune.shards.factored import FactoredScores
 from distprune.shards.geometry import MatrixRun
-from distprune.shards.target import Target
+from distprune.shards.parameters import Target
 from distprune.statistics.layers import WeightLayout
 from distprune.statistics.totals import Totals
 
@@ -123,7 +123,7 @@ def outlier_ratios(
     Returns:
         By label, the ratio of its block.
 
-    Cost: that of :func:`distprune.selection.outliers.outlier_ratios`.
+    Cost: that of :func:`distprune.budgets.outliers.outlier_ratios`.
     """
     parts = []
     for target in targets:

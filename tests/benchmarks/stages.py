@@ -22,7 +22,7 @@ import torch
 from measuring import Options, Table, interleaved, measured, median_seconds, release_memory
 
 import distprune
-from distprune.selection import chunks, passes
+from distprune.selection import kernels, passes
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import KeyRange, Order, ScoreKeys, key_range, to_keys
 from distprune.selection.scores import TensorScores
@@ -33,7 +33,7 @@ STAGES = {
     "read the parameters, agree on them": "distprune.call.run.read_parameters",
     "count what is pruned already": "distprune.call.run.count_live_and_compare",
     "sample": "distprune.selection.bracket.sample",
-    "one scan: keys, counts, drafts of the masks": "distprune.selection.kth_key.scan",
+    "one scan: keys, counts, drafts of the masks": "distprune.selection.search.scan",
     "correct drafted masks, ties included": "distprune.selection.passes.finish_drafts",
     "write masks anew": "distprune.selection.passes.write_keep",
     "attach to the modules": "distprune.call.run.attach_masks",
@@ -129,10 +129,10 @@ def one_read(num_elements: int, dtype: torch.dtype, rounds: int) -> Table:
     nan = [keys.largest_number]
 
     def load_keys() -> list[int]:
-        spans = chunks.chunks_of(parts, only_counted=True)
+        spans = kernels.chunks_of(parts, only_counted=True)
         calls = [partial(parts[i].keys.load, span.start, span.stop) for i, span in spans]
-        num_threads = chunks.num_threads_for(parts, spans)
-        return [keys.highest for keys in chunks.call_all(calls, num_threads)]
+        num_threads = kernels.num_threads_for(parts, spans)
+        return [keys.highest for keys in kernels.call_all(calls, num_threads)]
 
     def new() -> list[torch.Tensor]:
         return [torch.empty_like(mask) for mask in warm]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from distprune._common import patterns
+from distprune._common import selecting
 from helpers.tiny_checkpoints import save
 
 NAMES = {
@@ -115,7 +115,7 @@ def test_a_recipe_that_excludes_a_head_fits_a_model_whose_head_is_tied(run, tmp_
 
 @pytest.mark.parametrize("key", ["include", "exclude", "also", "input_dims"])
 def test_a_pattern_whose_search_does_not_end_is_refused_by_name(run, tmp_path, monkeypatch, key):
-    monkeypatch.setattr(patterns, "_SECONDS", 0.1)
+    monkeypatch.setattr(selecting, "_SECONDS", 0.1)
     source = save(tmp_path / "source", {"a" * 60 + ".b": torch.ones(4, 4)})
     path = tmp_path / "mine.yaml"
     pattern = "re:(a+)+$"

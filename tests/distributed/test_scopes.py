@@ -63,7 +63,7 @@ def expected_masks(scores: dict, arguments: dict, keeps: dict) -> dict:
             if arguments["scope"] == "row":
                 groups = reference.rows_of(score.shape, inputs)
             count = round(arguments["amount"] * len(groups[0]))
-        masks[name] = reference.prune_in_groups(score, groups, count, keeps.get(name))
+        masks[name] = reference.prune_in_blocks(score, groups, count, keeps.get(name))
     return masks
 
 

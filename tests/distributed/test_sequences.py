@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import distprune.checkpoint
-import distprune.selection.cut
+import distprune.selection.search
 import distprune.torch_private.fsdp2_mask
 from distprune.selection.candidates import Cut
 from distprune.testing import run_ranks
@@ -37,7 +37,7 @@ def ties_are_cut_off_by_one() -> AbstractContextManager:
     def cut(threshold: int, parameter: int, index: int) -> Cut:
         return Cut(threshold, parameter, index + 1 if index else index)
 
-    return patch.object(distprune.selection.cut, "Cut", cut)
+    return patch.object(distprune.selection.search, "Cut", cut)
 
 
 def fsdp2_gathers_what_is_not_masked() -> AbstractContextManager:

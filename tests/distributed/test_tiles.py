@@ -89,7 +89,7 @@ def expected_masks(scores: dict, arguments: dict, keeps: dict, seed: int) -> dic
             if arguments["scope"] == "row":
                 groups = reference.rows_of(sums[name].shape, INPUTS.get(name, (1,)))
             count = round(amount * len(groups[0]))
-            kept[name] = reference.prune_in_groups(sums[name], groups, count, live[name], key=float)
+            kept[name] = reference.prune_in_blocks(sums[name], groups, count, live[name], key=float)
     masks = {}
     for name in names:
         mask = keeps.get(name, torch.ones(scores[name].shape, dtype=torch.bool)).clone()

@@ -143,7 +143,7 @@ def check_cuts(plan, report, source, masks):
     """The weights and the masks alone tell where each ranking was cut, and what limits held."""
     stored = Source(plan)
     for group, told in zip(plan.groups, report.groups, strict=True):
-        if not group.recipe.is_together:
+        if not group.recipe.is_global:
             continue
         positions, form = range(group.first, group.last), stored.key_range(group.first)
         keys, pruned = {}, {}

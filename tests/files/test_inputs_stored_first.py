@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from distprune._common import lowest_of_groups
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
@@ -13,6 +12,7 @@ from distprune.files.errors import SelectionError
 from distprune.files.inspecting import inspect
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import FileRecipe
+from distprune.selection import cpu
 from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units
@@ -89,7 +89,7 @@ def expected(tensors, turned, way):
 def sizes(request, monkeypatch):
     """With blocks that fit into memory, and with none that does."""
     if request.param == "in stripes":
-        monkeypatch.setattr(lowest_of_groups, "_STRIPE", 24)
+        monkeypatch.setattr(cpu, "_STRIPE", 24)
     if request.param != "in pieces":
         yield
         return

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import distprune as prune
-from distprune._common.patterns import natural_key
+from distprune._common.selecting import natural_key
 from distprune.files import planning, pruning
 from distprune.files.checkpoints.mask_files import open_masks, read_keep
 from distprune.files.disk.access import OpenFiles

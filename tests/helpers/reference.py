@@ -109,7 +109,7 @@ def _copies(like: Sequence[Tensor], masks: Sequence[Tensor] | None) -> list[Tens
     return [(mask != 0).clone(memory_format=torch.contiguous_format) for mask in masks]
 
 
-def prune_in_groups(
+def prune_in_blocks(
     scores: Tensor,
     groups: Sequence[Sequence[int]],
     num_pruned: int,

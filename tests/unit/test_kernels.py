@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distprune._common import memory
 from distprune._common.collectives import Communicator
 from distprune._common.memory import Scratch, on_host
-from distprune._common.radix import Descent
 from distprune.selection import cpu, device, passes
 from distprune.selection.candidates import Cut
-from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish_drafts
+from distprune.selection.radix import Descent
+from distprune.selection.search import select_lowest
 from helpers import reference
 from helpers.virtual_shards import candidates
 
@@ -153,7 +153,7 @@ def prune_on_device(num_parameters, masks=None):
     k = sum(num_live) // 2
     with (
         mock.patch("distprune._common.memory.takes_numpy", lambda device: False),
-        mock.patch("distprune.selection.kth_key.COLLECT_ALL", 1000),
+        mock.patch("distprune.selection.search.COLLECT_ALL", 1000),
         mock.patch("distprune.selection.bracket.COLLECT_ALL", 1000),
         Waits() as waits,
     ):

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from distprune._common import patterns
-from distprune._common.patterns import check_pattern, matcher
+from distprune._common import selecting
+from distprune._common.selecting import check_pattern, matcher
 
 NAME = "layers.0.mlp.weight"
 
@@ -48,7 +48,7 @@ def test_what_is_one_is_not(pattern):
 
 @pytest.mark.parametrize("expression", ["(a+)+$", "(a|a)*b", "(?:a*)*b", "(?!(a+)+b).*"])
 def test_a_search_without_end_is_an_error_that_names_the_pattern(monkeypatch, expression):
-    monkeypatch.setattr(patterns, "_SECONDS", 0.05)
+    monkeypatch.setattr(selecting, "_SECONDS", 0.05)
     name = "a" * 60 + ".weight"
     with pytest.raises(ValueError, match="takes more than") as error:
         matcher(f"re:{expression}")(name)

@@ -6,8 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune._common.radix import Descent, RankOutsideError
-from distprune.selection.radix import ChangedError, descent_over, narrowed
+from distprune.selection.radix import (
+    ChangedError,
+    Descent,
+    RankOutsideError,
+    descent_over,
+    narrowed,
+)
 
 
 def histogram_of(keys, descent):

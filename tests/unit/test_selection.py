@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from distprune._common.collectives import Communicator
 from distprune.selection.bracket import COLLECT_ALL
-from distprune.selection.cut import select_lowest
 from distprune.selection.keys import Order, key_range
 from distprune.selection.passes import finish_drafts, write_keep
+from distprune.selection.search import select_lowest
 from helpers import reference
 from helpers.sampling import every, num_examples
 from helpers.virtual_ranks import run_virtual_ranks
@@ -148,7 +148,7 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypat
 def test_a_bracket_that_misses_costs_time_only(monkeypatch, device):
     """Brackets far too narrow: more rounds, the same masks."""
     monkeypatch.setattr("distprune.selection.bracket._SIGMAS", 0.01)
-    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "ties._KEPT"):
+    for name in ("search.COLLECT_ALL", "bracket.COLLECT_ALL", "search._KEPT"):
         monkeypatch.setattr(f"distprune.selection.{name}", 50)
     generator = torch.Generator().manual_seed(5)
     for dtype in (torch.float32, torch.float64):

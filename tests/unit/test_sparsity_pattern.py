@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from distprune._common.sparsity_pattern import Pattern
+from distprune._common.blocks import Pattern
 
 
 @pytest.mark.parametrize(

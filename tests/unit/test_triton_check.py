@@ -17,9 +17,9 @@ def check():
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton compiles here, and does not interpret")
-    from distprune.selection import triton_check
+    from distprune.selection import triton_kernels
 
-    return triton_check
+    return triton_kernels
 
 
 def test_the_kernels_pass(check):
@@ -62,7 +62,7 @@ def with_wrong_write(write):
     ],
 )
 def test_a_wrong_kernel_is_not_used(check, monkeypatch, caplog, name, mistake, said):
-    monkeypatch.setattr(check.kernels, name, mistake(getattr(check.kernels, name)))
+    monkeypatch.setattr(check, name, mistake(getattr(check, name)))
     kernels._compiled_on.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert kernels._compiled_on(CPU) is None

@@ -19,9 +19,9 @@ from distprune._common.collectives import Communicator
 from distprune._common.memory import on_host
 from distprune.selection import kernels, passes
 from distprune.selection.candidates import Candidates, Cut, PartCut
-from distprune.selection.cut import select_lowest
 from distprune.selection.keys import RANDOM_KEYS, Order, RandomKeys, ScoreKeys, key_range
 from distprune.selection.scores import ComputedScores, TensorScores
+from distprune.selection.search import select_lowest
 from distprune.shards.geometry import IndexMap
 from helpers import reference
 from helpers.virtual_shards import KINDS, candidates, fill
@@ -285,7 +285,7 @@ def test_random_keys(kind, live, fused):
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_selections_equal_the_oracle(kind, dtype, monkeypatch, fused):
     """Through the bracket, ties and drafts, over shards of ranks that are not row-major runs."""
-    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL"):
+    for name in ("search.COLLECT_ALL", "bracket.COLLECT_ALL"):
         monkeypatch.setattr(f"distprune.selection.{name}", 100)
     monkeypatch.setattr(fused.tables, "BLOCK", 256)
     generator = torch.Generator().manual_seed(3)

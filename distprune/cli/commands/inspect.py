@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune._common.sparsity_pattern import Pattern
+from distprune._common.blocks import Pattern
 from distprune.cli import streams
 from distprune.cli.console import Terminal, count, counted, percent, shape_text, without_numbers
 from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose

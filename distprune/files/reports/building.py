@@ -104,7 +104,7 @@ def _tensor_reports(
     tensors = []
     for position, tensor in enumerate(plan.tensors):
         entry, group = tensor.entry, plan.groups[tensor.group]
-        if group.recipe.is_together:
+        if group.recipe.is_global:
             num_nan[position] = cuts.num_nan.get(entry.name, 0)
         threshold, held_at = thresholds.get(position, (None, None))
         tensors.append(
@@ -224,7 +224,7 @@ def _of_collapsed(plan: Plan, tensors: Sequence[TensorReport]) -> list[TensorRep
     found: list[TensorReport] = []
     for group in plan.groups:
         members = tensors[group.first : group.last]
-        if group.recipe.is_together and group.recipe.budget is None:
+        if group.recipe.is_global and group.recipe.budget is None:
             counts = [(tensor.num_elements, tensor.num_pruned) for tensor in members]
             emptied = [members[position] for position in collapsed(counts)]
             found += [tensor for tensor in emptied if tensor.held_at is None]

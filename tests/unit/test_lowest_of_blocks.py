@@ -1,11 +1,11 @@
-"""Groups in memory lose their lowest elements, whatever their form; equal ones go by index."""
+"""Blocks in memory lose their lowest elements, whatever their form; equal ones go by index."""
 
 import numpy as np
 import pytest
 
-from distprune._common.element_groups import Groups
-from distprune._common.lowest_of_groups import lowest_of
+from distprune._common.blocks import Blocks
 from distprune._common.memory import Scratch
+from distprune.selection.cpu import lowest_of
 
 FORMS = {
     "pairs": (2, 1, 1),
@@ -29,38 +29,38 @@ DATA = {
 }
 
 
-def oracle(keys, groups):
-    """Each group sorted on its own."""
-    index = np.arange(keys.size).reshape(-1, groups.length, groups.columns, groups.kernel)
+def oracle(keys, blocks):
+    """Each block sorted on its own."""
+    index = np.arange(keys.size).reshape(-1, blocks.length, blocks.columns, blocks.kernel)
     lowest = np.zeros(keys.size, dtype=bool)
-    for members in index.swapaxes(1, 2).reshape(-1, groups.size):
-        lowest[members[np.argsort(keys[members], kind="stable")[: groups.num_pruned]]] = True
+    for members in index.swapaxes(1, 2).reshape(-1, blocks.size):
+        lowest[members[np.argsort(keys[members], kind="stable")[: blocks.num_pruned]]] = True
     return lowest
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64])
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("form", FORMS)
-def test_equal_to_a_stable_sort_of_each_group(form, data, dtype):
+def test_equal_to_a_stable_sort_of_each_block(form, data, dtype):
     generator = np.random.default_rng(0)
     scratch = Scratch()
     size = FORMS[form][0] * FORMS[form][2]
     for count in sorted({0, 1, size // 2, size - 1, size}):
-        groups = Groups(*FORMS[form], count)
-        keys = DATA[data](generator, NUM_BLOCKS * groups.block).astype(dtype)
+        blocks = Blocks(*FORMS[form], count)
+        keys = DATA[data](generator, NUM_BLOCKS * blocks.band).astype(dtype)
         before = keys.copy()
-        expected = oracle(keys, groups)
-        assert np.array_equal(lowest_of(groups, keys, scratch), expected)
-        assert np.array_equal(lowest_of(groups, keys), expected)
+        expected = oracle(keys, blocks)
+        assert np.array_equal(lowest_of(blocks, keys, scratch), expected)
+        assert np.array_equal(lowest_of(blocks, keys), expected)
         assert np.array_equal(keys, before)
 
 
 @pytest.mark.parametrize("columns", [1, 3])
-def test_short_groups_of_more_elements_than_a_pattern_has(columns):
-    groups = Groups(4, columns, 1, 2)
-    size = 3 * (1 << 14) // groups.block * groups.block + groups.block
+def test_short_blocks_of_more_elements_than_a_pattern_has(columns):
+    blocks = Blocks(4, columns, 1, 2)
+    size = 3 * (1 << 14) // blocks.band * blocks.band + blocks.band
     keys = np.random.default_rng(0).integers(0, 6, size).astype(np.int32)
     turned = keys.reshape(-1, 4, columns).swapaxes(1, 2)
     ranks = turned.argsort(axis=2, kind="stable").argsort(axis=2)
     expected = (ranks < 2).swapaxes(1, 2).reshape(-1)
-    assert np.array_equal(lowest_of(groups, keys), expected)
+    assert np.array_equal(lowest_of(blocks, keys), expected)

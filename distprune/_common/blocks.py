@@ -1,25 +1,72 @@
-"""Groups of elements of one tensor that are ranked on their own: the rule of live models and files.
+"""Blocks of elements of one tensor that are ranked on their own: the rule of live models and files.
 
-Scope "layer" has one group, scope "row" one for each output: the elements that it sums over. A
-pattern N:M cuts the inputs of each output into groups of M, of which N are kept; of a convolution,
-each position of the kernel has groups of its own. Scope "global" has no groups.
+Scope "layer" has one block, scope "row" one for each output: the elements that it sums over. A
+pattern N:M cuts the inputs of each output into blocks of M, of which N are kept; of a convolution,
+each position of the kernel has blocks of its own. Scope "global" has no blocks.
 
-Every group loses the same number of elements: the lowest ones in the order (key, row-major index).
+Every block loses the same number of elements: the lowest ones in the order (key, row-major index).
 
 With a pattern of tiles, AxB, it is tiles of A outputs and B inputs that are ranked and lost, in any
 scope: by the sums of their scores, see ``tile_sums``. The tiles of a tensor lie like a tensor that
 has one element for each. A tile is ranked as long as it has an element that is not pruned.
+
+Importing this module does not import numpy, because the help of the command line does without.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from distprune._common.amount import resolve_count
-from distprune._common.sparsity_pattern import Pattern
+
+_FORM = re.compile("([0-9]{1,4})([:x])([0-9]{1,4})")
+# Without quotes, YAML may read it as a number to the base of 60.
+_EXPECTED = 'how many of how many are kept, such as "2:4", in quotes'
+_OR_TILES = ', or tiles of outputs and inputs, such as "4x4"'
+
+
+class Pattern(str):
+    """A pattern of zeros: its text, without leading zeros.
+
+    "N:M" keeps N of every M neighbours along the inputs; "AxB" prunes whole tiles of A outputs and
+    B inputs. Make one with :meth:`parse`.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, value: Any, *, tiles: bool = True) -> Pattern:
+        """A pattern from its text; ``tiles=False`` takes N:M only.
+
+        Raises:
+            ValueError: with what was expected.
+        """
+        match = _FORM.fullmatch(value) if isinstance(value, str) else None
+        if match is not None:
+            first, mark, second = int(match[1]), match[2], int(match[3])
+            is_good = 0 < first < second if mark == ":" else tiles and first * second > 1
+            if is_good:
+                return cls(f"{first}{mark}{second}")
+        raise ValueError(_EXPECTED + _OR_TILES * tiles)
+
+    @property
+    def kept_of(self) -> tuple[int, int] | None:
+        """(N, M); None of tiles."""
+        return self._numbers(":")
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """(A, B): outputs and inputs of a tile; None of N:M."""
+        return self._numbers("x")
+
+    def _numbers(self, mark: str) -> tuple[int, int] | None:
+        first, found, second = self.partition(mark)
+        return (int(first), int(second)) if found else None
+
 
 Scope = Literal["global", "layer", "row"]
 
@@ -33,7 +80,7 @@ class Layout:
     [out, in, *kernel] is (out, in, 1, product of kernel).
 
     Attributes:
-        stack: without columns, how many matrices, or groups of a convolution, ``outer`` goes over.
+        stack: without columns, how many matrices, or blocks of a convolution, ``outer`` goes over.
     """
 
     outer: int
@@ -72,21 +119,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The groups of one tensor.
+class Blocks:
+    """The blocks of one tensor.
 
-    The tensor is a sequence of blocks [length, columns, kernel], row-major. A block has a group for
-    each column; with one column, it is a group itself. N:M = 2:4 with inputs stored first, that is
+    The tensor is a sequence of bands [length, columns, kernel], row-major. A band has a block for
+    each column; with one column, it is a block itself. N:M = 2:4 with inputs stored first, that is
     length 4, columns 3, kernel 1::
 
-        a b c        elements of the same letter are one group of 4 inputs; each letter is the
+        a b c        elements of the same letter are one block of 4 inputs; each letter is the
         a b c        column of an output
         a b c
         a b c
 
     Attributes:
-        length, columns, kernel: of a block.
-        num_pruned: elements that each group loses.
+        length, columns, kernel: of a band.
+        num_pruned: elements that each block loses.
     """
 
     length: int
@@ -96,17 +143,17 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """Elements of a group."""
+        """Elements of a block."""
         return self.length * self.kernel
 
     @property
-    def block(self) -> int:
-        """Elements of the shortest run of whole groups."""
+    def band(self) -> int:
+        """Elements of the shortest run of whole blocks."""
         return self.size * self.columns
 
     @property
     def stride(self) -> int:
-        """Elements of a block for one step along its length."""
+        """Elements of a band for one step along its length."""
         return self.columns * self.kernel
 
 
@@ -149,14 +196,14 @@ def layout_along(label: str, shape: Sequence[int], dims: Sequence[int]) -> Layou
 
 
 @dataclass(frozen=True)
-class GroupRule:
-    """Which groups a tensor has, and how many elements each of them loses.
+class BlockRule:
+    """Which blocks a tensor has, and how many elements each of them loses.
 
     Attributes:
         scope: what is ranked together, without a pattern.
-        sparsity: of every group, in [0, 1]; with a pattern, what a schedule allows so far, or
+        sparsity: of every block, in [0, 1]; with a pattern, what a schedule allows so far, or
             None.
-        pattern: N:M, or tiles. Then "elements" are tiles, in all that is said of groups and counts.
+        pattern: N:M, or tiles. Then "elements" are tiles, in all that is said of blocks and counts.
     """
 
     scope: Scope
@@ -174,8 +221,8 @@ class GroupRule:
         return None if self.pattern is None else self.pattern.tile
 
     @property
-    def is_together(self) -> bool:
-        """Whether all tensors are ranked together, without groups."""
+    def is_global(self) -> bool:
+        """Whether all tensors are ranked together, without blocks."""
         return self.scope == "global" and self.kept_of is None
 
     @property
@@ -184,7 +231,7 @@ class GroupRule:
         return 1 if self.tile is None else math.prod(self.tile)
 
     @property
-    def goes_along_inputs(self) -> bool:
+    def needs_input_dim(self) -> bool:
         """Whether it matters along which dimension the inputs of a tensor lie."""
         return self.kept_of is not None or self.tile is not None or self.scope == "row"
 
@@ -193,12 +240,12 @@ class GroupRule:
         """The sparsity that every tensor is to have, before rounding; None if they compete."""
         if self.kept_of is None:
             return None if self.scope == "global" else self.sparsity
-        kept, group = self.kept_of
-        most = (group - kept) / group
+        kept, block = self.kept_of
+        most = (block - kept) / block
         return most if self.sparsity is None else min(self.sparsity, most)
 
     def misfit(self, label: str, shape: Sequence[int], layout: Layout) -> str | None:
-        """Why the pattern does not fit a tensor: only whole groups and tiles are made."""
+        """Why the pattern does not fit a tensor: only whole blocks and tiles are made."""
         if self.tile is not None:
             outputs, inputs = self.tile
             if layout.tiled_outputs % outputs == 0 and layout.inputs % inputs == 0:
@@ -217,20 +264,20 @@ class GroupRule:
         )
 
     def counts(self, numel: int, layout: Layout | None) -> tuple[int, int]:
-        """How many groups a tensor has, and how many elements each of them loses.
+        """How many blocks a tensor has, and how many elements each of them loses.
 
-        The sparsity of a group becomes a count with halves to even: each layer and each row by
-        itself, so that the total may differ from the sparsity of all by half an element per group.
+        The sparsity of a block becomes a count with halves to even: each layer and each row by
+        itself, so that the total may differ from the sparsity of all by half an element per block.
         """
         if self.tile is not None:
             of_tiles = None if layout is None else layout.of_tiles(self.tile)
             return replace(self, pattern=None).counts(numel // self.tile_size, of_tiles)
         if self.kept_of is not None:
-            kept, group = self.kept_of
-            most = group - kept
-            wanted = most if self.sparsity is None else resolve_count(self.sparsity, group)
-            return numel // group, min(wanted, most)
-        if self.is_together:
+            kept, block = self.kept_of
+            most = block - kept
+            wanted = most if self.sparsity is None else resolve_count(self.sparsity, block)
+            return numel // block, min(wanted, most)
+        if self.is_global:
             return 0, 0
         assert self.sparsity is not None
         if self.scope == "layer":
@@ -239,13 +286,13 @@ class GroupRule:
         size = numel // layout.outputs if layout.outputs else 0
         return layout.outputs, resolve_count(self.sparsity, size)
 
-    def groups(self, numel: int, layout: Layout | None, num_pruned: int) -> Groups:
-        """The groups of a tensor, or of whole groups of it that lie like a tensor.
+    def blocks(self, numel: int, layout: Layout | None, num_pruned: int) -> Blocks:
+        """The blocks of a tensor, or of whole blocks of it that lie like a tensor.
 
         Args:
             numel: elements.
             layout: where the inputs are, if the rule goes along them.
-            num_pruned: elements that each group loses, from :meth:`counts`.
+            num_pruned: elements that each block loses, from :meth:`counts`.
 
         Returns:
             Of the tiles, if there are any, as of a tensor with one element for each.
@@ -253,12 +300,12 @@ class GroupRule:
         if self.tile is not None:
             of_tiles = None if layout is None else layout.of_tiles(self.tile)
             of_elements = replace(self, pattern=None)
-            return of_elements.groups(numel // self.tile_size, of_tiles, num_pruned)
+            return of_elements.blocks(numel // self.tile_size, of_tiles, num_pruned)
         if self.kept_of is not None:
             assert layout is not None
-            return Groups(self.kept_of[1], layout.stride, 1, num_pruned)
-        if layout is None or not self.goes_along_inputs:
-            return Groups(numel, 1, 1, num_pruned)
+            return Blocks(self.kept_of[1], layout.stride, 1, num_pruned)
+        if layout is None or not self.needs_input_dim:
+            return Blocks(numel, 1, 1, num_pruned)
         if layout.columns == 1:
-            return Groups(layout.inputs * layout.kernel, 1, 1, num_pruned)
-        return Groups(layout.inputs, layout.columns, layout.kernel, num_pruned)
+            return Blocks(layout.inputs * layout.kernel, 1, 1, num_pruned)
+        return Blocks(layout.inputs, layout.columns, layout.kernel, num_pruned)

@@ -1,8 +1,8 @@
-"""Pruning in groups: rows, and N:M along the inputs, of parameters on any sharding.
+"""Pruning in blocks: rows, and N:M along the inputs, of parameters on any sharding.
 
-Each group loses its lowest elements by itself, in the order (key, row-major index). Groups that are
-whole on a rank are ranked there, many at a time. Groups that the sharding cuts are decided together
-by the ranks that have their elements: see group_descent.py. No rank gathers a parameter.
+Each block loses its lowest elements by itself, in the order (key, row-major index). Blocks that are
+whole on a rank are ranked there, many at a time. Blocks that the sharding cuts are decided together
+by the ranks that have their elements: see block_descent.py. No rank gathers a parameter.
 """
 
 from __future__ import annotations
@@ -15,45 +15,42 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from distprune._common.blocks import Blocks
 from distprune._common.collectives import Communicator
-from distprune._common.element_groups import Groups
 from distprune._common.memory import Array, Count, Scratch, on_host
-from distprune.selection.candidates import Candidates
-from distprune.selection.chunks import call_all, num_threads_for, spans_of
-from distprune.selection.group_descent import (
+from distprune.selection.block_cuts import (
     MAX_SLOTS,
-    GroupCuts,
-    GroupsToCut,
-    cut_groups,
-    shifted_keys,
-    slots_of,
-)
-from distprune.selection.group_places import (
     NOWHERE,
-    GroupedParameter,
+    BlockCuts,
+    BlockedParameter,
+    BlocksToCut,
     Places,
     Progressions,
+    cut_blocks,
     places_of,
+    shifted_keys,
+    slots_of,
     spans_of_ranges,
     to_progressions,
     union,
 )
-from distprune.selection.kernels import kernels_on
+from distprune.selection.candidates import Candidates
+from distprune.selection.kernels import call_all, kernels_on, num_threads_for, spans_of
 from distprune.selection.keys import KeyRange
-from distprune.selection.kth_key import refuse_nan_in
+from distprune.selection.search import refuse_nan_in
 
 # As much as a pass needs for its chunks, to rank some has twice the memory for each element.
 _MEMORY_OF_RANKING = 2
 
 
 @dataclass(frozen=True)
-class GroupedParts:
-    """What is pruned in groups.
+class BlockedParts:
+    """What is pruned in blocks.
 
     Attributes:
         parts: this rank's part of every parameter, in the same order on all ranks.
         names: of the parameters, for messages.
-        parameters: their groups; None where this rank has no element and does not know them.
+        parameters: their blocks; None where this rank has no element and does not know them.
         num_live: live elements of every whole parameter.
         outs: flat masks of the parts, uninitialised, contiguous.
         keys: the range of all keys.
@@ -62,77 +59,77 @@ class GroupedParts:
 
     parts: Sequence[Candidates]
     names: Sequence[str]
-    parameters: Sequence[GroupedParameter | None]
+    parameters: Sequence[BlockedParameter | None]
     num_live: Sequence[int]
     outs: Sequence[Tensor]
     keys: KeyRange
     communicator: Communicator
 
 
-def prune_in_groups(grouped: GroupedParts) -> list[int]:
+def prune_in_blocks(blocked: BlockedParts) -> list[int]:
     """Write the masks of this rank. Collective.
 
     Returns:
         Per parameter, how many elements that this rank counts were pruned now.
 
     Raises:
-        ValueError: a live score is NaN, which names its parameters; ranks have different groups.
+        ValueError: a live score is NaN, which names its parameters; ranks have different blocks.
         RuntimeError: the scores changed between two reads. On every rank.
 
-    Cost: where groups are whole, one read of the scores, two of the masks and memory for a chunk.
-    For groups that the sharding cuts, that of
-    :func:`~distprune.selection.group_descent.cut_groups`. Two small all-reduces, and the texts of
-    :meth:`~distprune._common.collectives.Communicator.distinct_texts` that say which groups are
-    cut: about 20 bytes for each regular layout of a parameter, else for every few groups.
+    Cost: where blocks are whole, one read of the scores, two of the masks and memory for a chunk.
+    For blocks that the sharding cuts, that of
+    :func:`~distprune.selection.block_cuts.cut_blocks`. Two small all-reduces, and the texts of
+    :meth:`~distprune._common.collectives.Communicator.distinct_texts` that say which blocks are
+    cut: about 20 bytes for each regular layout of a parameter, else for every few blocks.
     """
-    communicator = grouped.communicator
+    communicator = blocked.communicator
     places: list[Places] = []
     num_pruned: list[int] = []
 
     def write_whole() -> Tensor:
         places.extend(
             NOWHERE if parameter is None else places_of(part, parameter)
-            for part, parameter in zip(grouped.parts, grouped.parameters, strict=True)
+            for part, parameter in zip(blocked.parts, blocked.parameters, strict=True)
         )
-        pruned, num_nan = _write_blocks(grouped, places)
+        pruned, num_nan = _write_bands(blocked, places)
         num_pruned.extend(pruned)
         for position, own in enumerate(places):
-            num_nan[position] += _begin_rest(grouped, position, own)
+            num_nan[position] += _begin_rest(blocked, position, own)
         return torch.tensor(num_nan, dtype=torch.int64)
 
-    num_nan = communicator.reduce(len(grouped.parts), write_whole).tolist()
-    refuse_nan_in(grouped.names, grouped.num_live, num_nan)
-    for batch in _batches(_agree_on_cut(grouped, places)):
+    num_nan = communicator.reduce(len(blocked.parts), write_whole).tolist()
+    refuse_nan_in(blocked.names, blocked.num_live, num_nan)
+    for batch in _batches(_agree_on_cut(blocked, places)):
         several = [
-            GroupsToCut(grouped.parts[position], position, groups, numbers, places[position].rest)
-            for position, groups, numbers in batch
+            BlocksToCut(blocked.parts[position], position, blocks, numbers, places[position].rest)
+            for position, blocks, numbers in batch
         ]
-        cuts = cut_groups(several, grouped.keys, communicator)
-        communicator.run(partial(_write_cuts, grouped, several, cuts))
-    rest = communicator.run(lambda: _count_rest(grouped, places))
+        cuts = cut_blocks(several, blocked.keys, communicator)
+        communicator.run(partial(_write_cuts, blocked, several, cuts))
+    rest = communicator.run(lambda: _count_rest(blocked, places))
     return [in_blocks + others for in_blocks, others in zip(num_pruned, rest, strict=True)]
 
 
-def _write_blocks(grouped: GroupedParts, places: Sequence[Places]) -> tuple[list[int], list[int]]:
-    """Write the masks of whole blocks; how many counted elements were pruned, and are NaN."""
+def _write_bands(blocked: BlockedParts, places: Sequence[Places]) -> tuple[list[int], list[int]]:
+    """Write the masks of whole bands; how many counted elements were pruned, and are NaN."""
     chunks = []
-    for position, (part, own) in enumerate(zip(grouped.parts, places, strict=True)):
-        block = own.local.block
-        blocks = range(len(own.blocks) // block)
-        itemsize = _MEMORY_OF_RANKING * block * part.keys.dtype.itemsize
-        for span in spans_of(blocks, part.device, itemsize):
-            first = own.blocks.start + span.start * block
-            chunks.append((position, range(first, first + len(span) * block)))
+    for position, (part, own) in enumerate(zip(blocked.parts, places, strict=True)):
+        band = own.local.band
+        bands = range(len(own.bands) // band)
+        itemsize = _MEMORY_OF_RANKING * band * part.keys.dtype.itemsize
+        for span in spans_of(bands, part.device, itemsize):
+            first = own.bands.start + span.start * band
+            chunks.append((position, range(first, first + len(span) * band)))
     calls = []
     for position, span in chunks:
-        part = grouped.parts[position]
+        part = blocked.parts[position]
         calls.append(
             partial(
                 kernels_on(part.device).write_lowest,
-                part, span, places[position].local, grouped.keys, grouped.outs[position],
+                part, span, places[position].local, blocked.keys, blocked.outs[position],
             )
         )  # fmt: skip
-    found = call_all(calls, num_threads_for(grouped.parts, chunks))
+    found = call_all(calls, num_threads_for(blocked.parts, chunks))
     numbers = iter(on_host([count for counts in found for count in counts]))
     num_pruned, num_nan = [0] * len(places), [0] * len(places)
     for position, _ in chunks:
@@ -141,10 +138,10 @@ def _write_blocks(grouped: GroupedParts, places: Sequence[Places]) -> tuple[list
     return num_pruned, num_nan
 
 
-def _begin_rest(grouped: GroupedParts, position: int, places: Places) -> int:
-    """Write what this rank can decide of the elements outside of blocks, and count NaN there."""
+def _begin_rest(blocked: BlockedParts, position: int, places: Places) -> int:
+    """Write what this rank can decide of the elements outside of bands, and count NaN there."""
     part, out, parameter = (
-        grouped.parts[position], grouped.outs[position], grouped.parameters[position],
+        blocked.parts[position], blocked.outs[position], blocked.parameters[position],
     )  # fmt: skip
     if parameter is None:
         places = replace(places, rest=(range(part.num_local),))
@@ -158,14 +155,14 @@ def _begin_rest(grouped: GroupedParts, position: int, places: Places) -> int:
         return 0
     scratch = Scratch()
     num_nan = sum(
-        _count_nan(part, span, _live_keys(part, span, grouped.keys, scratch), grouped.keys)
+        _count_nan(part, span, _live_keys(part, span, blocked.keys, scratch), blocked.keys)
         for span in spans_of_ranges(places.rest)
     )
     if len(places.whole):
         # Every replica decides all of its elements.
         everything = replace(part, counted=range(part.num_local))
-        alone = [GroupsToCut(everything, position, parameter.groups, places.whole, places.rest)]
-        _write_cuts(grouped, alone, cut_groups(alone, grouped.keys, Communicator(())))
+        alone = [BlocksToCut(everything, position, parameter.blocks, places.whole, places.rest)]
+        _write_cuts(blocked, alone, cut_blocks(alone, blocked.keys, Communicator(())))
     return num_nan
 
 
@@ -184,57 +181,57 @@ def _count_nan(part: Candidates, span: range, loaded: Tensor, keys: KeyRange) ->
 
 
 def _agree_on_cut(
-    grouped: GroupedParts, places: Sequence[Places]
-) -> list[tuple[int, Groups, Array]]:
-    """Per parameter that has groups which are cut: its position, its groups, and their numbers."""
+    blocked: BlockedParts, places: Sequence[Places]
+) -> list[tuple[int, Blocks, Array]]:
+    """Per parameter that has blocks which are cut: its position, its blocks, and their numbers."""
 
     def describe() -> str:
         cut = {}
-        for position, (own, parameter) in enumerate(zip(places, grouped.parameters, strict=True)):
+        for position, (own, parameter) in enumerate(zip(places, blocked.parameters, strict=True)):
             if len(own.cut) and parameter is not None:
-                cut[position] = [astuple(parameter.groups), to_progressions(own.cut)]
+                cut[position] = [astuple(parameter.blocks), to_progressions(own.cut)]
         return json.dumps(cut)
 
-    texts, _ = grouped.communicator.distinct_texts(grouped.communicator.run(describe))
-    groups: dict[int, Groups] = {}
+    texts, _ = blocked.communicator.distinct_texts(blocked.communicator.run(describe))
+    blocks: dict[int, Blocks] = {}
     found: dict[int, list[Progressions]] = {}
     for text in texts:
         for key, (fields, progressions) in json.loads(text).items():
             position = int(key)
-            if groups.setdefault(position, Groups(*fields)) != Groups(*fields):
+            if blocks.setdefault(position, Blocks(*fields)) != Blocks(*fields):
                 raise ValueError(
-                    f"{grouped.names[position]}: ranks would prune it in different groups "
-                    f"({groups[position]}; and {Groups(*fields)}). Expected modules of the same "
+                    f"{blocked.names[position]}: ranks would prune it in different blocks "
+                    f"({blocks[position]}; and {Blocks(*fields)}). Expected modules of the same "
                     "kind, and the same arguments, on every rank."
                 )
             found.setdefault(position, []).append(progressions)
-    return [(position, groups[position], union(found[position])) for position in sorted(found)]
+    return [(position, blocks[position], union(found[position])) for position in sorted(found)]
 
 
 def _batches(
-    all_cut: Sequence[tuple[int, Groups, Array]],
-) -> Iterator[list[tuple[int, Groups, Array]]]:
+    all_cut: Sequence[tuple[int, Blocks, Array]],
+) -> Iterator[list[tuple[int, Blocks, Array]]]:
     """Parameters whose histograms are summed together."""
-    batch: list[tuple[int, Groups, Array]] = []
+    batch: list[tuple[int, Blocks, Array]] = []
     num_slots = 0
-    for position, groups, numbers in all_cut:
+    for position, blocks, numbers in all_cut:
         if batch and num_slots + len(numbers) > MAX_SLOTS:
             yield batch
             batch, num_slots = [], 0
-        batch.append((position, groups, numbers))
+        batch.append((position, blocks, numbers))
         num_slots += len(numbers)
     if batch:
         yield batch
 
 
-def _write_cuts(grouped: GroupedParts, several: Sequence[GroupsToCut], cuts: GroupCuts) -> None:
+def _write_cuts(blocked: BlockedParts, several: Sequence[BlocksToCut], cuts: BlockCuts) -> None:
     """Zero what lies before the cuts, in all replicas."""
     scratch = Scratch()
     offset = 0
     for one in several:
         for span in spans_of_ranges(one.ranges):
             slots, places, inside = slots_of(one, span)
-            keys = shifted_keys(one.part, span, grouped.keys, scratch)
+            keys = shifted_keys(one.part, span, blocked.keys, scratch)
             if inside is not None:
                 keys = keys[inside]
             cut = cuts.keys[offset + slots]
@@ -245,15 +242,15 @@ def _write_cuts(grouped: GroupedParts, several: Sequence[GroupsToCut], cuts: Gro
             else:
                 zeroed = inside.copy()
                 zeroed[inside] = lowest
-            out = grouped.outs[one.position][span.start : span.stop]
+            out = blocked.outs[one.position][span.start : span.stop]
             out[torch.from_numpy(zeroed).to(out.device)] = 0
         offset += len(one.numbers)
 
 
-def _count_rest(grouped: GroupedParts, places: Sequence[Places]) -> list[int]:
-    """Counted elements outside of blocks that were pruned."""
+def _count_rest(blocked: BlockedParts, places: Sequence[Places]) -> list[int]:
+    """Counted elements outside of bands that were pruned."""
     counts: list[Count] = []
-    for part, out, own in zip(grouped.parts, grouped.outs, places, strict=True):
+    for part, out, own in zip(blocked.parts, blocked.outs, places, strict=True):
         count: Count = 0
         for span in spans_of_ranges(own.rest):
             counted = part.counted_in(span)

@@ -7,7 +7,7 @@ from torch import nn
 
 import distprune as prune
 from distprune._common import memory
-from distprune.selection import chunks, cpu, group_places
+from distprune.selection import block_cuts, cpu, kernels
 from helpers import reference
 from helpers.models import values
 
@@ -27,13 +27,13 @@ def how(request, monkeypatch, device):
     if device.type != "cpu" and request.param in ("small chunks", "threads", "other device"):
         pytest.skip("is about a CPU")
     if request.param == "no block fits":
-        monkeypatch.setattr(group_places, "_MAX_BLOCK", 1)
-        monkeypatch.setattr(group_places, "_CHUNK", 7)
+        monkeypatch.setattr(block_cuts, "_MAX_BLOCK", 1)
+        monkeypatch.setattr(block_cuts, "_CHUNK", 7)
     elif request.param == "small chunks":
         monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
     elif request.param == "threads":
         monkeypatch.setattr(cpu, "CHUNK_BYTES", 240)
-        monkeypatch.setattr(chunks, "num_threads", lambda num_bytes, num_chunks: 3)
+        monkeypatch.setattr(kernels, "num_threads", lambda num_bytes, num_chunks: 3)
     elif request.param == "other device":
         monkeypatch.setattr(memory, "takes_numpy", lambda device: False)
     return request.param
@@ -59,7 +59,7 @@ def test_equal_to_the_oracle(how, data, number, device):
         else:
             groups = reference.rows_of(weight.shape, inputs)
             count = round(0.4 * len(groups[0]))
-        keep = reference.prune_in_groups(weight, groups, count, keep)
+        keep = reference.prune_in_blocks(weight, groups, count, keep)
         prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, **arguments)
         assert torch.equal(layer.weight_mask.bool().cpu(), keep), arguments
 
@@ -93,7 +93,7 @@ def test_a_transposed_convolution_with_groups_sums_over_the_inputs_of_a_group():
     index = torch.arange(24).view(2, 2, 3, 2)  # groups, inputs, outputs, kernel
     rows = index.permute(0, 2, 1, 3).reshape(6, 4).tolist()
     prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, scope="row", amount=0.5)
-    assert torch.equal(layer.weight_mask.bool(), reference.prune_in_groups(weight, rows, 2))
+    assert torch.equal(layer.weight_mask.bool(), reference.prune_in_blocks(weight, rows, 2))
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_transposed_convolution_with_groups_sums_over_the_inputs_of_a_group():
     ],
 )  # fmt: skip
 def test_progressions_hold_every_number_once(numbers, count):
-    progressions = group_places.to_progressions(np.array(numbers, dtype=np.int64))
-    assert group_places.union([progressions]).tolist() == list(numbers)
+    progressions = block_cuts.to_progressions(np.array(numbers, dtype=np.int64))
+    assert block_cuts.union([progressions]).tolist() == list(numbers)
     assert sum(number for _, _, number in progressions) == len(numbers)
     assert len(progressions) == count
 
@@ -115,6 +115,6 @@ def test_random_progressions_hold_every_number_once():
     generator = np.random.default_rng(0)
     for _ in range(300):
         chosen = np.flatnonzero(generator.random(40) < generator.random())
-        progressions = group_places.to_progressions(chosen)
+        progressions = block_cuts.to_progressions(chosen)
         assert sum(number for _, _, number in progressions) == len(chosen)
-        assert group_places.union([progressions]).tolist() == chosen.tolist()
+        assert block_cuts.union([progressions]).tolist() == chosen.tolist()
