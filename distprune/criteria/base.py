@@ -58,6 +58,7 @@ class Criterion(ABC):
 
     pruning_method: ClassVar[type[BasePruningMethod]] = L1Unstructured
     ACCUMULATOR: ClassVar[str] = ""
+    _COUNTS: ClassVar[tuple[str, ...]] = ("num_updates", "total_weight")  # in state dicts
 
     def __init__(
         self,
@@ -232,12 +233,12 @@ class Criterion(ABC):
 
     def _plain_state(self) -> dict[str, Any]:
         """What is saved besides the accumulators: plain values; subclasses add theirs."""
-        return {"num_updates": self.num_updates, "total_weight": self.total_weight}
+        return {name: getattr(self, name) for name in self._COUNTS}
 
     def _load_plain_state(self, state: Mapping[str, Any]) -> None:
         """Take up what :meth:`_plain_state` saved."""
-        self.num_updates = int(state["num_updates"])
-        self.total_weight = float(state["total_weight"])
+        for name in self._COUNTS:
+            setattr(self, name, type(getattr(self, name))(state[name]))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a state of another criterion, or of other parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -43,6 +43,7 @@ class GlobalBatchCriterion(Criterion):
     """
 
     ACCUMULATOR = "sum"
+    _COUNTS = (*Criterion._COUNTS, "num_skipped")
 
     def __init__(
         self,
@@ -74,13 +75,6 @@ class GlobalBatchCriterion(Criterion):
 
     def _count_non_finite(self) -> Tensor:
         return torch.tensor([sum(not is_finite(each) for each in self._gradients(self._parts()))])
-
-    def _plain_state(self) -> dict[str, Any]:
-        return {**super()._plain_state(), "num_skipped": self.num_skipped}
-
-    def _load_plain_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_plain_state(state)
-        self.num_skipped = int(state["num_skipped"])
 
 
 class GradientMagnitude(GlobalBatchCriterion):

@@ -19,7 +19,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.request import ParameterArguments
 from distprune.shards.parameters import Target
 from distprune.statistics.collecting import Collector, LocalStatistics
-from distprune.statistics.input_parts import peers_of, with_peers
+from distprune.statistics.input_parts import Part, peers_of
 from distprune.statistics.layers import WeightLayout, layout_of, refusal
 from distprune.statistics.totals import Totals
 
@@ -304,26 +304,22 @@ def sum_over_ranks(
 
     Cost: one all-reduce of 16 bytes per input feature, and 24 and more per parameter and expert.
     """
-    counts = [p.layout.num_token_counts for p in parameters]
+    # Of each parameter: calls, two numbers that compare peers, tokens, sums and squares.
     sizes = [
-        2 + len(p.calls) + num_counts + 2 * p.layout.num_inputs
-        for p, num_counts in zip(parameters, counts, strict=True)
+        [len(p.calls), 2, p.layout.num_token_counts, 2 * p.layout.num_inputs] for p in parameters
     ]
 
     def pack() -> Tensor:
         peers = peers_of(same_tokens, communicator.rank)
-        rows = [_packed(p, peers, communicator.rank) for p in parameters]
-        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
+        return torch.cat([_packed(p, peers, communicator.rank) for p in parameters])
 
-    shared = communicator.reduce_floats(sum(sizes), pack)
+    shared = communicator.reduce_floats(sum(map(sum, sizes)), pack)
     silent, found = [], []
-    for parameter, num_counts, row in zip(
-        parameters, counts, torch.split(shared, sizes), strict=True
+    for parameter, of_row, row in zip(
+        parameters, sizes, torch.split(shared, list(map(sum, sizes))), strict=True
     ):
         layout = parameter.layout
-        calls, checks, tokens, both = torch.split(
-            row, [len(parameter.calls), 2, num_counts, 2 * layout.num_inputs]
-        )
+        calls, checks, tokens, both = torch.split(row, of_row)
         sums, squares = both.view(2, *layout.input_shape)
         _check(parameter.label, sums, squares, *checks.tolist())
         is_optional = parameter.loaded is not None or any(
@@ -346,24 +342,29 @@ def sum_over_ranks(
 
 
 def _packed(parameter: LocalStatistics, peers: tuple[int, ...], rank: int) -> Tensor:
-    """What this rank adds: calls, two numbers that compare peers, tokens, sums and squares."""
+    """What this rank adds of a parameter, in the order that :func:`sum_over_ranks` takes apart."""
     token_check, square_check = 0, 0.0
     tokens = [0] * parameter.layout.num_token_counts
     inputs_per_count = max(1, parameter.layout.num_inputs // max(1, len(tokens)))
     totals = torch.zeros(2, parameter.layout.num_inputs, dtype=torch.float64)
     for part, seen in parameter.seen.items():
-        part = with_peers(part, peers, rank)
+        token_ranks, ranks = _ranks_of(part, peers)
         local = seen.totals.cpu()
         # The first of n ranks adds (n - 1) times what each of the others takes away.
         squares = float(local[1].sum())
-        square_check += (part.copies - 1 if part.is_first else -1) * squares
-        token_check += (part.token_copies - 1 if part.is_first_of_tokens else -1) * seen.num_tokens
-        if part.is_first_of_tokens:
+        square_check += (len(ranks) - 1 if rank == ranks[0] else -1) * squares
+        token_check += (len(token_ranks) - 1 if rank == token_ranks[0] else -1) * seen.num_tokens
+        if rank == token_ranks[0]:
             tokens[part.features.start // inputs_per_count] += seen.num_tokens
-        if part.is_first:
+        if rank == ranks[0]:
             totals[:, part.features.start : part.features.stop] += local
     head = [*parameter.calls, token_check, square_check, *tokens]
     return torch.cat([torch.tensor(head, dtype=torch.float64), totals.view(-1)])
+
+
+def _ranks_of(part: Part, peers: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks with the tokens of a part, and those with the features too; plain ones: peers."""
+    return part.token_ranks or peers, part.ranks or peers
 
 
 def _check(

@@ -33,7 +33,6 @@ from distprune.statistics.experts import FusedWeight, RunningExperts
 from distprune.statistics.input_parts import (
     Part,
     Sums,
-    ranks_with_same_tokens,
     read_input,
     sums_of_rows,
     sums_of_windows,
@@ -372,8 +371,8 @@ class Collector:
             images = values if value.ndim == spatial + 2 else values.unsqueeze(0)
             sums = sums_of_windows(images, convolution)
             part = replace(part, features=range(layout.num_inputs))
-        if is_dtensor(value):
-            self.forwards.note(partial(self.same_tokens.add, ranks_with_same_tokens(value)))
+        if part.token_ranks is not None:
+            self.forwards.note(partial(self.same_tokens.add, part.token_ranks))
         self.forwards.note(partial(parameter.add, part, sums))
 
     def _add_expert(self, parameter: LocalStatistics, expert: int, rows: Tensor) -> None:

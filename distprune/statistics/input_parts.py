@@ -12,7 +12,6 @@ the ranks of a tensor-parallel group. These ranks are known from the other layer
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from torch.nn import functional
 from distprune._common.pruned_form import is_dtensor, local_tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -34,19 +32,13 @@ class Part:
 
     Attributes:
         features: which of the input's features.
-        token_copies: how many ranks have these tokens.
-        is_first_of_tokens: whether this rank is the one of them that counts.
-        copies: how many ranks have these tokens and these features.
-        is_first: whether this rank is the one of them that counts.
-        is_plain: a plain tensor: whether other ranks have the same is not known from it.
+        token_ranks: the ranks that have these tokens; None: a plain tensor does not tell.
+        ranks: those of them that have these features of them.
     """
 
     features: range
-    token_copies: int = 1
-    is_first_of_tokens: bool = True
-    copies: int = 1
-    is_first: bool = True
-    is_plain: bool = True
+    token_ranks: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = None
 
 
 # Which part of a layer's input this rank has, the local tensor, and which of its tokens count:
@@ -92,30 +84,27 @@ def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: 
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     local = local_tensor(value).detach()
     splits, apart = [], False
-    copies = {"all": 1, "tokens": 1}
-    is_first = {"all": True, "tokens": True}
+    # Where in the mesh ranks have the same tokens as this one, and where the same features too.
+    same_tokens: list[slice | int] = [slice(None)] * mesh.ndim
+    same_all = [*same_tokens]
     for axis, placement in enumerate(value.placements):
         size, place = mesh.size(axis), coordinate[axis]
         is_shard = isinstance(placement, Shard)
         is_strided = type(placement).__name__ == "_StridedShard"
         dim = getattr(placement, "dim", 0) % ndim
+        is_of_features = dim == feature_dim % ndim
         if isinstance(placement, Replicate) or size == 1:
-            of = ["all", "tokens"]
-        elif is_shard and dim == feature_dim % ndim:
-            splits.append(Split(dim, size, place))
-            of = ["tokens"]
-        elif is_shard or (is_strided and dim != feature_dim % ndim):
-            splits.append(Split(dim, size, place))
-            apart |= is_strided  # tokens of different ranks, but in no simple order
-            of = []
-        else:
+            continue
+        if not is_shard and (not is_strided or is_of_features):
             raise NotImplementedError(
                 f"{label}: the input has the placement {placement}; expected Replicate, or Shard "
                 "of its features or of its tokens. Redistribute the input before the layer."
             )
-        for which in of:
-            copies[which] *= size
-            is_first[which] &= place == 0
+        splits.append(Split(dim, size, place))
+        same_all[axis] = place
+        if not is_of_features:
+            same_tokens[axis] = place
+            apart |= is_strided  # tokens of different ranks, but in no simple order
     coordinates = dim_coordinates(value.shape, splits)
     features = coordinates[feature_dim]
     if local.shape[feature_dim] != len(features):
@@ -137,10 +126,11 @@ def _read_dtensor(label: str, value: DTensor, mask: Tensor | None, feature_dim: 
         for dim, rows in enumerate(coordinates[:-1]):
             whole = whole.narrow(dim, rows.start, len(rows))
         keep = whole.reshape(-1)
-    part = Part(
-        features, copies["tokens"], is_first["tokens"], copies["all"], is_first["all"], False
+    token_ranks, ranks = (
+        tuple(sorted(mesh.mesh[tuple(where)].flatten().tolist()))
+        for where in (same_tokens, same_all)
     )
-    return part, local, keep
+    return Part(features, token_ranks, ranks), local, keep
 
 
 def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
@@ -159,30 +149,11 @@ def _keep_of(label: str, shape: torch.Size, mask: Tensor) -> Tensor:
     )
 
 
-def ranks_with_same_tokens(value: DTensor) -> tuple[int, ...]:
-    """The ranks, with this one, that have the same tokens of an input; () outside of its mesh."""
-    from torch.distributed.tensor.placement_types import Replicate, Shard
-
-    mesh: DeviceMesh = value.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    ranks = mesh.mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement = value.placements[axis]
-        is_same = isinstance(placement, Replicate) or (
-            isinstance(placement, Shard) and placement.dim % value.ndim == value.ndim - 1
-        )
-        if not is_same:
-            ranks = ranks.select(axis, coordinate[axis])
-    return tuple(sorted(ranks.reshape(-1).tolist()))
-
-
 def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ...]:
     """The ranks that run the model on the same tokens as this one, itself included.
 
     Args:
-        of_layers: what :func:`ranks_with_same_tokens` gives for each layer.
+        of_layers: the ``token_ranks`` of the inputs of each layer.
         rank: this one.
 
     Returns:
@@ -192,14 +163,6 @@ def peers_of(of_layers: Collection[tuple[int, ...]], rank: int) -> tuple[int, ..
     if rank not in largest or not all(set(ranks) <= set(largest) for ranks in of_layers):
         return (rank,)
     return largest
-
-
-def with_peers(part: Part, peers: tuple[int, ...], rank: int) -> Part:
-    """A part of a plain input, which is the same on all peers."""
-    if not part.is_plain or len(peers) == 1:
-        return part
-    size, first = len(peers), rank == peers[0]
-    return Part(part.features, size, first, size, first, True)
 
 
 # Elements that are converted to fp64 at a time: what stays in the cache of a core, 1 MiB; and what
@@ -260,36 +223,19 @@ def sums_of_windows(images: Tensor, layer: nn.Conv1d | nn.Conv2d) -> Sums:
 
     Cost: a read per offset in the kernel; temporaries in fp64 of a chunk of samples, at least one.
     """
-    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
-    padding = _padding(layer)
+    padding = [size for pair in reversed(_padding(layer)) for size in pair]
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    padded_sizes = [
-        size + before + after
-        for size, (before, after) in zip(images.shape[2:], padding, strict=True)
-    ]
-    outputs = [
-        max(0, (size - reach * (width - 1) - 1) // step + 1)
-        for size, width, reach, step in zip(padded_sizes, kernel, dilation, stride, strict=True)
-    ]
-    channels = images.shape[1]
-    totals = torch.zeros(2, channels, *kernel, dtype=torch.float64, device=images.device)
-    flat_padding = [size for pair in reversed(padding) for size in pair]
-    per_sample = channels * torch.Size(padded_sizes).numel()
-    dims = [0, *range(2, images.ndim)]
-    for start, stop in _spans(images.shape[0], per_sample, images.device):
-        chunk = functional.pad(images[start:stop].to(torch.float64), flat_padding, mode=mode)
-        for total, terms in zip(totals, (chunk, chunk.square()), strict=True):
-            for offset in itertools.product(*map(range, kernel)):
-                # What this offset of the kernel meets, for all positions of the output.
-                starts = [at * reach for at, reach in zip(offset, dilation, strict=True)]
-                windows = [
-                    slice(start, start + step * count, step)
-                    for start, step, count in zip(starts, stride, outputs, strict=True)
-                ]
-                whole = slice(None)
-                met, place = (whole, whole, *windows), (whole, *offset)
-                total[place] += terms[met].sum(dims)
-    num_tokens = images.shape[0] * torch.Size(outputs).numel()
+    channels, dims = images.shape[1], len(layer.kernel_size)
+    totals = torch.zeros(2, channels, *layer.kernel_size, dtype=torch.float64, device=images.device)
+    num_tokens = 0
+    for start, stop in _spans(images.shape[0], images.shape[1:].numel(), images.device):
+        chunk = functional.pad(images[start:stop].to(torch.float64), padding, mode=mode)
+        for total, windows in zip(totals, (chunk, chunk.square()), strict=True):
+            axes = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
+            for dim, (width, reach, step) in enumerate(axes):
+                windows = windows.unfold(2 + dim, reach * (width - 1) + 1, step)[..., ::reach]
+            total += windows.sum([0, *range(2, 2 + dims)])
+        num_tokens += len(chunk) * windows.shape[2 : 2 + dims].numel()
     return Sums(num_tokens, totals.view(2, -1))
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_activation_statistics_on_wrappers import differences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,19 +20,22 @@ from distprune.testing import run_ranks
 
 def sum_over_tensor_parallel_ranks():
     """Every rank counts, as if all had other tokens."""
-    of_all = mock.patch.object(
-        collected, "with_peers", lambda part, *_: input_parts.Part(part.features)
-    )
-    return [of_all]
+    alone = (dist.get_rank(),)
+    return [mock.patch.object(collected, "_ranks_of", lambda part, peers: (alone, alone))]
 
 
 def local_columns_at_the_beginning():
     """Columns of a rowwise layer are added, and not put in their place."""
+    right = collected._packed
 
-    def at_zero(part, *_):
-        return input_parts.Part(range(len(part.features)))
+    def at_zero(parameter, peers, rank):
+        seen = {
+            replace(part, features=range(len(part.features))): sums
+            for part, sums in parameter.seen.items()
+        }
+        return right(replace(parameter, seen=seen), peers, rank)
 
-    return [mock.patch.object(collected, "with_peers", at_zero)]
+    return [mock.patch.object(collected, "_packed", at_zero)]
 
 
 def one_rank_only():
