@@ -24,8 +24,11 @@ def report_of(store, wrappings, only, fault=None, timeout=30.0):
         stack.enter_context(mock.patch.object(running, "CHECKS", some))
         if fault is not None:
             FAULTS[fault](stack)
-        ranks = Ranks(timeout, cpu=True, meeting=(dist.FileStore(store, size), rank, size))
-        report = running.run(ranks)
+        meeting = (dist.FileStore(store, size), rank, size)
+        stack.enter_context(mock.patch.object(running, "meet", lambda patience: meeting))
+        ranks = Ranks(timeout, cpu=True)
+        report = running.Report(running.facts(ranks))
+        list(running.run(ranks, report))
     if report.ended is None:
         ranks.leave()
     else:
@@ -135,18 +138,19 @@ def one_rank_raises(stack):
     def check(case):
         if case.rank == 1:
             raise MemoryError("planted")
-        return checks.Findings()
+        return []
 
     _as_check(stack, check)
 
 
 def one_rank_sleeps(stack):
     replace(stack, "distprune.selftest.running", "_MARGIN", 0.5)
+    replace(stack, "faulthandler", "dump_traceback_later", lambda *args, **kwargs: None)
 
     def check(case):
         if case.rank == 1:
             time.sleep(8)
-        return checks.Findings()
+        return []
 
     _as_check(stack, check)
 

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from distprune.cli import exits, streams
 
@@ -38,39 +37,33 @@ def main(arguments: Sequence[str]) -> int:
         print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
         return exits.USAGE
     try:
-        from distprune.selftest.running import LostError, Ranks, end_process, run
+        from distprune.selftest import running
     except ImportError as error:
         print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
         return exits.INTERNAL
     try:
-        ranks = Ranks(options.timeout, cpu=options.cpu, share=options.share)
-    except LostError as error:
+        ranks = running.Ranks(options.timeout, cpu=options.cpu, share=options.share)
+    except running.LostError as error:
         print(f"distprune: {error}", file=sys.stderr)
         return exits.DISTRIBUTED
-    printer = _Printer(as_json=options.as_json, is_leader=ranks.rank == 0)
 
-    def give_up(report: Any) -> None:
-        printer.end(report)
-        end_process(exits.DISTRIBUTED)
+    def say(text: str) -> None:
+        if ranks.rank == 0 and not options.as_json:
+            print(text, flush=True)
 
-    try:
-        report = run(
-            ranks,
-            started=printer.start,
-            finished=printer.row,
-            stuck=give_up,
-        )
-    except LostError as error:
-        print(f"distprune: {error}", file=sys.stderr)
-        if options.as_json and ranks.rank == 0:
-            document = {"exit_code": exits.DISTRIBUTED, "error": str(error)}
-            streams.write_document(json.dumps(document) + "\n")
-        _leave_at_once(exits.DISTRIBUTED)
-    printer.end(report)
+    report = running.Report(running.facts(ranks))
+    say(running.head_text(report))
+    for results in running.run(ranks, report):
+        say(running.row_text(results))
+    say(running.end_text(report))
+    if options.as_json and ranks.rank == 0:
+        streams.write_document(json.dumps(report.as_json(), indent=2) + "\n")
     if report.ended is not None:
         # The group's other ranks may be gone: nothing may wait for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
         is_lost = report.ended == "a rank is lost"
-        _leave_at_once(exits.DISTRIBUTED if is_lost else exits.INTERNAL)
+        os._exit(exits.DISTRIBUTED if is_lost else exits.INTERNAL)
     ranks.leave()
     return exits.OK if report.holds else exits.INTERNAL
 
@@ -100,35 +93,3 @@ def _seconds(text: str) -> float:
     if not 0 < value < 1e6:
         raise ValueError(text)
     return value
-
-
-def _leave_at_once(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-class _Printer:
-    """Writes the report on rank 0: line by line as it comes, or one JSON document."""
-
-    def __init__(self, *, as_json: bool, is_leader: bool) -> None:
-        from distprune.selftest.checks import CHECKS, WRAPPINGS
-        from distprune.selftest.running import Lines
-
-        self._lines = Lines([each.name for each in WRAPPINGS], list(CHECKS))
-        self._as_json, self._is_leader = as_json, is_leader
-
-    def start(self, facts: dict[str, Any]) -> None:
-        self._print(self._lines.head(facts))
-
-    def row(self, results: list[Any]) -> None:
-        self._print(self._lines.row(results[0].wrapping, results))
-
-    def end(self, report: Any) -> None:
-        if self._as_json and self._is_leader:
-            streams.write_document(json.dumps(report.as_json(), indent=2) + "\n")
-        self._print(self._lines.end(report))
-
-    def _print(self, text: str) -> None:
-        if self._is_leader and not self._as_json:
-            print(text, flush=True)
