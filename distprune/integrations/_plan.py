@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from distprune._common.blocks import Scope
 from distprune._common.exact_sums import Normalization
 from distprune._common.process_groups import world
 from distprune._common.schedules import Schedule
+from distprune.api.local import is_pruned
 from distprune.api.select import select
 from distprune.budgets import BudgetLike
 from distprune.call.report import PruningReport
@@ -24,6 +25,7 @@ from distprune.criteria.base import Criterion
 from distprune.criteria.global_batch import AdamSecondMoment
 from distprune.criteria.gradient_moment import GradientMoment
 from distprune.criteria.measured import MeasuredCriterion
+from distprune.masks.hook import put_records, records_of
 from distprune.recipe import Recipe, load_recipe
 from distprune.schedule.pruner import ScheduledPruner
 from distprune.verification.verifying import verify
@@ -32,168 +34,22 @@ Pairs = Sequence[tuple[nn.Module, str]]
 MakeCriterion = Callable[[Pairs], Criterion]
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What to prune, as for ``select``."""
-
-    include: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] = ()
-    types: type | tuple[type, ...] | None = None
-    names: str | Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """What a ``ScheduledPruner`` ranks together, as its arguments of these names."""
-
-    scope: Scope = "global"
-    pattern: str | None = None
-    normalize: Normalization | None = None
-    budget: BudgetLike | None = None
-
-
-class Plan:
-    """A plan, with all that it goes with, checked.
-
-    Args:
-        plan: a schedule; a recipe, or the path of one; or a function that makes a
-            ``ScheduledPruner`` for the wrapped model.
-        selection, ranking: with a schedule only.
-        criterion: a class of ``distprune.criteria``, or a function of the (module, name) pairs
-            that returns a criterion; with a schedule only.
-        reset_criterion: forget what it collected after each pruning.
-
-    Raises:
-        TypeError: a plan of another type, or something that goes with a schedule only.
-    """
-
-    def __init__(
-        self,
-        plan: Schedule | Recipe | str | Path | Callable[[nn.Module], ScheduledPruner],
-        selection: Selection,
-        ranking: Ranking,
-        criterion: MakeCriterion | None,
-        reset_criterion: bool,
-    ) -> None:
-        if isinstance(plan, str | Path):
-            plan = load_recipe(plan)
-        if not isinstance(plan, Schedule | Recipe) and not callable(plan):
-            raise TypeError(
-                f"plan is a {type(plan).__name__}; expected a schedule such as "
-                "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
-                "that returns a ScheduledPruner."
-            )
-        if not isinstance(plan, Schedule):
-            for given, default, text in (
-                (selection, Selection(), "include, exclude, types and names go"),
-                (ranking, Ranking(), "scope, pattern, normalize and budget go"),
-                (criterion, None, "criterion goes"),
-            ):
-                if given != default:
-                    raise TypeError(
-                        f"{text} with a schedule; expected them in the recipe, or in the function "
-                        "that makes the ScheduledPruner."
-                    )
-        if criterion is None and reset_criterion:
-            raise TypeError("reset_criterion=True goes with a criterion; expected one, or False.")
-        if criterion is not None and (isinstance(criterion, Criterion) or not callable(criterion)):
-            raise TypeError(
-                f"criterion is a {type(criterion).__name__}; expected a class of "
-                "distprune.criteria, or a function of the (module, name) pairs that returns a "
-                "criterion: the parameters are known when the model has been wrapped."
-            )
-        self._plan = plan
-        self._selection = selection
-        self._ranking = ranking
-        self._make_criterion = criterion
-        self._reset_criterion = reset_criterion
-
-    def start(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Started:
-        """Make the pruner, and the criterion, for a wrapped model. Collective.
-
-        Raises:
-            Exception: parameters that cannot be pruned, before hours of training.
-        """
-        communicator = world()
-        with communicator.raising_everywhere():
-            started = self._started(model, optimizers)
-        parameters = started.pruner.parameters
-        count_pruned(lambda: ParameterArguments(parameters=parameters), communicator)
-        return started
-
-    def end_warning(self, num_steps: int) -> str | None:
-        """What to warn of if training ends before the schedule does."""
-        schedules = []
-        if isinstance(self._plan, Schedule):
-            schedules = [self._plan]
-        elif isinstance(self._plan, Recipe):
-            schedules = [part.course for part in self._plan.parts]
-        for schedule in schedules:
-            end, reached = schedule.ends_at, schedule.sparsity_at(num_steps - 1)
-            if end is not None and reached < end:
-                return (
-                    f"training ends after {num_steps} steps at sparsity {reached:g}, before the "
-                    f"schedule does at {end:g}: {schedule}"
-                )
-        return None
-
-    def _started(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Started:
-        if isinstance(self._plan, Recipe):
-            return Started(self._plan.pruner(model))
-        if isinstance(self._plan, Schedule):
-            pairs = select(model, **vars(self._selection))
-            make_pruner = functools.partial(
-                ScheduledPruner, pairs, self._plan, **vars(self._ranking)
-            )
-            if self._make_criterion is None:
-                return Started(make_pruner())
-            criterion = _checked_criterion(self._make_criterion, pairs, optimizers)
-            pruner = make_pruner(
-                pruning_method=criterion.pruning_method, importance_scores=criterion.scores
-            )
-            return Started(pruner, criterion, self._reset_criterion)
-        pruner = self._plan(model)
-        if not isinstance(pruner, ScheduledPruner):
-            raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
-        return Started(pruner)
-
-
-@dataclass(frozen=True)
-class Started:
-    """A pruner, and the criterion that ranks for it, if there is one.
-
-    Attributes:
-        resets: whether the criterion forgets what it collected after each pruning.
-    """
-
-    pruner: ScheduledPruner
-    criterion: Criterion | None = None
-    resets: bool = False
-
-    def before_step(self) -> None:
-        """Let the criterion read the gradients of a step of the optimizer."""
-        if self.criterion is not None and not isinstance(self.criterion, AdamSecondMoment):
-            self.criterion.update()
-
-    def after_pruning(self) -> None:
-        """Reset the criterion, if it was asked for."""
-        if self.criterion is not None and self.resets:
-            self.criterion.reset()
-
-    def criterion_state(self) -> dict[str, Any] | None:
-        """The accumulators to save; None if there are none. Collective."""
-        if self.criterion is None or not self.criterion.ACCUMULATOR:
-            return None
-        return self.criterion.state_dict()
-
-
 class PlannedPruning:
     """What the callbacks of all trainers have: a plan, and the pruner and the reports of a run.
 
     Args:
-        plan: as for :class:`Plan`, as are the arguments up to ``budget``.
+        plan: a schedule; a recipe, or the path of one; or a function that makes a
+            ``ScheduledPruner`` for the wrapped model.
+        include, exclude, types, names: as for ``select``; with a schedule only.
+        criterion: a class of ``distprune.criteria``, or a function of the (module, name) pairs
+            that returns a criterion; with a schedule only.
+        reset_criterion: forget what it collected after each pruning.
+        scope, pattern, normalize, budget: as for ``ScheduledPruner``; with a schedule only.
         permanent: whether the zeros are made permanent when training ends.
         verify_every: number of steps after which the masks are checked; None: never.
+
+    Raises:
+        TypeError: a plan of another type, or something that goes with a schedule only.
     """
 
     def __init__(
@@ -213,45 +69,155 @@ class PlannedPruning:
         permanent: bool = True,
         verify_every: int | None = None,
     ) -> None:
-        self._plan = Plan(
-            plan,
-            Selection(include, exclude, types, names),
-            Ranking(scope, pattern, normalize, budget),
-            criterion,
-            reset_criterion,
-        )
+        if isinstance(plan, str | Path):
+            plan = load_recipe(plan)
+        if not isinstance(plan, Schedule | Recipe) and not callable(plan):
+            raise TypeError(
+                f"plan is a {type(plan).__name__}; expected a schedule such as "
+                "distprune.schedule.Cubic(...), a recipe, its path, or a function of the model "
+                "that returns a ScheduledPruner."
+            )
+        selects = (include, exclude, types, names) != (None, (), None, None)
+        ranks = (scope, pattern, normalize, budget) != ("global", None, None, None)
+        for is_given, text in (
+            (selects, "include, exclude, types and names go"),
+            (ranks, "scope, pattern, normalize and budget go"),
+            (criterion is not None, "criterion goes"),
+        ):
+            if is_given and not isinstance(plan, Schedule):
+                raise TypeError(
+                    f"{text} with a schedule; expected them in the recipe, or in the function "
+                    "that makes the ScheduledPruner."
+                )
+        if criterion is None and reset_criterion:
+            raise TypeError("reset_criterion=True goes with a criterion; expected one, or False.")
+        if criterion is not None and (isinstance(criterion, Criterion) or not callable(criterion)):
+            raise TypeError(
+                f"criterion is a {type(criterion).__name__}; expected a class of "
+                "distprune.criteria, or a function of the (module, name) pairs that returns a "
+                "criterion: the parameters are known when the model has been wrapped."
+            )
         if verify_every is not None and verify_every < 1:
             raise ValueError(
                 f"verify_every={verify_every!r}; expected a number of steps >= 1, or None."
             )
-        self._verify_every = verify_every
+        self._plan = plan
+        self._select = functools.partial(
+            select, include=include, exclude=exclude, types=types, names=names
+        )
+        self._make_pruner = functools.partial(
+            ScheduledPruner, scope=scope, pattern=pattern, normalize=normalize, budget=budget
+        )
+        self._make_criterion = criterion
+        self._reset_criterion = reset_criterion
         self._permanent = permanent
-        self._started: Started | None = None
+        self._verify_every = verify_every
         self._model: nn.Module | None = None
+        self._criterion: Criterion | None = None
+        self.pruner: ScheduledPruner | None = None
         self.last_report: PruningReport | None = None
-
-    @property
-    def pruner(self) -> ScheduledPruner | None:
-        """The pruner; None before training."""
-        return None if self._started is None else self._started.pruner
 
     def make_permanent(self) -> None:
         """Make the zeros permanent: ordinary parameters, which any program can load.
 
         Call it on every process. It ends the pruning; further training starts a new one.
         """
-        if self._started is not None:
-            self._started.pruner.remove()
+        if self.pruner is not None:
+            self.pruner.remove()
+
+    def _start(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> ScheduledPruner:
+        """Make the pruner, and the criterion, for a wrapped model. Collective.
+
+        Raises:
+            Exception: parameters that cannot be pruned, before hours of training.
+        """
+        communicator = world()
+        with communicator.raising_everywhere():
+            pruner, self._criterion = self._made_for(model, optimizers)
+        parameters = pruner.parameters
+        count_pruned(lambda: ParameterArguments(parameters=parameters), communicator)
+        self.pruner, self._model = pruner, model
+        return pruner
+
+    def _made_for(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[ScheduledPruner, Criterion | None]:
+        if isinstance(self._plan, Recipe):
+            return self._plan.pruner(model), None
+        if isinstance(self._plan, Schedule):
+            pairs = self._select(model)
+            if self._make_criterion is None:
+                return self._make_pruner(pairs, self._plan), None
+            criterion = _checked_criterion(self._make_criterion, pairs, optimizers)
+            pruner = self._make_pruner(
+                pairs,
+                self._plan,
+                pruning_method=criterion.pruning_method,
+                importance_scores=criterion.scores,
+            )
+            return pruner, criterion
+        pruner = self._plan(model)
+        if not isinstance(pruner, ScheduledPruner):
+            raise TypeError(f"plan returned a {type(pruner).__name__}; expected a ScheduledPruner.")
+        return pruner, None
+
+    def _state(self) -> dict[str, Any]:
+        """The position in the schedule and the records of the masks, in plain values."""
+        assert self.pruner is not None and self._model is not None
+        return {"pruning": self.pruner.state_dict(), "masks": records_of(self._model)}
+
+    def _resume(self, state: dict[str, Any], problem: str) -> None:
+        """Load the state of a checkpoint whose masks the model has.
+
+        Raises:
+            RuntimeError: it has none; ``problem`` is the end of the sentence, and the way out.
+        """
+        assert self.pruner is not None and self._model is not None
+        self.pruner.load_state_dict(state["pruning"])
+        put_records(self._model, state.get("masks", {}))
+        sparsity, parameters = self.pruner.sparsity, self.pruner.parameters
+        if sparsity > 0 and not any(is_pruned(module) for module, _ in parameters):
+            raise RuntimeError(
+                f"the checkpoint of step {self.pruner.num_steps} is pruned to {sparsity:.2%}, and "
+                f"{problem}"
+            )
+
+    def _warn_of_end(self, num_steps: int, logger: logging.Logger) -> None:
+        """Warn if training ends before the schedule does."""
+        schedules = [self._plan] if isinstance(self._plan, Schedule) else []
+        if isinstance(self._plan, Recipe):
+            schedules = [part.course for part in self._plan.parts]
+        for schedule in schedules:
+            end, reached = schedule.ends_at, schedule.sparsity_at(num_steps - 1)
+            if end is not None and reached < end:
+                logger.warning(
+                    "training ends after %d steps at sparsity %g, before the schedule does at %g: "
+                    "%s", num_steps, reached, end, schedule,
+                )  # fmt: skip
+                return
+
+    def _before_step(self) -> None:
+        """Let the criterion read the gradients of a step of the optimizer."""
+        if self._criterion is not None and not isinstance(self._criterion, AdamSecondMoment):
+            self._criterion.update()
+
+    def _criterion_state(self) -> dict[str, Any] | None:
+        """The accumulators to save; None if there are none. Collective."""
+        if self._criterion is None or not self._criterion.ACCUMULATOR:
+            return None
+        return self._criterion.state_dict()
 
     def _prune(self, step: int) -> PruningReport | None:
         """Prune if that is due after a step, and verify the masks if that is."""
-        assert self._started is not None and self._model is not None
-        pruner = self._started.pruner
-        report = pruner.step()
+        assert self.pruner is not None and self._model is not None
+        report = self.pruner.step()
         if self._verify_every is not None and step % self._verify_every == 0:
-            verify(self._model, expected=pruner.pruned_parameters)
+            verify(self._model, expected=self.pruner.pruned_parameters)
         if report is not None:
-            self._started.after_pruning()
+            if self._criterion is not None and self._reset_criterion:
+                self._criterion.reset()
             self.last_report = report
         return report
 

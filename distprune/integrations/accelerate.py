@@ -20,7 +20,6 @@ environment tells what was requested, and the accelerator and the model what is 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +34,7 @@ from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
 from distprune.checkpoint import prepare_for_load
 from distprune.criteria.base import Criterion
+from distprune.files.checkpoints.header import read_header
 from distprune.masks.hook import put_records, records_of
 from distprune.schedule.pruner import ScheduledPruner
 
@@ -254,19 +254,14 @@ def register_pruning(
         return
 
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        from torch.distributed.checkpoint import state_dict_saver
-
         for number, criterion in enumerate(criteria):
-            state = criterion.state_dict()
-            state_dict_saver.save(state, checkpoint_id=_criterion_folder(folder, number))
+            save_sharded_state(criterion.state_dict(), _criterion_folder(folder, number))
 
     def load(models: list[nn.Module], folder: str) -> None:
-        from torch.distributed.checkpoint import state_dict_loader
-
         for number, criterion in enumerate(criteria):
             state = criterion.state_dict()
-            state_dict_loader.load(state, checkpoint_id=_criterion_folder(folder, number))
-            criterion.load_state_dict(state)
+            saved = load_sharded_state(state, _criterion_folder(folder, number))
+            criterion.load_state_dict(saved)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -326,20 +321,39 @@ def _criterion_folder(folder: str, number: int) -> Path:
     return Path(folder) / f"distprune_criterion_{number}"
 
 
+def save_sharded_state(state: dict[str, Any], folder: Path) -> None:
+    """Write a state dict, of which each rank has its shards, into a folder. Collective."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    state_dict_saver.save(state, checkpoint_id=folder)
+
+
+def load_sharded_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A state dict with what :func:`save_sharded_state` wrote. Collective."""
+    from torch.distributed.checkpoint import state_dict_loader
+
+    state_dict_loader.load(state, checkpoint_id=folder)
+    return state
+
+
+def keys_of_sharded_model(folder: Path) -> list[str]:
+    """Names in the state dict of a model, in a checkpoint of torch.distributed.checkpoint."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    prefixes = ("model.", "state_dict.")
+    return [k.removeprefix(prefix) for k in entries for prefix in prefixes if k.startswith(prefix)]
+
+
 def keys_of_model(folder: Path, number: int = 0) -> list[str]:
     """Names in the state dict of a model that accelerate saved, in whichever form."""
     ending = f"_{number}" if number else ""
     sharded = folder / f"pytorch_model_fsdp_{number}"
     if sharded.is_dir():
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        entries = FileSystemReader(sharded).read_metadata().state_dict_metadata
-        return [key.removeprefix("model.") for key in entries]
+        return keys_of_sharded_model(sharded)
     safe = folder / f"model{ending}.safetensors"
     if safe.is_file():
-        with safe.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return [key for key in header if key != "__metadata__"]
+        return [tensor.name for tensor in read_header(safe).tensors]
     for name in (f"pytorch_model_fsdp{ending}.bin", f"pytorch_model{ending}.bin"):
         if (folder / name).is_file():
             return list(torch.load(folder / name, map_location="meta", mmap=True))

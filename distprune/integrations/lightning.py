@@ -25,10 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distprune._common.process_groups import world
-from distprune.api.local import is_pruned
 from distprune.checkpoint import prepare_for_load
-from distprune.integrations._plan import PlannedPruning, Started
-from distprune.masks.hook import put_records, records_of
+from distprune.integrations._plan import PlannedPruning
+from distprune.integrations.accelerate import (
+    keys_of_sharded_model,
+    load_sharded_state,
+    save_sharded_state,
+)
 
 try:
     import lightning.pytorch as pl
@@ -111,7 +114,7 @@ class PruningCallback(PlannedPruning, Callback):
                 "device, DDPStrategy, FSDPStrategy or ModelParallelStrategy."
             )
         self.teardown(trainer, pl_module, stage)
-        self._checkpoints = _MaskedCheckpoints(strategy)
+        self._checkpoints = _MaskedCheckpoints(strategy, self)
         self._saved = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -121,12 +124,7 @@ class PruningCallback(PlannedPruning, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the schedule and the records of the masks, in plain values."""
-        if self._started is None or self._model is None:
-            return {}
-        return {
-            "pruning": self._started.pruner.state_dict(),
-            "masks": records_of(self._model),
-        }
+        return {} if self.pruner is None else self._state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
@@ -135,33 +133,24 @@ class PruningCallback(PlannedPruning, Callback):
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
         model = trainer.model
         assert model is not None and self._checkpoints is not None
-        started = self._plan.start(model, trainer.optimizers)
-        pruner = started.pruner
+        self._start(model, trainer.optimizers)
         saved, self._saved = self._saved, None
         if saved:
-            pruner.load_state_dict(saved["pruning"])
-            put_records(model, saved["masks"])
-            if pruner.sparsity > 0 and not any(is_pruned(m) for m, _ in pruner.parameters):
-                raise RuntimeError(
-                    f"the checkpoint of step {pruner.num_steps} is pruned to "
-                    f"{pruner.sparsity:.2%}, and has no masks; expected one that was saved before "
-                    "its zeros were made permanent at the end of training."
-                )
-        self._started, self._model = started, model
+            problem = (
+                "has no masks; expected one that was saved before its zeros were made permanent at "
+                "the end of training."
+            )
+            self._resume(dict(saved), problem)
         self._num_steps = trainer.global_step
-        self._checkpoints.started = started
         self._checkpoints.load_criterion()
         if trainer.max_steps > 0 and trainer.is_global_zero:
-            warning = self._plan.end_warning(trainer.max_steps)
-            if warning is not None:
-                logger.warning("%s", warning)
+            self._warn_of_end(trainer.max_steps, logger)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Let the criterion read the gradients."""
-        assert self._started is not None
-        self._started.before_step()
+        self._before_step()
 
     def on_train_batch_end(
         self,
@@ -172,11 +161,11 @@ class PruningCallback(PlannedPruning, Callback):
         batch_idx: int,
     ) -> None:
         """Prune if an optimizer has made a step, and a pruning is due."""
-        assert self._started is not None
+        pruner = self.pruner
+        assert pruner is not None
         if trainer.global_step == self._num_steps:
             return
         self._num_steps = trainer.global_step
-        pruner = self._started.pruner
         report = self._prune(pruner.num_steps + 1)
         pl_module.log("sparsity", pruner.sparsity, rank_zero_only=False)
         if report is not None and trainer.is_global_zero:
@@ -193,14 +182,11 @@ class _MaskedCheckpoints:
 
     Args:
         strategy: of the Trainer.
-
-    Attributes:
-        started: the pruner of the run, whose criterion is saved; None before training.
+        pruning: has the criterion that is saved and loaded.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.started: Started | None = None
-        self._strategy = strategy
+    def __init__(self, strategy: Strategy, pruning: PlannedPruning) -> None:
+        self._strategy, self._pruning = strategy, pruning
         self._loaded: dict[str, Any] | Path | None = None
         self._load, self._save = strategy.load_checkpoint, strategy.save_checkpoint
         for name, wrapper in zip(_METHODS, (self._load_masked, self._save_masked), strict=True):
@@ -212,24 +198,20 @@ class _MaskedCheckpoints:
             vars(self._strategy).pop(name, None)
 
     def load_criterion(self) -> None:
-        """Load what the criterion of ``started`` had accumulated, if a checkpoint was loaded."""
+        """Load what the criterion had accumulated, if a checkpoint was loaded."""
         saved, self._loaded = self._loaded, None
-        state = None if self.started is None else self.started.criterion_state()
-        if saved is None or state is None:
+        criterion, state = self._pruning._criterion, self._pruning._criterion_state()
+        if saved is None or criterion is None or state is None:
             return
-        assert self.started is not None and self.started.criterion is not None
         if isinstance(saved, Path):
-            from torch.distributed.checkpoint import state_dict_loader
-
-            state_dict_loader.load(state, checkpoint_id=saved)
-            saved = state
+            saved = load_sharded_state(state, saved)
         elif not saved:
             raise ValueError(
                 "the checkpoint has no state of the criterion "
-                f"{type(self.started.criterion).__name__}; expected one that was saved by a run "
+                f"{type(criterion).__name__}; expected one that was saved by a run "
                 "with the same criterion."
             )
-        self.started.criterion.load_state_dict(saved)
+        criterion.load_state_dict(saved)
 
     def _load_masked(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         model = self._strategy.model
@@ -251,8 +233,8 @@ class _MaskedCheckpoints:
         self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
         state = None
-        if self.started is not None and "callbacks" in checkpoint:  # not for save_weights_only
-            state = self.started.criterion_state()
+        if "callbacks" in checkpoint:  # not for save_weights_only
+            state = self._pruning._criterion_state()
         if state is None:
             self._save(checkpoint, filepath, *args, **kwargs)
             return
@@ -268,9 +250,7 @@ class _MaskedCheckpoints:
                 "expected FSDPStrategy(state_dict_type='sharded') or "
                 "ModelParallelStrategy(save_distributed_checkpoint=True)."
             )
-        from torch.distributed.checkpoint import state_dict_saver
-
-        state_dict_saver.save(state, checkpoint_id=path / _CRITERION)
+        save_sharded_state(state, path / _CRITERION)
 
 
 def _path_of_leader(path: Any) -> Path:
@@ -281,13 +261,6 @@ def _path_of_leader(path: Any) -> Path:
 def _keys(path: Path, *, weights_only: bool) -> list[str]:
     """Keys of the model's state dict in a checkpoint of FSDP or ModelParallel."""
     if path.is_dir():
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        entries = FileSystemReader(os.fspath(path)).read_metadata().state_dict_metadata
-        prefixes = ("model.", "state_dict.")
-        return [
-            key.removeprefix(prefix) for key in entries for prefix in prefixes
-            if key.startswith(prefix)
-        ]  # fmt: skip
+        return keys_of_sharded_model(path)
     content = torch.load(path, map_location="meta", mmap=True, weights_only=weights_only)
     return list(content["state_dict"])

@@ -19,7 +19,6 @@ the model and loads the checkpoint into it in one go, with no hook between: ther
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,11 @@ from distprune.api.local import is_pruned
 from distprune.api.select import select
 from distprune.checkpoint import prepare_for_load
 from distprune.integrations._plan import PlannedPruning
-from distprune.integrations.accelerate import keys_of_model
-from distprune.masks.hook import put_records, records_of
+from distprune.integrations.accelerate import (
+    keys_of_model,
+    load_sharded_state,
+    save_sharded_state,
+)
 from distprune.methods.builtin import L1Unstructured
 
 logger = logging.getLogger(__name__)
@@ -119,11 +121,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """The state that the Trainer writes into ``trainer_state.json``."""
-        if self.pruner is None:
-            return {"args": {}, "attributes": {"pruning": None}}
-        attributes = {"pruning": self.pruner.state_dict()}
-        if self._model is not None:
-            attributes["masks"] = records_of(self._model)
+        attributes = {"pruning": None} if self.pruner is None else self._state()
         return {"args": {}, "attributes": attributes}
 
     def on_init_end(
@@ -159,8 +157,7 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
                 'trainer.train(), or save_strategy="no".'
             )
         optimizer: Optimizer | None = kwargs.get("optimizer")
-        started = self._plan.start(model, [] if optimizer is None else [optimizer])
-        pruner, parameters = started.pruner, started.pruner.parameters
+        pruner = self._start(model, [] if optimizer is None else [optimizer])
         callbacks: object = state.stateful_callbacks  # declared as a list; loaded as a dict
         saved = callbacks.get(type(self).__name__) if isinstance(callbacks, dict) else None
         if isinstance(saved, list):
@@ -170,24 +167,18 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             )
         attributes = (saved or {}).get("attributes", {})
         if attributes.get("pruning") is not None and state.global_step > 0:
-            pruner.load_state_dict(attributes["pruning"])
-            put_records(model, attributes.get("masks", {}))
-            if pruner.sparsity > 0 and not any(is_pruned(module) for module, _ in parameters):
-                raise RuntimeError(
-                    f"the checkpoint of step {state.global_step} is pruned to "
-                    f"{pruner.sparsity:.2%}, and its masks were not loaded; expected the callback "
-                    "in Trainer(..., callbacks=[...]), before the checkpoint is read."
-                )
+            problem = (
+                "its masks were not loaded; expected the callback in Trainer(..., "
+                "callbacks=[...]), before the checkpoint is read."
+            )
+            self._resume(attributes, problem)
         pruner.num_steps = state.global_step
-        self._started, self._model = started, model
-        warning = self._plan.end_warning(state.max_steps)
-        if warning is not None:
-            logger.warning("%s", warning)
-        if started.criterion is not None and args.max_grad_norm and state.is_world_process_zero:
+        self._warn_of_end(state.max_steps, logger)
+        if self._criterion is not None and args.max_grad_norm and state.is_world_process_zero:
             logger.warning(
                 "%s sees gradients that are clipped to max_grad_norm=%g, so steps with a large "
                 "gradient count less; max_grad_norm=0 leaves them as they are.",
-                type(started.criterion).__name__, args.max_grad_norm,
+                type(self._criterion).__name__, args.max_grad_norm,
             )  # fmt: skip
         if state.global_step > 0:
             self._load_criterion(args, state)
@@ -196,19 +187,15 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Let the criterion read the gradients."""
-        if self._started is not None:
-            self._started.before_step()
+        self._before_step()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write what the criterion has collected into the checkpoint."""
-        saved = None if self._started is None else self._started.criterion_state()
+        saved = self._criterion_state()
         if saved is not None:
-            from torch.distributed.checkpoint import state_dict_saver
-
-            folder = _checkpoint(args, state) / _CRITERION
-            state_dict_saver.save(saved, checkpoint_id=folder)
+            save_sharded_state(saved, _checkpoint(args, state) / _CRITERION)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -256,22 +243,18 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             )
 
     def _load_criterion(self, args: TrainingArguments, state: TrainerState) -> None:
-        saved = None if self._started is None else self._started.criterion_state()
-        if saved is None:
+        saved = self._criterion_state()
+        if self._criterion is None or saved is None:
             return
-        assert self._started is not None and self._started.criterion is not None
         folder = (self._resumed_from or _checkpoint(args, state)) / _CRITERION
         if not world().run(folder.is_dir):
             raise ValueError(
-                f"{folder} is missing, with what {type(self._started.criterion).__name__} has "
+                f"{folder} is missing, with what {type(self._criterion).__name__} has "
                 "collected; expected a checkpoint that was saved with the same criterion. Call "
                 "callback.attach(trainer) to resume from another folder than "
                 "output_dir/checkpoint-<step>."
             )
-        from torch.distributed.checkpoint import state_dict_loader
-
-        state_dict_loader.load(saved, checkpoint_id=os.fspath(folder))
-        self._started.criterion.load_state_dict(saved)
+        self._criterion.load_state_dict(load_sharded_state(saved, folder))
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

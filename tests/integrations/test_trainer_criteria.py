@@ -48,7 +48,7 @@ def test_scopes_and_resetting(tmp_path):
     for module, name in callback.pruner.parameters:
         mask = getattr(module, f"{name}_mask")
         assert int((mask == 0).sum()) == round(0.8 * mask.numel())
-    assert callback._started.criterion.num_updates == 0  # step 7 was due, and the last one
+    assert callback._criterion.num_updates == 0  # step 7 was due, and the last one
 
 
 def test_a_checkpoint_without_the_criterion_is_refused(tmp_path, caplog):
