@@ -149,3 +149,12 @@ NARROW_FLOATS = _by_name(
     FloatFormat("F4", "", 2, 1, Specials.FINITE),
 )
 FLOATS = PLAIN_FLOATS | NARROW_FLOATS
+# What else safetensors headers name: the torch dtype, and the bits of an element.
+NOT_FLOATS = {
+    "BOOL": ("bool", 8), "U8": ("uint8", 8), "I8": ("int8", 8), "U16": ("uint16", 16),
+    "I16": ("int16", 16), "U32": ("uint32", 32), "I32": ("int32", 32), "U64": ("uint64", 64),
+    "I64": ("int64", 64), "C64": ("complex64", 64),
+}  # fmt: skip
+TORCH_NAMES = {name: torch_name for name, (torch_name, _) in NOT_FLOATS.items()} | {
+    form.name: form.torch_name for form in FLOATS.values() if form.torch_name
+}

@@ -105,7 +105,6 @@ def _part_key(part: str) -> tuple[int, int, str]:
 _RUNS = re.compile(r"[0-9]+|[^0-9]+")
 
 
-_INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64")
 ADAPTER = "part of an adapter"
 EMBEDDING = "an embedding"
 HEAD = "the output head"
@@ -179,7 +178,7 @@ def reason_to_keep(name: str, shape: Sequence[int], dtype: str = "F32") -> str:
         shape: of the whole tensor.
         dtype: as in the header of a file.
     """
-    if dtype in _INTEGERS:
+    if dtype in NOT_FLOATS:
         return f"{dtype} is no float"
     parts = name.lower().split(".")
     rule = min(map(_rule_of, parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def _compute_buffers(model: Any) -> None:
     for content in (0, 1):
         for name in names:
             buffer = model.get_buffer(name)
-            _set_buffer(model, name, torch.full_like(buffer, content, device="cpu"))
+            put_tensor(model, name, torch.full_like(buffer, content, device="cpu"))
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()
@@ -118,9 +118,18 @@ def _compute_buffers(model: Any) -> None:
             )
 
 
-def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+def put_tensor(model: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or buffer in the place of the one of this full name."""
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, value)
+
+
+def names_by_tensor(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The names of each tensor; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
 
 
 def _read_generation_config(model: Any, folder: str) -> None:

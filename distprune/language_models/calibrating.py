@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import glob
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -101,7 +102,10 @@ def calibrate(
     ranks = check_same(model, windows, batch_size)
     communicator = world()
     communicator.run(lambda: _check_collected(model, collected, ranks))
-    run = _Run(model, windows, steps_of(len(windows), batch_size, ranks), ranks, progress)
+    total = len(windows) * (3 if isinstance(collected, GraSP) else 1)
+    steps, losses = steps_of(len(windows), batch_size, ranks), BatchLosses(model)
+    reporter = Reporter("calibrate", total, progress)
+    run = _Run(model, windows, steps, ranks, losses, reporter)
     with communicator.raising_everywhere(), in_eval_mode(model), torch.inference_mode(False):
         if isinstance(collected, ActivationStatistics):
             run.collect_inputs(collected)
@@ -116,112 +120,91 @@ def calibrate(
     communicator.agree()
 
 
+@dataclass(frozen=True)
 class _Run:
-    """One calibration.
+    """One calibration, in the steps of this rank."""
 
-    Args:
-        model, windows, progress: see :func:`calibrate`.
-        steps: of this rank.
-        ranks: that share the windows.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        windows: TokenWindows,
-        steps: list[Step],
-        ranks: DataRanks,
-        progress: Report | None,
-    ) -> None:
-        self._model, self._windows, self._steps, self._ranks = model, windows, steps, ranks
-        self._communicator = world()
-        self._progress = progress
-        self._losses = BatchLosses(model)
+    model: nn.Module
+    windows: TokenWindows
+    steps: list[Step]
+    ranks: DataRanks
+    losses: BatchLosses
+    reporter: Reporter
 
     def collect_inputs(self, statistics: ActivationStatistics) -> None:
         """Activation statistics: of padding, nothing is collected."""
         arguments: dict[str, Any] = {}
-        if accepts(self._model, "logits_to_keep") and not _has_head(self._model, statistics):
+        if accepts(self.model, "logits_to_keep") and not _has_head(self.model, statistics):
             arguments["logits_to_keep"] = 1
-        reporter = Reporter("calibrate", len(self._windows), self._progress)
 
-        def run(step: Step) -> None:
-            def forward() -> None:
-                output_of(self._model, input_ids=self._ids(step), **arguments)
+        def run(is_padding: bool) -> None:
+            for step in self.steps:
+                if step.is_padding == is_padding:
 
-            self._communicator.run(forward)
-            reporter.add(step.num_in_step)
+                    def forward(step: Step = step) -> None:
+                        ids = inputs_of(self.model, self.windows, step.rows)
+                        output_of(self.model, input_ids=ids, **arguments)
+
+                    world().run(forward)
+                    self.reporter.add(step.num_in_step)
 
         # Padding comes last, and runs outside of the context.
         with statistics.collecting():
-            for step in self._steps:
-                if not step.is_padding:
-                    run(step)
+            run(is_padding=False)
         with torch.no_grad():
-            for step in self._steps:
-                if step.is_padding:
-                    run(step)
+            run(is_padding=True)
 
     def collect_rank_batches(self, criterion: GradientMoment) -> None:
         """A unit for each batch; padding has the weight 0."""
-        reporter = Reporter("calibrate", len(self._windows), self._progress)
         with criterion.calibrating():
-            for step in self._steps:
-                num_windows = step.rows.stop - step.rows.start
+            for step in self.steps:
 
-                def run(step: Step = step, weight: float = float(num_windows)) -> None:
-                    with criterion.batch(weight=0.0 if step.is_padding else weight):
+                def run(step: Step = step) -> None:
+                    with criterion.batch(weight=float(step.num_windows)):
                         self._loss(step).backward()  # type: ignore[no-untyped-call]
 
-                self._communicator.run(run)
-                self._model.zero_grad()
-                reporter.add(step.num_in_step)
+                world().run(run)
+                self.model.zero_grad()
+                self.reporter.add(step.num_in_step)
 
     def collect_global_batches(self, criterion: Criterion) -> None:
         """A unit for each step."""
-        reporter = Reporter("calibrate", len(self._windows), self._progress)
         with criterion.calibrating():
-            for step in self._steps:
+            for step in self.steps:
                 with criterion.batch(weight=float(step.num_in_step)):
                     self._backward(step, step.num_in_step)
-                self._model.zero_grad()
-                reporter.add(step.num_in_step)
+                self.model.zero_grad()
+                self.reporter.add(step.num_in_step)
 
     def measure(self, criterion: GraSP) -> None:
         """GraSP: the gradient of the mean loss over all windows, at three points."""
-        total = len(self._windows)
-        reporter = Reporter("calibrate", 3 * total, self._progress)
 
         def backward() -> None:
-            for step in self._steps:
-                self._backward(step, total)
-                reporter.add(step.num_in_step)
+            for step in self.steps:
+                self._backward(step, len(self.windows))
+                self.reporter.add(step.num_in_step)
 
         criterion.measure(backward)
 
     def _backward(self, step: Step, num_windows: int) -> None:
         """The backward of a batch, as a part of a mean over so many windows; see [Note: losses]."""
-        size = 0 if step.is_padding else step.rows.stop - step.rows.start
-        share = size * self._ranks.size / num_windows
+        share = step.num_windows * self.ranks.size / num_windows
 
         def run() -> None:
             (self._loss(step) * share).backward()  # type: ignore[no-untyped-call]
 
-        self._communicator.run(run)
+        world().run(run)
 
     def _loss(self, step: Step) -> Tensor:
-        loss = self._losses.mean(self._ids(step))
+        loss = self.losses.mean(inputs_of(self.model, self.windows, step.rows))
         if not bool(loss.detach().isfinite()):
             first = step.rows.start
-            text = self._windows.texts[int(self._windows.text_of[first])]
+            text = self.windows.texts[int(self.windows.text_of[first])]
             raise ValueError(
                 f"the loss of window {first} ({text}) is {float(loss.detach())}; expected a finite "
                 "one. Weights that are not finite, or a dtype that overflows (float16), cause this."
             )
         return loss
-
-    def _ids(self, step: Step) -> Tensor:
-        return inputs_of(self._model, self._windows, step.rows)
 
 
 def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> None:

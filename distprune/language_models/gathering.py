@@ -40,17 +40,19 @@ class Gathering:
         Cost: an all-reduce of the parameter's bytes, 8 MB (or one index of dimension 0) at a time;
             nothing if every rank has the whole.
         """
-        if _is_whole(shard):
-            if self._communicator.index == 0:
-                self._waiting += [_later(use, shard, rows) for rows in _pieces(shard)]
-            return
+        is_first = self._communicator.index == 0
         for rows in _pieces(shard):
             num_bytes = len(rows) * _row_bytes(shard)
+            if _is_whole(shard):
+                if is_first:
+                    self._waiting.append(functools.partial(_use_own, use, shard, rows))
+                continue
             step = functools.partial(self._part, shard, rows)
             words = self._communicator.reduce(-(-num_bytes // 8), step)
-            if self._communicator.index == 0:
+            if is_first:
                 values = words.view(torch.uint8)[:num_bytes].view(shard.values.dtype)
-                self._waiting.append(_later_with(use, rows.start * _row_numel(shard), values))
+                start = rows.start * _row_numel(shard)
+                self._waiting.append(functools.partial(use, start, values))
 
     def finish(self) -> None:
         """Use the last pieces; collective.
@@ -72,29 +74,15 @@ class Gathering:
         words = torch.zeros(-(-num_bytes // 8), dtype=torch.int64)
         if shard.replica == 0 and shard.values.numel():
             piece = words.view(torch.uint8)[:num_bytes].view(shard.values.dtype)
-            if isinstance(shard, FlatShard):
-                _write_run(shard, rows.start * _row_numel(shard), piece)
-            else:
-                _write_block(shard, rows, piece.view(len(rows), *shard.shape[1:]))
+            _write_own(shard, rows, piece)
         return words
 
 
-def _later(use: UsePiece, shard: LocalShard, rows: range) -> Callable[[], None]:
-    def step() -> None:
-        if isinstance(shard, FlatShard):
-            piece = torch.empty(len(rows) * _row_numel(shard), dtype=shard.values.dtype)
-            _write_run(shard, rows.start * _row_numel(shard), piece)
-        else:
-            part = slice(rows.start, rows.stop) if shard.shape else ...
-            mask = None if shard.mask is None else shard.mask[part]
-            piece = _masked(shard.values[part], mask).cpu().reshape(-1)
-        use(rows.start * _row_numel(shard), piece)
-
-    return step
-
-
-def _later_with(use: UsePiece, start: int, values: Tensor) -> Callable[[], None]:
-    return lambda: use(start, values)
+def _use_own(use: UsePiece, shard: LocalShard, rows: range) -> None:
+    """Use a piece of a parameter that this rank has whole."""
+    piece = torch.empty(len(rows) * _row_numel(shard), dtype=shard.values.dtype)
+    _write_own(shard, rows, piece)
+    use(rows.start * _row_numel(shard), piece)
 
 
 def _is_whole(shard: LocalShard) -> bool:
@@ -126,15 +114,18 @@ def _row_bytes(shard: LocalShard) -> int:
     return _row_numel(shard) * shard.values.itemsize
 
 
-def _write_block(shard: LocalShard, rows: range, piece: Tensor) -> None:
-    """Write this rank's part of some rows into a whole piece."""
-    own, *inner = shard.coordinates
+def _write_own(shard: LocalShard, rows: range, piece: Tensor) -> None:
+    """Write this rank's part of some rows into the whole of them, 1-d."""
+    if isinstance(shard, FlatShard):
+        _write_run(shard, rows.start * _row_numel(shard), piece)
+        return
+    own, *inner = shard.coordinates or [range(1)]
     first, last = max(rows.start, own.start), min(rows.stop, own.stop)
     if first >= last:
         return
-    part = slice(first - own.start, last - own.start)
+    part = slice(first - own.start, last - own.start) if shard.shape else ...
     mask = None if shard.mask is None else shard.mask[part]
-    target = piece[first - rows.start : last - rows.start]
+    target = piece.view(len(rows), *shard.shape[1:])[first - rows.start : last - rows.start]
     for dim, columns in enumerate(inner, 1):
         target = target.narrow(dim, columns.start, len(columns))
     target.copy_(_masked(shard.values[part], mask))

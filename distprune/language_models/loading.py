@@ -12,6 +12,7 @@ as a whole, with building the model and first touching its memory, takes 0.8 to 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -19,20 +20,20 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.float_formats import FLOATS
+from distprune._common.float_formats import TORCH_NAMES
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune._transformers.building import (
     build_without_weights,
     ignored_on_load,
+    names_by_tensor,
+    put_tensor,
     tensors_of_checkpoints,
 )
 from distprune._transformers.mask_matching import MaskSource, SameTensor
@@ -40,6 +41,7 @@ from distprune._transformers.names import Converted, TransformersRules
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.locating import locate
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import CheckpointError
 from distprune.language_models.wrapping import Wrap, check_wrap, make_mesh, shard, sizes_of
 from distprune.shards import dtensor
@@ -52,17 +54,8 @@ if TYPE_CHECKING:
 _NUM_SHOWN = 20
 
 
-@dataclass(frozen=True)
-class TensorSource:
-    """A parameter or persistent buffer, and the tensors that it is read from.
-
-    Attributes:
-        names: all its names in the model.
-        source: of one of them.
-    """
-
-    names: tuple[str, ...]
-    source: MaskSource
+# All names of a parameter or persistent buffer, and what one of them is read from.
+TensorSource = tuple[list[str], MaskSource]
 
 
 def find_sources(
@@ -93,10 +86,10 @@ def find_sources(
     }
     found: list[TensorSource] = []
     missing: list[str] = []
-    for names in _by_tensor(tensors):
+    for names in names_by_tensor(tensors.items()):
         sources = [matching.sources[name] for name in names if name in matching.sources]
         if sources:
-            found.append(TensorSource(tuple(names), sources[0]))
+            found.append((names, sources[0]))
         else:
             missing += names
     problems = [f"missing: {name}" for name in missing if name not in matching.mismatched]
@@ -107,34 +100,14 @@ def find_sources(
             for name, reason in unexpected.items()
         ]
     if problems:
-        raise ValueError(_text(model, checkpoint, problems))
+        shown, more = "\n  ".join(problems[:_NUM_SHOWN]), len(problems) - _NUM_SHOWN
+        rest = f"\n  and {more} more" if more > 0 else ""
+        raise ValueError(
+            f"{checkpoint.folder} does not fit {type(model).__name__}, the model of its "
+            f"config.json:\n  {shown}{rest}\nExpected a complete checkpoint of this model. "
+            "ignore_unexpected=True loads one that has other tensors besides."
+        )
     return found
-
-
-def doubly_stored(model: Any, checkpoint: Checkpoint) -> list[tuple[str, list[str]]]:
-    """Tied parameters of which the checkpoint holds a tensor under more than one name."""
-    stored = {entry.name for entry in checkpoint.tensors}
-    groups = _by_tensor(dict(tensors_of_checkpoints(model)))
-    present = [[name for name in names if name in stored] for names in groups]
-    return [(names[0], names[1:]) for names in present if len(names) > 1]
-
-
-def _by_tensor(tensors: dict[str, Tensor]) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())
-
-
-def _text(model: Any, checkpoint: Checkpoint, problems: list[str]) -> str:
-    shown = "\n  ".join(problems[:_NUM_SHOWN])
-    more = len(problems) - _NUM_SHOWN
-    rest = f"\n  and {more} more" if more > 0 else ""
-    return (
-        f"{checkpoint.folder} does not fit {type(model).__name__}, the model of its config.json:"
-        f"\n  {shown}{rest}\nExpected a complete checkpoint of this model. "
-        "ignore_unexpected=True loads one that has other tensors besides."
-    )
 
 
 logger = logging.getLogger(__name__)
@@ -201,23 +174,20 @@ def load_sharded(
         sources = find_sources(model, checkpoint, ignore_unexpected=ignore_unexpected)
         return model, checkpoint, sources, _device(device, mesh)
 
-    def facts(
-        built: tuple[Any, Checkpoint, list[TensorSource], torch.device],
-    ) -> list[tuple[str, str]]:
-        model, checkpoint = built[:2]
-        return [
+    model, checkpoint, sources, on = communicator.run(
+        build,
+        lambda built: [
             ("wrap", wrap),
             ("sizes of the mesh", str(sizes_of(mesh))),
-            ("dtype", str(model.config.dtype)),
-            ("config.json", model.config.to_json_string()),
-            ("tensors of the files", _digest(checkpoint)),
-        ]
-
-    model, checkpoint, sources, on = communicator.run(build, facts)
+            ("dtype", str(built[0].config.dtype)),
+            ("config.json", built[0].config.to_json_string()),
+            ("tensors of the files", _digest(built[1])),
+        ],
+    )
     device_mesh = make_mesh(wrap, mesh, on)
     communicator.run(lambda: shard(model, wrap, device_mesh))
-    reader = PartReader(checkpoint)
-    communicator.run(lambda: _fill(model, sources, reader, on))
+    with contextlib.closing(PartReader(checkpoint)) as reader:
+        communicator.run(lambda: _fill(model, sources, reader, on))
     if communicator.index == 0:
         logger.info(
             "loaded %s (wrap=%s): this rank read %.1f MB in %.1f s",
@@ -238,29 +208,27 @@ def _fill(
 ) -> None:
     """Give every parameter and buffer of a sharded model its memory and its values."""
     tensors = dict(tensors_of_checkpoints(model))
-    with reader, torch.no_grad():
-        for item in sources:
-            name = item.names[0]
-            tensor = tensors[name]
+    with torch.no_grad():
+        for names, source in sources:
+            tensor = tensors[names[0]]
             filled = torch.empty_like(tensor, device=device)
-            _read(item, _ranges(name, tensor), local_tensor(filled), reader)
+            _read(source, _ranges(names[0], tensor), local_tensor(filled), reader)
             if isinstance(tensor, nn.Parameter):
                 # FSDP2 knows the parameter object, and tied modules share it: it stays.
                 new = nn.Parameter(filled, requires_grad=tensor.requires_grad)
                 swap: Any = torch.utils.swap_tensors
                 swap(tensor, new)
             else:
-                for other in item.names:
-                    _set_buffer(model, other, filled)
+                for name in names:
+                    put_tensor(model, name, filled)
     for name, buffer in list(model.named_buffers()):
         if buffer.device != device:
-            _set_buffer(model, name, buffer.to(device))
+            put_tensor(model, name, buffer.to(device))
     left = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     assert not left, left
 
 
-def _read(item: TensorSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
-    source = item.source
+def _read(source: MaskSource, ranges: Ranges, out: Tensor, reader: PartReader) -> None:
     if isinstance(source, SameTensor):
         reader.read(source.name, ranges, out)
         return
@@ -293,47 +261,21 @@ def _ranges(name: str, tensor: Tensor) -> Ranges:
 
 def _untie_different(model: Any, checkpoint: Checkpoint) -> None:
     """Untie parameters that the checkpoint stores with different values, as transformers does."""
-    reader = PartReader(checkpoint)
-    with reader:
-        for first, others in doubly_stored(model, checkpoint):
-            for other in others:
-                if not _equal(reader, first, other):
-                    logger.warning(
-                        "%s and %s are tied by the config, and differ in %s: they are not tied.",
-                        first,
-                        other,
-                        checkpoint.folder,
-                    )
-                    path, _, leaf = other.rpartition(".")
-                    tied = model.get_parameter(other)
-                    setattr(model.get_submodule(path), leaf, nn.Parameter(torch.empty_like(tied)))
-                    model.all_tied_weights_keys.pop(other, None)
-
-
-def _equal(reader: PartReader, first: str, second: str) -> bool:
-    """Whether two tensors of a checkpoint are equal; reads them row by row, in pieces."""
-    one, two = reader.entries[first], reader.entries[second]
-    if (one.shape, one.dtype) != (two.shape, two.dtype):
-        return False
-    if not one.numel:
-        return True
-    dtype, rows = dtype_of(one), one.shape[0] if one.shape else 1
-    step = max(2**24 // (one.nbytes // rows), 1)
-    inner = [range(size) for size in one.shape[1:]]
-    for start in range(0, rows, step):
-        part = range(start, min(start + step, rows))
-        shape = (len(part), *one.shape[1:]) if one.shape else ()
-        pieces = [torch.empty(shape, dtype=dtype) for _ in range(2)]
-        for name, piece in zip((first, second), pieces, strict=True):
-            reader.read(name, [part, *inner] if one.shape else [], piece)
-        if not torch.equal(*(piece.view(torch.uint8) for piece in pieces)):
-            return False
-    return True
-
-
-def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(path), leaf, value)
+    with contextlib.closing(PartReader(checkpoint)) as reader:
+        for names in names_by_tensor(tensors_of_checkpoints(model)):
+            stored = [name for name in names if name in reader.entries]
+            for other in stored[1:]:
+                if reader.are_equal(stored[0], other):
+                    continue
+                logger.warning(
+                    "%s and %s are tied by the config, and differ in %s: they are not tied.",
+                    stored[0],
+                    other,
+                    checkpoint.folder,
+                )
+                untied = nn.Parameter(torch.empty_like(model.get_parameter(other)))
+                put_tensor(model, other, untied)
+                model.all_tied_weights_keys.pop(other, None)
 
 
 def _dtype_of(checkpoint: Checkpoint) -> torch.dtype | None:
@@ -362,20 +304,16 @@ def _digest(checkpoint: Checkpoint) -> str:
 
 
 _BUFFER_BYTES = 16 * 2**20
-_READ_BYTES = 2**30  # Linux reads at most 2 GiB in one call
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "I32": torch.int32, "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "C64": torch.complex64,
-    **{f.name: getattr(torch, f.torch_name) for f in FLOATS.values()
-       if f.torch_name and hasattr(torch, f.torch_name)},
-}  # fmt: skip
-
+    name: getattr(torch, torch_name)
+    for name, torch_name in TORCH_NAMES.items()
+    if hasattr(torch, torch_name)
+}
 Ranges = Sequence[range]
 
 
 class PartReader:
-    """Reads parts of the tensors of a checkpoint; a context manager that closes the files.
+    """Reads parts of the tensors of a checkpoint.
 
     Args:
         checkpoint: its headers were read.
@@ -387,36 +325,36 @@ class PartReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._paths = {file.name: file.path for file in checkpoint.files}
-        self._open: dict[str, int] = {}
+        self._files = OpenFiles(os.O_RDONLY)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.entries: dict[str, TensorEntry] = {t.name: t for t in checkpoint.tensors}
         self.bytes_read = 0
 
-    def __enter__(self) -> PartReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+    def close(self) -> None:
+        """Close the files, and free the buffer."""
+        self._files.close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor as a whole, on the CPU.
-
-        Args:
-            name: of the tensor.
-            dtype: of the result.
-        """
+        """A tensor as a whole, on the CPU, converted to a dtype."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=dtype)
         self.read(name, [range(size) for size in entry.shape], tensor)
         return tensor
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors have the same shape, dtype and bytes; reads them in pieces."""
+        one, two = self.entries[first], self.entries[second]
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            return False
+        for start in range(0, one.nbytes, _BUFFER_BYTES):
+            size = min(_BUFFER_BYTES, one.nbytes - start)
+            pieces = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+            for entry, piece in zip((one, two), pieces, strict=True):
+                self._read_bytes(entry, start, piece)
+            if not torch.equal(*pieces):
+                return False
+        return True
 
     def read(self, name: str, ranges: Ranges, out: Tensor) -> None:
         """Read a part of a tensor.
@@ -441,50 +379,27 @@ class PartReader:
         rows, *inner = ranges or [range(1)]
         out = out if entry.shape else out.view(1)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        start = entry.start + rows.start * row_bytes
+        start = rows.start * row_bytes
         is_whole = all(len(part) == size for part, size in zip(inner, shape[1:], strict=True))
         if is_whole and out.is_contiguous() and out.dtype == dtype and out.device.type == "cpu":
             self._read_bytes(entry, start, out.view(-1).view(torch.uint8))
             return
         num_rows = min(max(_BUFFER_BYTES // row_bytes, 1), len(rows))
+        if self._buffer.numel() < num_rows * row_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one is freed before
+            self._buffer = torch.empty(num_rows * row_bytes, dtype=torch.uint8)
         for first in range(0, len(rows), num_rows):
             count = min(num_rows, len(rows) - first)
-            raw = self._scratch(count * row_bytes)
+            raw = self._buffer[: count * row_bytes]
             self._read_bytes(entry, start + first * row_bytes, raw)
-            part = raw.view(dtype).view(count, *shape[1:])
-            for dim, columns in enumerate(inner, 1):
-                part = part.narrow(dim, columns.start, len(columns))
+            part = _part(raw.view(dtype).view(count, *shape[1:]), [range(count), *inner])
             out.narrow(0, first, count).copy_(part)
 
-    def _scratch(self, num_bytes: int) -> Tensor:
-        if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one is freed before
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._buffer[:num_bytes]
-
     def _read_bytes(self, entry: TensorEntry, start: int, out: Tensor) -> None:
-        view = out.numpy().data
-        done = 0
-        try:
-            descriptor = self._descriptor(entry.file)
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done : done + _READ_BYTES]], start + done)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{entry.file} ends inside the tensor {entry.name}: it has become shorter "
-                        "since its header was read."
-                    )
-                done += count
-        except OSError as error:
-            raise CheckpointError(
-                f"{entry.file} cannot be read: {error.strerror or error}."
-            ) from error
-        self.bytes_read += done
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            self._open[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[file]
+        """Fill a tensor of bytes with those of a stored tensor, from its byte ``start`` on."""
+        path = self._paths[entry.file]
+        read_into(self._files, path, entry.start + start, out.numpy().data)
+        self.bytes_read += out.numel()
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:

@@ -144,6 +144,11 @@ class Step:
     is_padding: bool
     num_in_step: int
 
+    @property
+    def num_windows(self) -> int:
+        """Windows of this rank that count."""
+        return 0 if self.is_padding else self.rows.stop - self.rows.start
+
 
 def steps_of(num_windows: int, batch_size: int, ranks: DataRanks) -> list[Step]:
     """The steps of this rank, as many on every rank; see [Note: steps]."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,7 +24,7 @@ from distprune._transformers.table import pretrained_model
 from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
-from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
+from distprune.files.checkpoints.checkpoint import SIDECAR, open_checkpoint
 from distprune.files.checkpoints.header import INDEX_SUFFIX
 from distprune.files.checkpoints.locating import is_weights
 from distprune.files.disk.access import (
@@ -35,12 +36,14 @@ from distprune.files.disk.access import (
     writing,
 )
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.errors import OutputError
 from distprune.files.partial import check_place, new_folder
 from distprune.language_models.gathering import Gathering
 from distprune.language_models.loading import DTYPES, require_extra
 from distprune.masks.hook import find_hook
 from distprune.shards.parameters import Target, all_places, find_places
+
+# Files by name: a text, bytes, or the path of a file to copy.
+Contents = Mapping[str, str | bytes | Path]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -79,8 +82,8 @@ def save_sharded(
     *,
     source: str | Path,
     max_shard_size: int | str = "5GB",
-    sidecar: Mapping[str, str | bytes | Path] | None = None,
-    files: Mapping[str, str | bytes | Path] | None = None,
+    sidecar: Contents | None = None,
+    files: Contents | None = None,
 ) -> SavedModel:
     """Save a model as a Hugging Face folder, pruned weights as zeros. Collective over all ranks.
 
@@ -121,26 +124,29 @@ def save_sharded(
     """
     require_extra()
     communicator = world()
-    max_bytes = communicator.run(lambda: parse_size(max_shard_size))
-    facts = [("folder", os.fspath(folder)), ("max_shard_size", str(max_bytes))]
+    facts = [("folder", os.fspath(folder)), ("max_shard_size", str(max_shard_size))]
+    extra = (sidecar or {}, files or {})
 
     def arguments() -> ParameterArguments:
         return ParameterArguments(parameters=_parameters(model), facts=facts)
 
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+    with (
+        communicator.exclusively(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        contextlib.ExitStack() as output,
+    ):
         _, targets = read_parameters(arguments, communicator)
         count_live_and_compare(targets, True, communicator)
-        weights, buffers = communicator.run(lambda: _plan(model, targets, max_bytes))
-        output = _Output(Path(folder), weights) if communicator.index == 0 else None
-        try:
-            communicator.run(
-                lambda: output.start(source, model, sidecar or {}, files or {}) if output else None
-            )
-            _gather(targets, buffers, weights, communicator)
-            communicator.run(lambda: output.publish() if output else None)
-        finally:
-            if output is not None:
-                output.close()
+        weights, buffers = communicator.run(lambda: _plan(model, targets, max_shard_size))
+
+        def start() -> None:
+            if communicator.index == 0:
+                output.enter_context(_folder_for(weights, Path(folder), source, model, *extra))
+
+        communicator.run(start)
+        _gather(targets, buffers, weights, communicator)
+        communicator.run(output.close)
     names = list(weights.zeros)
     zeros = communicator.leader_of(
         len(names), lambda: torch.tensor([weights.zeros[name] for name in names])
@@ -176,7 +182,7 @@ def _parameters(model: nn.Module) -> list[NamedParameter]:
 
 
 def _plan(
-    model: nn.Module, targets: list[Target], max_bytes: int
+    model: nn.Module, targets: list[Target], max_shard_size: int | str
 ) -> tuple[WeightFiles, dict[str, Tensor]]:
     pretrained = pretrained_model(model)
     buffers = persistent_buffers(model)
@@ -189,7 +195,7 @@ def _plan(
         del shapes[name]
         buffers.pop(name, None)
     saved = as_saved(model, shapes, shapes)
-    return WeightFiles(saved, shapes, dtypes, max_bytes), buffers
+    return WeightFiles(saved, shapes, dtypes, max_shard_size), buffers
 
 
 def _gather(
@@ -201,7 +207,7 @@ def _gather(
     gathering = Gathering(communicator)
     for target in targets:
         if target.label in weights.zeros:
-            gathering.gather(target.shard, _adder(weights, target.label))
+            gathering.gather(target.shard, functools.partial(weights.add, target.label))
     gathering.finish()
 
     def add_buffers() -> None:
@@ -211,73 +217,40 @@ def _gather(
     communicator.run(add_buffers)
 
 
-def _adder(weights: WeightFiles, name: str) -> Any:
-    return lambda start, values: weights.add(name, start, values)
+@contextlib.contextmanager
+def _folder_for(
+    weights: WeightFiles,
+    destination: Path,
+    source: str | Path,
+    model: nn.Module,
+    sidecar: Contents,
+    files: Contents,
+) -> Iterator[None]:
+    """A new folder with all files, the weights empty; it gets its name when the context ends.
 
-
-class _Output:
-    """The folder under way. Only the first rank uses it.
-
-    Args:
-        destination: of the caller.
-        weights: to write.
+    Only the first rank uses it. After an exception the folder is removed.
     """
-
-    def __init__(self, destination: Path, weights: WeightFiles) -> None:
-        self._given = destination
-        self._weights = weights
-        self._context: AbstractContextManager[Path] | None = None
-        self._partial = destination
-
-    def start(
-        self,
-        source: str | Path,
-        model: nn.Module,
-        sidecar: Mapping[str, str | bytes | Path],
-        files: Mapping[str, str | bytes | Path],
-    ) -> None:
-        """Make the unfinished folder with all files, the weights empty."""
-        checkpoint = open_checkpoint(source, follow_links=True)
-        extra = {f"{SIDECAR}/{_plain(name)}": content for name, content in sidecar.items()}
-        extra |= {_plain(name): content for name, content in files.items()}
-        for name, content in extra.items():
-            if isinstance(content, Path) and not content.is_file():
-                raise ValueError(f"{name}: {content} is not a file; expected one to copy.")
-        target = resolve_destination(self._given)
-        check_place(checkpoint.root, target)
-        num_bytes = sum(self._weights.sizes.values())
-        context = new_folder(target, "save", checkpoint.folders, num_bytes)
-        self._partial = context.__enter__()
-        self._context = context
-        self._weights.start(self._partial)
-        self._take_over(checkpoint, model)
-        for name, content in extra.items():
-            _write(self._partial / name, content)
-
-    def publish(self) -> None:
-        """Give the folder its name."""
-        self._weights.finish()
-        context, self._context = self._context, None
-        assert context is not None
-        context.__exit__(None, None, None)
-
-    def close(self) -> None:
-        """Release everything; an unfinished folder is removed."""
-        self._weights.close()
-        if self._context is not None:
-            unfinished = OutputError("the folder is not finished.")
-            self._context.__exit__(OutputError, unfinished, None)
-
-    def _take_over(self, checkpoint: Checkpoint, model: nn.Module) -> None:
-        for other in checkpoint.others:
-            if is_weights(other.name) or other.name == "config.json":
-                continue
-            if other.name.endswith((".safetensors", ".safetensors.index.json")):
-                continue
-            _write(self._partial / other.name, Path(other.path))
-        config = _with_dtype(checkpoint.config, pretrained_model(model))
-        text = json.dumps(config, indent=2, sort_keys=False) + "\n"
-        write_atomically(self._partial / "config.json", text.encode())
+    checkpoint = open_checkpoint(source, follow_links=True)
+    contents = {f"{SIDECAR}/{_plain(name)}": content for name, content in sidecar.items()}
+    contents |= {_plain(name): content for name, content in files.items()}
+    for name, content in contents.items():
+        if isinstance(content, Path) and not content.is_file():
+            raise ValueError(f"{name}: {content} is not a file; expected one to copy.")
+    config = _with_dtype(checkpoint.config, pretrained_model(model))
+    contents = {"config.json": json.dumps(config, indent=2) + "\n", **contents}
+    not_copied = (".safetensors", INDEX_SUFFIX)
+    for other in checkpoint.others:
+        if not is_weights(other.name) and not other.name.endswith(not_copied):
+            contents.setdefault(other.name, Path(other.path))
+    target = resolve_destination(destination)
+    check_place(checkpoint.root, target)
+    new = new_folder(target, "save", checkpoint.folders, sum(weights.sizes.values()))
+    with new as partial, contextlib.closing(weights):
+        weights.start(partial)
+        for name, content in contents.items():
+            _write(partial / name, content)
+        yield
+        weights.finish()
 
 
 def _with_dtype(config: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -317,7 +290,7 @@ def _write(path: Path, content: str | bytes | Path) -> None:
     write_atomically(path, content.encode() if isinstance(content, str) else content)
 
 
-_STEM = "model"
+_Described = tuple[tuple[int, ...], torch.dtype]  # of a tensor, shape and dtype
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -342,7 +315,7 @@ class WeightFiles:
     Args:
         saved: what is written of which parameters; SavedMasks converts any tensors.
         shapes, dtypes: of the parameters.
-        max_bytes: of tensors in one file; a larger tensor has a file of its own.
+        max_shard_size: of :func:`save_sharded`.
 
     Attributes:
         num_bytes: of all tensors.
@@ -355,17 +328,17 @@ class WeightFiles:
         saved: Sequence[SavedMasks],
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, torch.dtype],
-        max_bytes: int,
+        max_shard_size: int | str,
     ) -> None:
         self._saved_of = {name: item for item in saved for name in item.parameters}
-        self._shapes, self._dtypes = shapes, dtypes
+        self._shapes = shapes
         tensors = {
             name: (shape, dtypes[item.parameters[0]])
             for item in saved
             for name, shape in item.tensors.items()
         }
-        self._headers, self._places, self.sizes = _lay_out(tensors, max_bytes)
-        self.num_bytes = sum(math.prod(s) * d.itemsize for s, d in tensors.values())
+        self._headers, self._places, self.sizes = _lay_out(tensors, max_shard_size)
+        self.num_bytes = sum(map(_num_bytes, tensors.values()))
         self.zeros = dict.fromkeys(shapes, 0)
         self._numel = sum(math.prod(shape) for shape, _ in tensors.values())
         self._waiting: dict[str, Tensor] = {}
@@ -385,7 +358,7 @@ class WeightFiles:
                 "weight_map": {name: self._places[name].file for name in sorted(self._places)},
             }
             text = json.dumps(index, indent=2) + "\n"
-            write_atomically(folder / f"{_STEM}{INDEX_SUFFIX}", text.encode())
+            write_atomically(folder / f"model{INDEX_SUFFIX}", text.encode())
 
     def add(self, parameter: str, start: int, values: Tensor) -> None:
         """Write a piece of a parameter.
@@ -432,66 +405,45 @@ class WeightFiles:
         write_from(self._files, str(self._folder / place.file), offset, data)
 
 
-def parse_size(size: int | str) -> int:
-    """A number of bytes: 5_000_000_000, "5GB" or "512MiB".
-
-    Raises:
-        ValueError: it is none, or not positive.
-    """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-    try:
-        if isinstance(size, str):
-            text = size.strip().upper()
-            unit = next((unit for unit in units if text.endswith(unit)), "")
-            num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
-        else:
-            num_bytes = int(size)
-    except ValueError:
-        num_bytes = 0
-    if num_bytes <= 0:
-        raise ValueError(
-            f"max_shard_size={size!r}; expected a number of bytes, or a text such as '5GB'."
-        )
-    return num_bytes
+def _num_bytes(tensor: _Described) -> int:
+    shape, dtype = tensor
+    return math.prod(shape) * dtype.itemsize
 
 
 def _lay_out(
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], max_bytes: int
+    tensors: Mapping[str, _Described], max_shard_size: int | str
 ) -> tuple[dict[str, bytes], dict[str, _Place], dict[str, int]]:
-    """Headers by file, the place of every tensor, and sizes by file; as transformers names them."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, (shape, dtype) in tensors.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + num_bytes > max_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
+    """Headers by file, the place of every tensor, and sizes by file, as transformers has them."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    try:
+        split = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=_num_bytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"max_shard_size={max_shard_size!r}; expected a number of bytes, or a text such as "
+            f"'5GB' ({error})."
+        ) from error
     headers: dict[str, bytes] = {}
     places: dict[str, _Place] = {}
     sizes: dict[str, int] = {}
-    for number, names in enumerate(groups, 1):
-        suffix = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        file = f"{_STEM}{suffix}.safetensors"
-        # Wide dtypes first, as in the safetensors library, so that all elements are aligned.
-        names = sorted(names, key=lambda name: -tensors[name][1].itemsize)
+    for file, names in split.filename_to_tensors.items():
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        starts = {}
-        for name in names:
+        starts, end = {}, 0
+        # Wide dtypes first, as in the safetensors library, so that all elements are aligned.
+        for name in sorted(names, key=lambda name: -tensors[name][1].itemsize):
             shape, dtype = tensors[name]
-            starts[name], end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {
-                "dtype": _NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [starts[name], end],
-            }
+            starts[name], end = end, end + _num_bytes(tensors[name])
+            offsets = [starts[name], end]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
         raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         headers[file] = len(raw).to_bytes(8, "little") + raw
         data = len(headers[file])
         sizes[file] = data + end
-        places |= {name: _Place(file, data + starts[name], tensors[name][1]) for name in names}
+        places |= {n: _Place(file, data + start, tensors[n][1]) for n, start in starts.items()}
     return headers, places, sizes

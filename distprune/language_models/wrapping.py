@@ -16,14 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distprune._common.process_groups import is_distributed
-from distprune._transformers.building import decoder_layers
+from distprune._transformers.building import decoder_layers, names_by_tensor, put_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-# Splits of which a rank may get less than another: torch gathers or sums their outputs itself.
-_MAY_BE_UNEVEN = {"colwise_gather_output", "colwise_rep", "embedding_rowwise"}
+# What is known of transformers' styles: the dimension of the weight that is split, and whether all
+# ranks must get as much. (Where they need not, torch gathers or sums the outputs itself.)
+_SPLITS = {
+    "colwise": (0, True), "colwise_gather_output": (0, False), "colwise_rep": (0, False),
+    "rowwise": (1, True), "rowwise_split_input": (1, True), "rowwise_rep": (1, True),
+    "embedding_rowwise": (0, False), "replicated_with_grad_allreduce": (None, False),
+}  # fmt: skip
 
 
 def parallelize(model: Any, mesh: DeviceMesh) -> None:
@@ -41,13 +46,12 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
     _check_even(model, styles, mesh.size())
     _join_tied(model, styles)
     plan = {name: _torch_style(style) for name, style in styles.items()}
-    tied = _tied_names(model)
+    tied = names_by_tensor(model.named_parameters(remove_duplicate=False))
     # The weights are read from files by each rank, so none is sent: src_data_rank=None.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for first, *others in tied:
         for name in others:
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, model.get_parameter(first))
+            put_tensor(model, name, model.get_parameter(first))
 
 
 def _torch_style(name: str) -> ParallelStyle:
@@ -72,12 +76,6 @@ def _torch_style(name: str) -> ParallelStyle:
     return SequenceParallel(sequence_dim=1, use_local_output=True)
 
 
-_KNOWN = (
-    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input",
-    "rowwise_rep", "embedding_rowwise", "replicated_with_grad_allreduce",
-)  # fmt: skip
-
-
 def _styles_by_module(model: Any) -> dict[str, str]:
     """The style of every module that has one, by its full name."""
     cls = type(model).__name__
@@ -97,10 +95,10 @@ def _styles_by_module(model: Any) -> dict[str, str]:
     for name in names:
         for pattern, style in patterns:
             if pattern.fullmatch(name):
-                if style not in _KNOWN:
+                if style not in _SPLITS:
                     raise NotImplementedError(
                         f"{name}: the style {style!r} in transformers' tensor-parallel plan for "
-                        f"{cls} is not known here; expected {', '.join(_KNOWN)}. {way_out}"
+                        f"{cls} is not known here; expected {', '.join(_SPLITS)}. {way_out}"
                     )
                 styles[name] = style
     return styles
@@ -118,10 +116,8 @@ def _check_even(model: Any, styles: dict[str, str], num_ranks: int) -> None:
             )
     for name, style in styles.items():
         weight = getattr(model.get_submodule(name), "weight", None)
-        if weight is None or style in _MAY_BE_UNEVEN or style.startswith("replicated"):
-            continue
-        dim = 0 if style.startswith("colwise") else 1
-        if weight.shape[dim] % num_ranks:
+        dim, is_even = _SPLITS[style]
+        if weight is not None and is_even and weight.shape[dim] % num_ranks:
             raise NotImplementedError(
                 f"{name}.weight: dimension {dim} of shape {tuple(weight.shape)} cannot be split "
                 f"evenly over {num_ranks} tensor-parallel ranks; expected a number of ranks that "
@@ -129,20 +125,12 @@ def _check_even(model: Any, styles: dict[str, str], num_ranks: int) -> None:
             )
 
 
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one object."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
 def _join_tied(model: nn.Module, styles: dict[str, str]) -> None:
     """Give tied weights one layout: the vocabulary is split in both modules, or in none."""
-    by_rows = {"colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise"}
-    for names in _tied_names(model):
+    by_rows = {style for style, (dim, _) in _SPLITS.items() if dim == 0}
+    for names in names_by_tensor(model.named_parameters(remove_duplicate=False)):
         modules = [name.rpartition(".")[0] for name in names]
-        if not any(module in styles for module in modules):
+        if len(names) == 1 or not any(module in styles for module in modules):
             continue
         for module in modules:
             if module not in styles and isinstance(model.get_submodule(module), nn.Embedding):

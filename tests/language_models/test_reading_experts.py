@@ -1,5 +1,7 @@
 """Merged experts are read one by one, and only those of the rank."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -31,14 +33,14 @@ def test_a_rank_reads_its_own_experts_one_by_one(folder, name, experts, monkeypa
     checkpoint = open_checkpoint(folder)
     model = build_without_weights(folder, torch.float32)
     sources = find_sources(model, checkpoint, ignore_unexpected=False)
-    (item,) = [item for item in sources if key in item.names]
+    (source,) = [source for names, source in sources if key in names]
     stacked, stack = [], torch.stack
     monkeypatch.setattr(torch, "stack", lambda t, **k: stacked.append(len(t)) or stack(t, **k))
     columns = range(5, 12)
     out = torch.empty(len(experts), whole.shape[1], len(columns))
     reader = PartReader(checkpoint)
-    with reader:
-        loading._read(item, [experts, range(whole.shape[1]), columns], out, reader)
+    with contextlib.closing(reader):
+        loading._read(source, [experts, range(whole.shape[1]), columns], out, reader)
     assert torch.equal(out, whole[experts.start : experts.stop, :, 5:12])
     num_tensors = 2 if name == "gate_up_proj" else 1
     assert stacked == [1] * num_tensors * len(experts)

@@ -25,14 +25,13 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distprune._common.float_formats import FLOATS
+from distprune._common.float_formats import FLOATS, NOT_FLOATS
 from distprune.files.errors import CheckpointError
 
 # Bits per element. Tensors of other dtypes are copied as opaque bytes.
-DTYPE_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
-    "C64": 64, **{form.name: form.num_bits for form in FLOATS.values()},
-}  # fmt: skip
+DTYPE_BITS = {name: num_bits for name, (_, num_bits) in NOT_FLOATS.items()} | {
+    form.name: form.num_bits for form in FLOATS.values()
+}
 INDEX_SUFFIX = ".safetensors.index.json"  # of the file that maps tensors to files
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_NUMEL = 2**63 - 1
