@@ -42,7 +42,7 @@ ROOMS = {
     "recipe": {"recipes", "call", "methods", "api", "schedule"},
     "integrations": {
         "_common", "torch_private", "budgets", "masks", "call", "methods", "api", "verification",
-        "schedule", "checkpoint", "criteria", "recipe",
+        "schedule", "checkpoint", "criteria", "recipe", "files",
     },
     "language_models": {
         "_common", "torch_private", "_transformers", "shards", "masks", "call", "api", "files",
