@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks import guards
-from distprune.masks.hook import PruningHook, find_hook
+from distprune.masks.hook import PruningHook, find_hook, hooks_on
 from distprune.torch_private import masked_value
 from distprune.torch_private.dtensor import rebind
 from distprune.torch_private.managed import Managed, ShardMask
@@ -65,8 +65,8 @@ class Transaction:
             _reparametrize(module, name, hook, mask)
         else:
             _mask_shards(owners, name, mask, managed)
-        hook.bind(module)
-        hook.note_parameter(module, is_managed=managed is not None)
+        hook.register_module(module)
+        hook.remember_parameter(module, is_managed=managed is not None)
         for owner in owners:
             guards.keep_mask(owner, name)
             _update_after_loading(owner)
@@ -313,29 +313,26 @@ class _AfterLoading:
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         for hook in self.pruned(module):
-            hook.note_again(module)
-            if _has_product(module, hook._tensor_name):
+            hook.refresh_parameter_id(module)
+            if _fit(module, hook._tensor_name):
                 with torch.enable_grad():
-                    setattr(module, hook._tensor_name, hook.apply_mask(module))
+                    hook.refresh_product(module)
 
     @staticmethod
     def pruned(module: nn.Module) -> list[PruningHook]:
         """The hooks of the parameters that still have a mask."""
         return [
             hook
-            for hook in module._forward_pre_hooks.values()
-            if isinstance(hook, PruningHook)
-            and isinstance(module._buffers.get(mask_key(hook._tensor_name)), Tensor)
+            for hook in hooks_on(module)
+            if isinstance(module._buffers.get(mask_key(hook._tensor_name)), Tensor)
         ]
 
 
-def _has_product(module: nn.Module, name: str) -> bool:
-    """Whether the module has a masked weight, and its loaded factors fit each other."""
+def _fit(module: nn.Module, name: str) -> bool:
+    """Whether the loaded mask and parameter can be multiplied."""
     original, mask = module._parameters.get(orig_key(name)), module._buffers[mask_key(name)]
     return (
-        isinstance(module.__dict__.get(name), Tensor)
-        and not masked_value.is_live(module, name)
-        and original is not None
+        original is not None
         and mask is not None
         and original.shape == mask.shape
         and original.device == mask.device

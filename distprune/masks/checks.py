@@ -213,7 +213,7 @@ def _different(label: str, other: str) -> ValueError:
 
 def _pruned_places(parameter: Tensor) -> list[Pair]:
     """Every (module, name) in this process under which a plain parameter is pruned."""
-    for module in hooks.newly_bound():
+    for module in hooks.new_modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, PruningHook):
                 original = module._parameters.get(orig_key(hook._tensor_name))

@@ -90,8 +90,8 @@ def _restore(module: nn.Module, masks: dict[str, Tensor]) -> None:
             device = mask.device if new_mask.is_meta else new_mask.device
             module._buffers[key] = mask.to(device=device, dtype=new_mask.dtype)
     for hook in module._forward_pre_hooks.values():
-        if hasattr(hook, "note_again"):  # the parameter may be a new object
-            hook.note_again(module)
+        if hasattr(hook, "refresh_parameter_id"):  # the parameter may be a new object
+            hook.refresh_parameter_id(module)
 
 
 _CHECK, _GUARDED = "_check_merge_allowed", "_distprune_guarded"

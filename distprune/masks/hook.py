@@ -19,7 +19,7 @@ from distprune.torch_private import masked_value
 from distprune.torch_private.managed import ShardMask
 from distprune.torch_private.wrapper import active_ddp, ignore_buffers, is_managed
 
-# Modules that got a hook, or were copied with one, and that newly_bound has not yielded yet.
+# Modules that got a hook, or were copied with one, and that new_modules has not yielded yet.
 _bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -81,37 +81,43 @@ class PruningHook:
         original = getattr(module, orig_key(name))
         return masked_value.product(module, name, original, mask)
 
+    def refresh_product(self, module: nn.Module) -> None:
+        """Compute ``module.<name>`` anew if the module keeps it, and not only its factors."""
+        name = self._tensor_name
+        if isinstance(module.__dict__.get(name), Tensor) and not masked_value.is_live(module, name):
+            setattr(module, name, self.apply_mask(module))
+
     @property
     def multiplies(self) -> bool:
         """Whether the mask acts by multiplication: the method does not override apply_mask."""
         return getattr(self.apply_mask, "__func__", None) is PruningHook.apply_mask
 
-    def bind(self, module: nn.Module) -> None:
-        """Remember the module, for :meth:`__deepcopy__` and :func:`newly_bound`."""
+    def register_module(self, module: nn.Module) -> None:
+        """Remember the module, for :meth:`__deepcopy__` and :func:`new_modules`."""
         self._module_ref = weakref.ref(module)
         _bound.add(module)
         guard_merges()
 
-    def note_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
+    def remember_parameter(self, module: nn.Module, *, is_managed: bool) -> None:
         """Remember the parameter to which the mask belongs, and its layout."""
         parameter = module._parameters.get(orig_key(self._tensor_name))
         self.layout = None if is_managed or parameter is None else layout_of(parameter)
         self._parameter_id = None
-        self.note_again(module)
+        self.refresh_parameter_id(module)
 
-    def note_again(self, module: nn.Module) -> None:
+    def refresh_parameter_id(self, module: nn.Module) -> None:
         """Remember the parameter after it may have been replaced, by loading or moving."""
         parameter = module._parameters.get(orig_key(self._tensor_name))
         if self.layout is not None and parameter is not None:
             self._parameter_id = id(parameter)
 
-    def is_another(self, parameter: Tensor) -> bool:
+    def is_replaced(self, parameter: Tensor) -> bool:
         """Whether this is known to be another parameter than the one that was pruned."""
         return self._parameter_id not in (None, id(parameter))
 
     def _before_forward(self, module: nn.Module) -> None:
         if self._module_ref is None or self._module_ref() is not module:
-            self.bind(module)
+            self.register_module(module)
         original = module._parameters.get(orig_key(self._tensor_name))
         if self._last_original_id is not None and id(original) != self._last_original_id:
             self._last_original_id = id(original)
@@ -170,7 +176,7 @@ class PruningHook:
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         if in_copy:
-            clone.bind(memo[id(module)])
+            clone.register_module(memo[id(module)])
         return clone
 
 
@@ -195,7 +201,7 @@ def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
     return None
 
 
-def newly_bound() -> Iterator[nn.Module]:
+def new_modules() -> Iterator[nn.Module]:
     """The modules that were bound to a hook since they were last yielded.
 
     One is forgotten once the caller asks for the next. Copies get their attributes when all of them

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from distprune._common.pruned_form import is_dtensor, local_tensor
 from distprune.masks.hook import find_hook
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import masked_value
 from distprune.torch_private.managed import Managed
 
 
@@ -109,5 +108,5 @@ class Replaced:
         """Compute ``mask * weight_orig`` anew where a module keeps it."""
         for module, name in self.places:
             present = find_hook(module, name)
-            if present is not None and not masked_value.is_live(module, name):
-                setattr(module, name, present[1].apply_mask(module))
+            if present is not None:
+                present[1].refresh_product(module)

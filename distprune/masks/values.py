@@ -22,7 +22,7 @@ from distprune.masks.hook import find_hook
 from distprune.shards.geometry import memory_order
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
-from distprune.torch_private import live_graphs, masked_value
+from distprune.torch_private import live_graphs
 from distprune.torch_private.managed import Managed
 
 # (number of the parameter in the list, this rank's unmasked values) -> None: writes new values
@@ -163,8 +163,8 @@ class _Part:
         """Compute ``mask * weight_orig`` anew where a module keeps it."""
         for module, name in self.places if self.managed is None else ():
             present = find_hook(module, name)
-            if present is not None and not masked_value.is_live(module, name):
-                setattr(module, name, present[1].apply_mask(module))
+            if present is not None:
+                present[1].refresh_product(module)
 
     def check_no_backward(self, when: str) -> None:
         """Raise RuntimeError if a backward is still to come that may need the values."""

@@ -352,11 +352,11 @@ class PruningContainer(BasePruningMethod):
         # As in torch, None is appended too.
         self._pruning_methods += (method,)  # type: ignore[operator]
 
-    def bind(self, module: nn.Module) -> None:
-        super().bind(module)
+    def register_module(self, module: nn.Module) -> None:
+        super().register_module(module)
         # A schedule leaves one method a hundred times: see builtin.chosen_hook.
         for method in {id(method): method for method in self._pruning_methods}.values():
-            method.bind(module)
+            method.register_module(module)
 
     def __len__(self) -> int:
         return len(self._pruning_methods)

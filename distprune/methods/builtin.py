@@ -199,8 +199,8 @@ class CustomFromMask(BasePruningMethod):
         assert mask is not None
         return mask
 
-    def bind(self, module: nn.Module) -> None:
-        super().bind(module)
+    def register_module(self, module: nn.Module) -> None:
+        super().register_module(module)
         if self._is_in_buffer:
             self._mask = None
 

@@ -1,17 +1,26 @@
-"""The pruned parameters of a model on this rank, and traces of deleted masks."""
+"""The places at which a model is pruned on this rank, or has a trace of it, and their problems.
+
+A mask acts if the parameter, the mask, the hook and the record of the wrapper exist and fit
+together.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import full_name, named_modules
-from distprune._common.pruned_form import mask_key, name_of_mask, orig_key
+from distprune._common.pruned_form import is_dtensor, mask_key, name_of_mask, orig_key
 from distprune.masks import guards
-from distprune.masks.hook import PruningHook
+from distprune.masks.hook import PruningHook, hooks_on, layout_of
+from distprune.shards.reader import ShardReader
 from distprune.torch_private import masked_value
+from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
 
 
 @dataclass
@@ -20,7 +29,6 @@ class Place:
 
     Attributes:
         path: full name of the parameter.
-        hook: its pruning hook; None if it was deleted.
         problems: what is wrong with the parameter under this name.
         is_readable: whether the mask and the parameter exist and fit each other.
     """
@@ -28,9 +36,22 @@ class Place:
     path: str
     module: nn.Module
     name: str
-    hook: PruningHook | None
     problems: list[str] = field(default_factory=list)
     is_readable: bool = True
+
+    @cached_property
+    def hooks(self) -> list[PruningHook]:
+        """The pruning hooks of the parameter: one, unless something is wrong."""
+        return [
+            hook
+            for hook in hooks_on(self.module)
+            if getattr(hook, "_tensor_name", None) == self.name
+        ]
+
+    @property
+    def hook(self) -> PruningHook | None:
+        """Its pruning hook; None if it was deleted."""
+        return next(iter(self.hooks), None)
 
     @property
     def original(self) -> Any:
@@ -44,34 +65,26 @@ class Place:
         """The buffer that should be the mask; None if it was deleted."""
         return self.module._buffers.get(mask_key(self.name))
 
+    def fail(self, text: str) -> None:
+        """Add a problem because of which the parameter cannot be read together with its mask."""
+        self.problems.append(text)
+        self.is_readable = False
+
 
 def places_of(model: nn.Module, prefix: str = "") -> list[Place]:
     """Every place of the model that is pruned, or has a trace of a deleted mask."""
-    places = []
-    for path, module in named_modules(model):
-        path = ".".join(filter(None, (prefix, path)))
-        for name in _traces(module):
-            places.append(place_of(module, name, full_name(path, name)))
-    return places
+    prefix = prefix + "." if prefix else ""
+    return [
+        Place(prefix + full_name(path, name), module, name)
+        for path, module in named_modules(model)
+        for name in traces(module)
+    ]
 
 
-def place_of(module: nn.Module, name: str, path: str) -> Place:
-    """One place, pruned or not."""
-    hooks = hooks_of(module, name)
-    return Place(path, module, name, hooks[0] if hooks else None)
-
-
-def is_traced(module: nn.Module, name: str) -> bool:
-    """Whether a parameter is pruned, or has a trace of a deleted mask."""
-    return name in _traces(module)
-
-
-def _traces(module: nn.Module) -> list[str]:
+def traces(module: nn.Module) -> list[str]:
     """Names of the parameters that have a hook, a mask or what pruning adds to a module."""
     names: dict[str, None] = {
-        hook._tensor_name: None
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook) and hasattr(hook, "_tensor_name")
+        hook._tensor_name: None for hook in hooks_on(module) if hasattr(hook, "_tensor_name")
     }
     for key in module._buffers:
         name = name_of_mask(key)
@@ -98,10 +111,119 @@ def _is_of_torch(module: nn.Module, name: str) -> bool:
     )
 
 
-def hooks_of(module: nn.Module, name: str) -> list[PruningHook]:
-    """The pruning hooks of a parameter: one, unless something is wrong."""
-    return [
-        hook
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook) and getattr(hook, "_tensor_name", None) == name
-    ]
+def check(place: Place, reader: ShardReader, managed: Mapping[tuple[int, str], Managed]) -> None:
+    """Add to a place's problems everything that keeps its mask from acting."""
+    module, name, original = place.module, place.name, orig_key(place.name)
+    num_hooks = len(place.hooks)
+    if not num_hooks:
+        place.problems.append("its pruning hook is gone, so that nothing keeps the mask acting")
+    elif num_hooks > 1:
+        place.problems.append(f"it has {num_hooks} pruning hooks; expected one")
+    if module._parameters.get(name) is not None:
+        place.problems.append(
+            f"another parameter is registered as {name}, in the place of the masked one"
+        )
+    if not isinstance(place.original, Tensor):
+        place.fail(f"{original} is gone")
+    if not isinstance(place.mask, Tensor):
+        place.fail(f"its mask, the buffer {mask_key(name)}, is gone")
+    if not place.is_readable:
+        return
+    record = managed.get((id(module), original), managed.get((id(module), name)))
+    if record is None:
+        record = reader.managed(module, name)
+    shard_mask = module.__dict__.get(masked_value.shard_mask_key(name))
+    if record is None:
+        _check_unmanaged(place, shard_mask)
+    elif shard_mask is None:
+        place.fail(
+            "it was wrapped after it had been pruned, and its mask is whole on every rank; call "
+            "shard_masks(model) after wrapping"
+        )
+    else:
+        _check_managed(place, record, shard_mask)
+
+
+def _check_managed(place: Place, record: Managed, shard_mask: ShardMask) -> None:
+    module, name, original = place.module, place.name, orig_key(place.name)
+    masked_record = shard_mask.managed()
+    if masked_record is None or masked_record.key != record.key:
+        place.fail(
+            "it was wrapped anew, and its mask acts on what the earlier wrapper had; call "
+            "masks_aside(model) around the wrapping"
+        )
+        return
+    replacement = record.plain_replacement if isinstance(record, ManagedDTensor) else None
+    if replacement is not None:
+        place.fail(
+            f"{original} was replaced by {_described(replacement)}, which its wrapper cannot "
+            "gather; load a state dict of DTensors, or without assign=True"
+        )
+        return
+    if not shard_mask.is_attached():
+        place.problems.append("its mask is not attached to the shard, which is gathered unmasked")
+    if not masked_value.is_live(module, name):
+        place.problems.append(f"the class of the module was changed, so that {name} is not masked")
+    if not record.has_registered(module, original):
+        place.fail(f"{original} was replaced by a parameter that the wrapper does not have")
+    _check_layout(place, _parameter_of(record))
+    if place.is_readable and place.mask.dtype is not torch.bool:
+        place.fail(f"its mask has dtype {place.mask.dtype}; expected torch.bool under FSDP")
+
+
+def _parameter_of(record: Managed) -> Tensor:
+    """The unmasked parameter in the form that the wrapper shards: a DTensor or a run."""
+    if isinstance(record, ManagedDTensor):
+        return record.sharded
+    assert isinstance(record, ManagedRun)
+    return record.values
+
+
+def _check_unmanaged(place: Place, shard_mask: ShardMask | None) -> None:
+    module, name, hook = place.module, place.name, place.hook
+    original, parameter = orig_key(name), place.original
+    if shard_mask is not None:
+        place.fail("the FSDP wrapper that its mask acted in does not have it any more")
+        return
+    _check_layout(place, parameter)
+    if masked_value.must_be_live(module, name) and not masked_value.is_live(module, name):
+        place.problems.append(f"{name} is not computed when it is read, as it has to be here")
+    if hook is None or hook.layout is None:
+        return
+    if layout_of(parameter) != hook.layout:
+        place.problems.append(
+            f"{original} has the layout: {layout_of(parameter)}; it was pruned as: {hook.layout}"
+        )
+    elif hook.is_replaced(parameter):
+        place.problems.append(f"{original} was replaced by another parameter than the one pruned")
+
+
+def _check_layout(place: Place, parameter: Tensor) -> None:
+    """Add a problem if a mask is not laid out like its parameter."""
+    mask: Tensor = place.mask
+    fits = (
+        mask.shape == parameter.shape
+        and mask.device == parameter.device
+        and is_dtensor(mask) == is_dtensor(parameter)
+    )
+    if fits and is_dtensor(mask) and is_dtensor(parameter):
+        fits = (
+            mask.device_mesh == parameter.device_mesh
+            and tuple(mask.placements) == tuple(parameter.placements)
+            and mask.to_local().shape == parameter.to_local().shape
+        )
+    if not fits:
+        place.fail(
+            f"its mask is {_described(mask)}, and the parameter {_described(parameter)}; expected "
+            "the same layout"
+        )
+
+
+def _described(tensor: Tensor) -> str:
+    kind = f"a tensor of shape {tuple(tensor.shape)} on {tensor.device}"
+    if not is_dtensor(tensor):
+        return kind
+    return (
+        f"a DTensor of shape {tuple(tensor.shape)} with {tensor.placements} on a mesh of shape "
+        f"{tuple(tensor.device_mesh.shape)}, {tuple(tensor.to_local().shape)} here"
+    )

@@ -6,7 +6,7 @@ and traffic for whole parameters. A selection that it cannot repeat is listed wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator
 from distprune._common.memory import INTEGERS
-from distprune.masks.hook import PruningHook
 from distprune.masks.record import CallRecord
 from distprune.shards.shard import LocalShard
-from distprune.verification.entries import LocalEntry
+from distprune.verification.inspecting import LocalEntry
 from distprune.verification.sharing import leader_of
 
 _UNKNOWN = "what pruned it last is not known (its mask was loaded, or another function made it)"
@@ -49,11 +48,7 @@ class _Call:
     has_changed: bool
 
 
-def recompute(
-    entries: Sequence[LocalEntry],
-    hooks: Mapping[str, Sequence[PruningHook]],
-    communicator: Communicator,
-) -> Recomputed:
+def recompute(entries: Sequence[LocalEntry], communicator: Communicator) -> Recomputed:
     """Repeat the last selection of each parameter, and compare the masks. Collective.
 
     A selection can be repeated if it was by magnitude alone, of parameters that had no mask
@@ -65,7 +60,7 @@ def recompute(
     result = Recomputed()
 
     def plan() -> list[_Call]:
-        calls, unknown = _calls(entries, hooks)
+        calls, unknown = _calls(entries)
         result.not_recomputed += [f"{name}: {_UNKNOWN}" for name in unknown]
         return calls
 
@@ -87,17 +82,17 @@ def recompute(
 
 
 def _calls(
-    entries: Sequence[LocalEntry], hooks: Mapping[str, Sequence[PruningHook]]
+    entries: Sequence[LocalEntry],
 ) -> tuple[list[_Call], list[str]]:
     """The calls that pruned these parameters last, and the parameters whose call is unknown."""
     by_token: dict[int, list[tuple[CallRecord, LocalEntry]]] = {}
     unknown = []
     for entry in entries:
-        hook = next(iter(hooks.get(entry.name, ())), None)
-        if hook is None or hook.call_record is None or entry.shard is None:
+        record = entry.hooks[0].call_record if entry.hooks else None
+        if record is None or entry.shard is None:
             unknown.append(entry.name)
         else:
-            by_token.setdefault(hook.call_record.token, []).append((hook.call_record, entry))
+            by_token.setdefault(record.token, []).append((record, entry))
     calls = []
     for members in by_token.values():
         members.sort(key=lambda member: member[0].position)

@@ -8,87 +8,152 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from distprune._common.collectives import Communicator
-from distprune.masks.record import MaskRecord
+from distprune.shards.checksum import of_shard, replicas_agree
 from distprune.shards.shard import LocalShard
-from distprune.verification.entries import LocalEntry, Numbers, SharedEntry, region_hash
+from distprune.verification.inspecting import LocalEntry
+from distprune.verification.report import VerifiedParameter
 
-_MAX = 2**63 - 1
+_UNKNOWN = 2**63 - 1
+# Of at most this many parameters, the ranks that differ are named.
+_MAX_COMPARED = 64
+# Longer lists of problems on one rank, and longer texts, are cut.
+_MAX_PROBLEMS, _MAX_TEXT = 200, 600
 
 
 @dataclass
-class Minima:
-    """Minima over the ranks for one parameter; None where no rank has a value.
+class SharedEntry:
+    """One parameter over all ranks; the same on every rank.
+
+    Attributes:
+        problems: all but ``record_problem``.
+        record_problem: says that the mask is not the one that the last pruning left.
+    """
+
+    name: str
+    num_elements: int = 0
+    num_pruned: int = 0
+    fingerprint: int = 0
+    problems: list[str] = field(default_factory=list)
+    record_problem: str | None = None
+
+    def to_report(self) -> VerifiedParameter:
+        """The entry of the report."""
+        problems = [*self.problems, *([self.record_problem] if self.record_problem else [])]
+        return VerifiedParameter(
+            self.name, self.num_elements, self.num_pruned, self.fingerprint, tuple(problems)
+        )
+
+
+def share(
+    local: Mapping[str, LocalEntry],
+    model_problems: Sequence[str],
+    communicator: Communicator,
+    *,
+    pipeline_parallel: bool,
+) -> tuple[list[SharedEntry], list[str]]:
+    """All parameters that any rank has, and the problems of the model; the same on every rank.
+
+    Cost: three all-reduces, of 16 bytes, and of 80 bytes per parameter twice, if nothing is wrong.
+    """
+    names, holders = _all_names(list(local), communicator)
+    entries = [local.get(name) for name in names]
+    rows = torch.tensor([_minima(entry, communicator) for entry in entries], dtype=torch.int64)
+    minima = [Minima(*row) for row in communicator.min(rows).tolist()] if names else []
+    num_problems = len(model_problems) + sum(len(entry.problems) for entry in local.values())
+    parts = [
+        _sums(entry, minimum, communicator) for entry, minimum in zip(entries, minima, strict=True)
+    ]
+    parts.append(Sums(num_problems))
+    sums = communicator.sum(torch.tensor(parts, dtype=torch.int64)).tolist()
+    *totals, (num_problems, *_) = [Sums(*row) for row in sums]
+    shared = [_judged(*facts) for facts in zip(names, minima, totals, strict=True)]
+    facts = zip(shared, minima, totals, strict=True)
+    different = [entry for entry, minimum, total in facts if _differs(minimum, total)]
+    if holders is not None and not pipeline_parallel:
+        for entry, ranks in zip(shared, holders, strict=True):
+            others = set(communicator.ranks) - ranks
+            if others:
+                entry.problems.append(
+                    f"it is pruned on {ranks_in_words(ranks, communicator)} and not on "
+                    f"{ranks_in_words(others, communicator)}"
+                )
+    _name_ranks_that_differ(different, local, communicator)
+    if not num_problems:
+        return shared, []
+    return shared, _share_texts(local, model_problems, shared, communicator)
+
+
+def _all_names(
+    local: list[str], communicator: Communicator
+) -> tuple[list[str], list[set[int]] | None]:
+    """The names on all ranks, and the ranks that have each; None if all ranks have all."""
+    text = json.dumps(local)
+    digest = _digest(text)
+    low, high = communicator.max(torch.tensor([-digest, digest], dtype=torch.int64)).tolist()
+    if -low == high:
+        return local, None
+    texts, kinds = communicator.distinct_texts(text)
+    lists = [json.loads(text) for text in texts]
+    holders: dict[str, set[int]] = {name: set() for names in lists for name in names}
+    for rank, kind in zip(communicator.ranks, kinds, strict=True):
+        for name in lists[kind]:
+            holders[name].add(rank)
+    return list(holders), list(holders.values())
+
+
+class Minima(NamedTuple):
+    """Minima over the ranks for one parameter; _UNKNOWN where no rank has a value.
+
+    A minimum of negative numbers, or of inverted bits, is the negative or inverted maximum.
 
     Attributes:
         leader: first rank of the copy whose numbers are counted.
-        has_one_kind: whether shape, dtype, layout and number of replicas are equal on all ranks.
+        kind, negative_kind: of shape, dtype, layout and number of replicas.
         num_replicas, numel: of the parameter.
-        records: the lowest and the highest record of the last pruning.
+        pruned, negative_pruned, bits, inverted_bits: of the record of the last pruning.
     """
 
-    leader: int | None
-    has_one_kind: bool
-    num_replicas: int | None
-    numel: int | None
-    records: tuple[MaskRecord, MaskRecord] | None
+    leader: int = _UNKNOWN
+    kind: int = _UNKNOWN
+    negative_kind: int = _UNKNOWN
+    num_replicas: int = _UNKNOWN
+    numel: int = _UNKNOWN
+    pruned: int = _UNKNOWN
+    negative_pruned: int = _UNKNOWN
+    bits: int = _UNKNOWN
+    inverted_bits: int = _UNKNOWN
 
 
-def minima(
-    names: Sequence[str], local: dict[str, LocalEntry], communicator: Communicator
-) -> list[Minima]:
-    """The minima of every parameter. Collective."""
-    rows = []
-    for name in names:
-        row = [_MAX] * 10
-        entry = local.get(name)
-        if entry is not None and entry.shard is not None:
-            shard = entry.shard
-            facts = f"{tuple(shard.shape)} {shard.values.dtype} {shard.layout}"
-            kind = int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "big")
-            row[:5] = [leader_of(shard, communicator), kind, -kind, shard.num_replicas, shard.numel]
-            row[5] = -shard.num_replicas
-            if entry.record is not None:
-                number, bits = entry.record.num_pruned, entry.record.fingerprint
-                row[6:] = [number, -number, bits, ~bits]
-        rows.append(row)
-    if not rows:
-        return []
-    shared_rows = communicator.min(torch.tensor(rows, dtype=torch.int64)).tolist()
-    result = []
-    for leader, kind, minus_kind, replicas, numel, minus_replicas, *record in shared_rows:
-        records = None
-        if record[0] != _MAX:
-            records = (MaskRecord(record[2], record[0]), MaskRecord(~record[3], -record[1]))
-        result.append(
-            Minima(
-                None if leader == _MAX else leader,
-                kind == -minus_kind and replicas == -minus_replicas,
-                None if replicas == _MAX else replicas,
-                None if numel == _MAX else numel,
-                records,
-            )
-        )
-    return result
+def _minima(entry: LocalEntry | None, communicator: Communicator) -> Minima:
+    if entry is None or entry.shard is None:
+        return Minima()
+    shard, record = entry.shard, entry.record
+    kind = _digest(f"{tuple(shard.shape)} {shard.values.dtype} {shard.layout} {shard.num_replicas}")
+    of_shard = (leader_of(shard, communicator), kind, -kind, shard.num_replicas, shard.numel)
+    if record is None:
+        return Minima(*of_shard)
+    number, bits = record.num_pruned, record.fingerprint
+    return Minima(*of_shard, number, -number, bits, ~bits)
 
 
 def leader_of(shard: LocalShard | None, communicator: Communicator) -> int:
     """The first rank of this copy of the parameter, which tells it from other copies."""
     if shard is None:
-        return _MAX
+        return _UNKNOWN
     if shard.ranks is None:
         return communicator.rank
-    return min(shard.ranks) if communicator.rank in shard.ranks else _MAX
+    return min(shard.ranks) if communicator.rank in shard.ranks else _UNKNOWN
 
 
-@dataclass
-class Totals:
-    """Sums over the ranks for one parameter.
+class Sums(NamedTuple):
+    """Sums over the ranks for one parameter, modulo 2**64.
 
     Attributes:
         num_problems: on all ranks.
@@ -97,85 +162,88 @@ class Totals:
         num_elements, num_pruned, fingerprint: of the copy of the leader, its first replica.
         mask_everywhere, mask_first: hashes of the masks, of all replicas and of the first ones.
         weight_everywhere, weight_first: the same for the weights.
-        num_replicas: of the parameter, in all copies together.
     """
 
-    num_problems: int
-    num_unread: int
-    num_leaders: int
-    num_elements: int
-    num_pruned: int
-    fingerprint: int
-    mask_everywhere: int
-    mask_first: int
-    weight_everywhere: int
-    weight_first: int
-    num_replicas: int = 1
-
-    @property
-    def differs(self) -> bool:
-        """Whether replicas have different masks or weights."""
-        return not self.num_unread and any(
-            (first * self.num_replicas - everywhere) % 2**64
-            for everywhere, first in (
-                (self.mask_everywhere, self.mask_first),
-                (self.weight_everywhere, self.weight_first),
-            )
-        )
+    num_problems: int = 0
+    num_unread: int = 0
+    num_leaders: int = 0
+    num_elements: int = 0
+    num_pruned: int = 0
+    fingerprint: int = 0
+    mask_everywhere: int = 0
+    mask_first: int = 0
+    weight_everywhere: int = 0
+    weight_first: int = 0
 
 
-def totals(
-    names: Sequence[str],
-    local: dict[str, LocalEntry],
-    num_model_problems: int,
-    lowest: Sequence[Minima],
-    communicator: Communicator,
-) -> tuple[list[Totals], int]:
-    """The sums of every parameter, and the number of all problems. Collective."""
-    rows, num_problems = [], num_model_problems
-    for name, minimum in zip(names, lowest, strict=True):
-        row, entry = [0] * 10, local.get(name)
-        if entry is not None:
-            row[0] = len(entry.problems)
-            num_problems += len(entry.problems)
-            if entry.shard is None or entry.numbers is None:
-                row[1] = 1
-            else:
-                row[2:] = _row(entry.shard, entry.numbers, minimum, communicator)
-        rows.append([_wrapped(value) for value in row])
-    rows.append([num_problems, *[0] * 9])
-    *shared_rows, last_row = communicator.sum(torch.tensor(rows, dtype=torch.int64)).tolist()
-    sums = [Totals(*row) for row in shared_rows]
-    for total, minimum in zip(sums, lowest, strict=True):
-        total.num_replicas = total.num_leaders * (minimum.num_replicas or 1)
-    return sums, last_row[0]
-
-
-def _row(
-    shard: LocalShard, numbers: Numbers, minimum: Minima, communicator: Communicator
-) -> list[int]:
+def _sums(entry: LocalEntry | None, minimum: Minima, communicator: Communicator) -> Sums:
+    """This rank's summands for one parameter."""
+    if entry is None:
+        return Sums()
+    shard = entry.shard
+    if shard is None:
+        return Sums(num_unread=1)
     leader = leader_of(shard, communicator)
-    if leader == _MAX:  # outside of the parameter's mesh
-        return [0] * 8
-    weight_hash = numbers.weight_hash or 0
-    row = [int(communicator.rank == leader), 0, 0, 0, numbers.mask_hash, 0, weight_hash, 0]
-    if leader == minimum.leader and shard.replica == 0:
-        row[1:4] = [numbers.num_elements, numbers.num_pruned, numbers.fingerprint]
-        row[5], row[7] = numbers.mask_hash, weight_hash
-    return row
+    if leader == _UNKNOWN:  # outside of the parameter's mesh
+        return Sums()
+    sums = Sums(
+        num_leaders=int(communicator.rank == leader),
+        mask_everywhere=entry.mask_hash,
+        weight_everywhere=entry.weight_hash,
+    )
+    if leader != minimum.leader or shard.replica:
+        return sums
+    return sums._replace(
+        num_elements=shard.values.numel(),
+        num_pruned=entry.num_pruned,
+        fingerprint=entry.fingerprint,
+        mask_first=entry.mask_hash,
+        weight_first=entry.weight_hash,
+    )
 
 
-def _wrapped(value: int) -> int:
-    """As int64 arithmetic wraps."""
-    return (value + 2**63) % 2**64 - 2**63
+def _differs(minimum: Minima, total: Sums) -> bool:
+    """Whether replicas of a parameter have different masks or weights."""
+    num_replicas = total.num_leaders * minimum.num_replicas
+    return not total.num_unread and not (
+        replicas_agree(num_replicas, total.mask_everywhere, total.mask_first)
+        and replicas_agree(num_replicas, total.weight_everywhere, total.weight_first)
+    )
 
 
-# For at most this many parameters the ranks that differ are named.
-_MAX_COMPARED = 64
+def _judged(name: str, minimum: Minima, total: Sums) -> SharedEntry:
+    """The entry of a parameter, with what is wrong with it as a whole."""
+    is_read = minimum.numel != _UNKNOWN
+    numel = minimum.numel if is_read else 0
+    entry = SharedEntry(name, numel, total.num_pruned, total.fingerprint)
+    if total.num_unread or not is_read:
+        return entry  # the ranks that could not read it report why
+    if minimum.kind != -minimum.negative_kind:
+        entry.problems.append("the ranks hold it in different shapes, dtypes or layouts")
+        return entry
+    if total.num_elements != numel:
+        entry.problems.append(
+            f"its shards hold {total.num_elements} elements; expected {numel} in all"
+        )
+    if minimum.pruned == _UNKNOWN:
+        return entry
+    if minimum.pruned != -minimum.negative_pruned or minimum.bits != ~minimum.inverted_bits:
+        entry.problems.append("the ranks know of different last prunings of it")
+    elif total.num_pruned != minimum.pruned:
+        entry.record_problem = (
+            f"its mask was changed since the last pruning: {total.num_pruned} elements are "
+            f"pruned, where that left {minimum.pruned}"
+        )
+    elif total.fingerprint != minimum.bits:
+        entry.record_problem = (
+            f"its mask was changed since the last pruning: {total.num_pruned} elements are "
+            "pruned, as that left it, but not the same ones"
+        )
+    return entry
 
 
-def name_ranks_that_differ(
-    different: Sequence[SharedEntry], local: dict[str, LocalEntry], communicator: Communicator
+def _name_ranks_that_differ(
+    different: Sequence[SharedEntry], local: Mapping[str, LocalEntry], communicator: Communicator
 ) -> None:
     """Add to the entries of parameters whose replicas differ which ranks do. Collective.
 
@@ -189,13 +257,10 @@ def name_ranks_that_differ(
     hashes = torch.zeros(len(compared), communicator.size, 3, dtype=torch.int64)
     for row, entry in enumerate(compared):
         mine = local.get(entry.name)
-        if mine is not None and mine.numbers is not None and mine.shard is not None:
+        if mine is not None and mine.shard is not None:
+            region = of_shard(mine.shard) | 1  # not 0, and equal where the same elements are
             hashes[row, communicator.index] = torch.tensor(
-                [
-                    region_hash(mine.shard),
-                    mine.numbers.mask_hash,
-                    mine.numbers.weight_hash or 0,
-                ]
+                [region, mine.mask_hash, mine.weight_hash]
             )
     for entry, by_rank in zip(compared, communicator.sum(hashes).tolist(), strict=True):
         for what, column in (("masks", 1), ("weights", 2)):
@@ -238,91 +303,8 @@ def ranks_in_words(ranks: Iterable[int], communicator: Communicator) -> str:
     return f"rank{'s' if len(ordered) > 1 else ''} {text}"
 
 
-# Longer lists of problems on one rank, and longer texts, are cut.
-_MAX_PROBLEMS, _MAX_TEXT = 200, 600
-
-
-def share(
-    entries: Sequence[LocalEntry],
-    model_problems: Sequence[str],
-    communicator: Communicator,
-    *,
-    pipeline_parallel: bool,
-) -> tuple[list[SharedEntry], list[str]]:
-    """All parameters that any rank has, and the problems of the model; the same on every rank.
-
-    Cost: three all-reduces, of 16 bytes, and of 80 bytes per parameter twice, if nothing is wrong.
-    """
-    local = {entry.name: entry for entry in entries}
-    names, holders = _all_names(list(local), communicator)
-    lowest = minima(names, local, communicator)
-    sums, num_problems = totals(names, local, len(model_problems), lowest, communicator)
-    shared = [_judged(*facts) for facts in zip(names, lowest, sums, strict=True)]
-    if holders is not None and not pipeline_parallel:
-        for entry, ranks in zip(shared, holders, strict=True):
-            others = set(communicator.ranks) - ranks
-            if others:
-                entry.problems.append(
-                    f"it is pruned on {ranks_in_words(ranks, communicator)} and not on "
-                    f"{ranks_in_words(others, communicator)}"
-                )
-    different = [entry for entry, total in zip(shared, sums, strict=True) if total.differs]
-    name_ranks_that_differ(different, local, communicator)
-    if not num_problems:
-        return shared, []
-    return shared, _share_texts(local, model_problems, shared, communicator)
-
-
-def _all_names(
-    local: list[str], communicator: Communicator
-) -> tuple[list[str], list[set[int]] | None]:
-    """The names on all ranks, and the ranks that have each; None if all ranks have all."""
-    text = json.dumps(local)
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-    low, high = communicator.max(torch.tensor([-digest, digest], dtype=torch.int64)).tolist()
-    if -low == high:
-        return local, None
-    texts, kinds = communicator.distinct_texts(text)
-    lists = [json.loads(text) for text in texts]
-    holders: dict[str, set[int]] = {name: set() for names in lists for name in names}
-    for rank, kind in zip(communicator.ranks, kinds, strict=True):
-        for name in lists[kind]:
-            holders[name].add(rank)
-    return list(holders), list(holders.values())
-
-
-def _judged(name: str, minimum: Minima, total: Totals) -> SharedEntry:
-    """The entry of a parameter, with what is wrong with it as a whole."""
-    entry = SharedEntry(name, minimum.numel or 0, total.num_pruned, total.fingerprint)
-    if total.num_unread or minimum.numel is None:
-        return entry  # the ranks that could not read it report why
-    if not minimum.has_one_kind:
-        entry.problems.append("the ranks hold it in different shapes, dtypes or layouts")
-        return entry
-    if total.num_elements != minimum.numel:
-        entry.problems.append(
-            f"its shards hold {total.num_elements} elements; expected {minimum.numel} in all"
-        )
-    if minimum.records is None:
-        return entry
-    low, high = minimum.records
-    if low != high:
-        entry.problems.append("the ranks know of different last prunings of it")
-    elif total.num_pruned != low.num_pruned:
-        entry.record_problem = (
-            f"its mask was changed since the last pruning: {total.num_pruned} elements are "
-            f"pruned, where that left {low.num_pruned}"
-        )
-    elif total.fingerprint != low.fingerprint:
-        entry.record_problem = (
-            f"its mask was changed since the last pruning: {total.num_pruned} elements are "
-            "pruned, as that left it, but not the same ones"
-        )
-    return entry
-
-
 def _share_texts(
-    local: dict[str, LocalEntry],
+    local: Mapping[str, LocalEntry],
     model_problems: Sequence[str],
     shared: Sequence[SharedEntry],
     communicator: Communicator,
@@ -343,9 +325,14 @@ def _share_texts(
     of_model = []
     for (name, text), ranks in ranks_with.items():
         if communicator.size > 1:
-            text = f"on {ranks_in_words(sorted(set(ranks)), communicator)}: {text}"
+            text = f"on {ranks_in_words(set(ranks), communicator)}: {text}"
         if name:
             by_name[name].problems.append(text)
         else:
             of_model.append(text)
     return of_model
+
+
+def _digest(text: str) -> int:
+    """A positive int64, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distprune._common.collectives import Communicator
-from distprune._common.naming import label_of, tied_places
+from distprune._common.naming import Pair, checked_pair, label_of, tied_places
 from distprune._common.process_groups import world
+from distprune.call.report import PruningReport
 from distprune.masks.record import MaskRecord
 from distprune.torch_private.wrapper import managed_parameters
-from distprune.verification.entries import SharedEntry
-from distprune.verification.expectations import (
-    Expected,
-    compare_with_reports,
-    expected_parameters,
+from distprune.verification.inspecting import (
+    LocalFindings,
+    find_dense_places,
+    inspect,
+    missing_members,
 )
-from distprune.verification.inspecting import LocalFindings, inspect
-from distprune.verification.places import Place, is_traced, place_of, places_of
+from distprune.verification.places import Place, places_of, traces
 from distprune.verification.reference import Recomputed, recompute
 from distprune.verification.report import VerificationError, VerificationReport
-from distprune.verification.sharing import share
+from distprune.verification.sharing import SharedEntry, share
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Expected = VerificationReport | PruningReport | Iterable[str | tuple[nn.Module, str]]
 
 
 def verify(
@@ -102,24 +105,23 @@ def verify(
     def inspect_model() -> LocalFindings:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-        required = [] if expected is None else expected_parameters(expected)
+        required.extend(() if expected is None else _expected_parameters(expected))
         managed_parameters(model)  # registers FSDP1 modules
         places = places_of(model, prefix)
         if accept:
             _refresh(places)
-        return inspect(
-            places,
-            required,
-            communicator,
-            pipeline_parallel=pipeline_parallel,
-            model=model,
-            forget_missing=accept,
-        )
+        findings = inspect(places, communicator, uses_pruned_names=pipeline_parallel)
+        find_dense_places(model, findings)
+        absent = missing_members(model, places, forget=accept)
+        _add_missing(findings, absent, required)
+        return findings
 
     communicator = world(group)
+    required: list[_Expected] = []
     return _verified(
         inspect_model,
         communicator,
+        required,
         is_expected_given=expected is not None,
         accept=accept,
         reference=reference,
@@ -129,13 +131,13 @@ def verify(
 
 
 def verify_parameters(
-    parameters: Sequence[tuple[nn.Module, str]],
+    parameters: Sequence[Pair],
     communicator: Communicator,
     *,
-    pruned: Sequence[tuple[nn.Module, str]],
+    pruned: Sequence[Pair],
     pipeline_parallel: bool = False,
 ) -> VerificationReport:
-    """:func:`verify` for single parameters.
+    """:func:`verify` for single parameters, of which ``pruned`` have to be pruned.
 
     Problems that only the whole model shows, such as a replaced module, are not found.
     """
@@ -143,16 +145,13 @@ def verify_parameters(
     def inspect_parameters() -> LocalFindings:
         places: dict[tuple[int, str], Place] = {}
         for position, pair in enumerate(parameters):
-            path = label_of(pair, position)
             for module, name in tied_places(pair):
-                if is_traced(module, name):
-                    places.setdefault((id(module), name), place_of(module, name, path))
-        return inspect(
-            list(places.values()),
-            expected_parameters(pruned),
-            communicator,
-            pipeline_parallel=pipeline_parallel,
-        )
+                if name in traces(module):
+                    place = Place(label_of(pair, position), module, name)
+                    places.setdefault((id(module), name), place)
+        findings = inspect(list(places.values()), communicator, uses_pruned_names=pipeline_parallel)
+        _add_missing(findings, [], _expected_parameters(pruned))
+        return findings
 
     return _verified(
         inspect_parameters,
@@ -165,6 +164,7 @@ def verify_parameters(
 def _verified(
     inspect_locally: Callable[[], LocalFindings],
     communicator: Communicator,
+    required: Sequence[_Expected] = (),
     *,
     is_expected_given: bool,
     accept: bool = False,
@@ -172,6 +172,11 @@ def _verified(
     raise_errors: bool = True,
     pipeline_parallel: bool = False,
 ) -> VerificationReport:
+    """Put what the ranks find together, and raise or report it.
+
+    Args:
+        required: what has to be pruned; ``inspect_locally`` may fill this list.
+    """
     started = time.perf_counter()
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
         facts = [
@@ -186,9 +191,8 @@ def _verified(
         )
         recomputed = Recomputed()
         if reference and not model_problems and not any(entry.problems for entry in shared):
-            hooks = {name: [hook for _, hook in pairs] for name, pairs in local.hooks.items()}
-            entries = [] if pipeline_parallel else local.entries
-            recomputed = recompute(entries, hooks, communicator)
+            entries = [] if pipeline_parallel else list(local.entries.values())
+            recomputed = recompute(entries, communicator)
             for entry in shared:
                 if entry.name in recomputed.problems:
                     entry.problems.append(recomputed.problems[entry.name])
@@ -200,7 +204,7 @@ def _verified(
         )
     if accept:
         _accept(shared, local)
-    compare_with_reports(shared, local.expected)
+    _compare_with_reports(shared, required)
     report = VerificationReport(
         tuple(entry.to_report() for entry in shared),
         tuple(model_problems),
@@ -218,32 +222,109 @@ def _verified(
     return report
 
 
-def _refresh(places: Sequence[Place]) -> None:
+@dataclass
+class _Expected:
+    """A parameter that has to be pruned.
+
+    Attributes:
+        name: fully qualified, if it has a full name.
+        places: the (module, name) pairs at which it occurs; None if only its name is known.
+        num_pruned, fingerprint: of its mask; None if any mask will do.
+    """
+
+    name: str
+    places: Sequence[Pair] | None = None
+    num_pruned: int | None = None
+    fingerprint: int | None = None
+
+
+def _expected_parameters(expected: Expected) -> list[_Expected]:
+    """Parameters, names or a report in one form."""
+    if isinstance(expected, VerificationReport | PruningReport):
+        unnamed = [entry.name for entry in expected.parameters if entry.name.endswith(")")]
+        if unnamed:
+            raise ValueError(
+                f"expected is a report of parameters without full names ({unnamed[0]}); expected "
+                "one of parameters that select(model) lists, or the list of them."
+            )
+        return [
+            _Expected(entry.name, None, entry.num_pruned, getattr(entry, "fingerprint", None))
+            for entry in expected.parameters
+        ]
+    if isinstance(expected, str):
+        expected = [expected]
+    return [_expected_parameter(position, entry) for position, entry in enumerate(expected)]
+
+
+def _expected_parameter(position: int, entry: Any) -> _Expected:
+    if isinstance(entry, str):
+        return _Expected(entry)
+    kinds = "full names, or (module, name) pairs as select(model) lists them"
+    checked_pair(entry, f"expected[{position}]", kinds)
+    return _Expected(label_of(entry, position), tied_places(entry))
+
+
+def _add_missing(
+    findings: LocalFindings, absent: Iterable[str], required: Iterable[_Expected]
+) -> None:
+    """Add problems of parameters that should be pruned, and are not."""
+    text = "it was pruned together with others, and is not pruned any more"
+    missing = dict.fromkeys(absent, text)
+    paths = {place.path for place in findings.places}
+    pairs = {(id(place.module), place.name) for place in findings.places}
+    for parameter in required:
+        if parameter.places is None:
+            is_pruned = parameter.name in paths
+        else:
+            is_pruned = any((id(module), name) in pairs for module, name in parameter.places)
+        if not is_pruned:
+            missing.setdefault(parameter.name, "it is expected to be pruned, and is not")
+    for name, text in missing.items():
+        findings.add_problem(name, text)
+
+
+def _compare_with_reports(shared: Iterable[SharedEntry], required: Iterable[_Expected]) -> None:
+    """Add problems where counts or fingerprints are not those of the expected report."""
+    by_name = {entry.name: entry for entry in shared}
+    for parameter in required:
+        entry = by_name.get(parameter.name)
+        if entry is None or not entry.num_elements or parameter.num_pruned is None:
+            continue
+        if entry.num_pruned != parameter.num_pruned:
+            entry.problems.append(
+                f"{entry.num_pruned} of its elements are pruned; expected {parameter.num_pruned}, "
+                "as in the report"
+            )
+        elif parameter.fingerprint not in (None, entry.fingerprint):
+            entry.problems.append("its pruned elements are not those of the expected report")
+
+
+def _refresh(places: Iterable[Place]) -> None:
     """Recompute the masked weights, as the next forward will do."""
     for place in places:
-        product = place.module.__dict__.get(place.name)
-        if isinstance(product, Tensor) and place.hook is not None:
+        if place.hook is not None:
             with torch.enable_grad():
-                setattr(place.module, place.name, place.hook.apply_mask(place.module))
+                place.hook.refresh_product(place.module)
 
 
-def _accept(shared: Sequence[SharedEntry], local: LocalFindings) -> None:
+def _accept(shared: Iterable[SharedEntry], local: LocalFindings) -> None:
     """Record the present masks as those of the last pruning, where nothing else is wrong."""
     for entry in shared:
         if entry.problems:
             continue
         entry.record_problem = None
-        for _, hook in local.hooks.get(entry.name, ()):
+        mine = local.entries.get(entry.name)
+        for hook in () if mine is None else mine.hooks:
             hook.record = MaskRecord(entry.fingerprint, entry.num_pruned)
 
 
-def _remember_names(places: Sequence[Place]) -> None:
+def _remember_names(places: Iterable[Place]) -> None:
     """Record the full names of parameters that were pruned without them, once all are present."""
     hooks = [(place, place.hook) for place in places if place.hook is not None]
     present = {hook.member for _, hook in hooks}
     renamed = set()
     for place, hook in hooks:
-        hook.note_again(place.module)
+        hook.refresh_parameter_id(place.module)
         member = hook.member
         if member is None or member.is_full or member in renamed:
             continue
