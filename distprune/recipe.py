@@ -59,8 +59,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distprune.recipes import BUDGET_FROM_STATISTICS
-from distprune.recipes.problems import RecipeError
+from distprune.recipes import BUDGET_FROM_STATISTICS, RecipeError
 from distprune.recipes.request import Request, shipped_recipes
 
 if TYPE_CHECKING:

@@ -1,31 +1,171 @@
-"""All commands, and what ``distprune --help`` says."""
+"""All commands, and what ``distprune --help`` says; ``recipe`` and ``env``, which are small."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import platform
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from inspect import cleandoc
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import distprune
-from distprune.cli import exits, ranks, streams
-from distprune.cli.commands import (
-    apply,
-    calibrate,
-    convert,
-    diff,
-    env,
-    eval,
+from distprune.cli import (
+    comparing,
+    copying,
     inspect,
+    language_models,
     plan,
+    process,
     prune,
-    recipe,
     selftest,
-    verify,
 )
-from distprune.cli.streams import printable
+from distprune.cli.console import Terminal
+from distprune.cli.options import AsJson, complete, find, read
+from distprune.cli.process import printable
+from distprune.files.text import format_size
+from distprune.recipe import Recipe
+from distprune.recipes.request import recipe_schema, shipped_recipes
+
+recipes_app = typer.Typer(
+    help="List, show and describe recipes: what to prune, and how much, as a file.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+@recipes_app.command("ls")
+def ls(as_json: AsJson = False) -> None:
+    """List the recipes that `-r NAME` knows."""
+    about = {name: _first_comment(path) for name, path in shipped_recipes().items()}
+    terminal = Terminal(as_json)
+    if as_json:
+        terminal.json([{"name": name, "about": text} for name, text in about.items()])
+    else:
+        terminal.table(("recipe", "what it does"), list(about.items()))
+
+
+@recipes_app.command("show")
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(help="A shipped recipe, or a file of your own.", autocompletion=complete),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Check a recipe and print it; the start of one's own: `recipe show layer_50 > my.yaml`."""
+    recipe = read(name, Recipe)
+    terminal = Terminal(as_json)
+    if as_json:
+        terminal.json(recipe.as_mapping())
+    else:
+        for line in find(name).read_text(encoding="utf-8").rstrip().splitlines():
+            terminal.text(line)
+
+
+@recipes_app.command("schema")
+def schema(as_json: AsJson = False) -> None:
+    """Print the JSON schema of a recipe, for editors that complete and check YAML.
+
+    It is JSON with and without --json.
+    """
+    Terminal(True).json(recipe_schema())
+
+
+def _first_comment(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
+_PACKAGES = (
+    "distprune", "torch", "numpy", "safetensors", "transformers", "accelerate", "typer", "rich",
+    "PyYAML", "pydantic", "matplotlib",
+)  # fmt: skip
+
+
+def env(
+    path: Annotated[Path, typer.Argument(help="A folder on the file system to report.")] = Path(
+        "."
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, devices, memory and the file system, for bug reports."""
+    if not path.exists():
+        raise typer.BadParameter(f"{path} does not exist; expected a folder.")
+    facts = _facts(path)
+    terminal = Terminal(as_json)
+    if as_json:
+        terminal.json(facts)
+        return
+    terminal.table(("what", "value"), [(key, str(value)) for key, value in facts.items()])
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for package in _PACKAGES:
+        facts[package] = _version(package)
+    facts |= _torch_facts()
+    facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    facts["memory"] = _memory()
+    facts["file system"] = f"{file_system(path)} ({format_size(shutil.disk_usage(path).free)} free)"
+    return facts
+
+
+def _version(package: str) -> str:
+    if package == "distprune":  # the one that runs, installed or not
+        import distprune
+
+        return distprune.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _torch_facts() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator()
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    backends = [name for name in names if dist.is_available() and dist.is_backend_available(name)]
+    kind = "none" if accelerator is None else accelerator.type
+    number = torch.accelerator.device_count() if accelerator is not None else 0
+    return {
+        "accelerator": f"{number} x {kind}" if number else kind,
+        "distributed backends": ", ".join(backends) or "none",
+    }
+
+
+def _memory() -> str | None:
+    try:
+        return format_size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that a path is on ("ext4"), as far as the system tells."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    best, kind = "", "unknown"
+    resolved = str(path.resolve())
+    for line in lines:
+        _, mount, mount_kind, *_ = line.split()
+        mount = mount.encode().decode("unicode_escape")
+        inside = mount == "/" or resolved == mount or resolved.startswith(mount + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, mount_kind
+    return kind
+
 
 _HELP = """
 Prune Hugging Face safetensors checkpoints of any size, without building the model.
@@ -68,14 +208,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Prune": (plan.plan, prune.prune, apply.apply, convert.convert),
-    "Language models": (eval.evaluate, calibrate.calibrate),
-    "Look": (inspect.inspect, verify.verify, diff.diff),
-    "Recipes and support": (env.env,),
+    "Prune": (plan.plan, prune.prune, copying.apply, copying.convert),
+    "Language models": (language_models.evaluate, language_models.calibrate),
+    "Look": (inspect.inspect, comparing.verify, comparing.diff),
+    "Recipes and support": (env,),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        _name = "eval" if _command is eval.evaluate else None
+        _name = "eval" if _command is language_models.evaluate else None
         app.command(_name, help=_flowing(_command.__doc__ or ""), rich_help_panel=_panel)(_command)
 
 
@@ -91,7 +231,7 @@ def _selftest(context: typer.Context) -> None:
     raise typer.Exit(selftest.main(context.args))
 
 
-app.add_typer(recipe.app, name="recipe", rich_help_panel="Recipes and support")
+app.add_typer(recipes_app, name="recipe", rich_help_panel="Recipes and support")
 
 
 def _show_version(is_set: bool) -> None:
@@ -124,17 +264,17 @@ def run(arguments: Sequence[str]) -> int:
             args=list(arguments), prog_name="distprune", obj=list(arguments), standalone_mode=False
         )
     except typer.Abort:
-        return exits.INTERRUPTED
+        return process.INTERRUPTED
     except _ParserError as error:
-        if not ranks.is_leader():  # all ranks have the same command line
-            return exits.USAGE
+        if not process.is_leader():  # all ranks have the same command line
+            return process.USAGE
         _show_usage(error)
-        if streams.wants_json(arguments):
+        if process.wants_json(arguments):
             # Without a command, the message is empty.
             text = printable(error.format_message()) or "no command is given."
-            streams.write_document(json.dumps({"exit_code": exits.USAGE, "error": text}) + "\n")
-        return exits.USAGE
-    return code if isinstance(code, int) else exits.OK
+            process.write_document(json.dumps({"exit_code": process.USAGE, "error": text}) + "\n")
+        return process.USAGE
+    return code if isinstance(code, int) else process.OK
 
 
 def _show_usage(error: Any) -> None:

@@ -1,6 +1,7 @@
 """Where commands write: data to stdout; notes, progress and errors to stderr.
 
 Data is text, tables or one JSON document. All of them are made for checkpoints of 100,000 tensors.
+Progress is a bar on a terminal, else a line every ten seconds.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from distprune.cli import streams
-from distprune.cli.streams import printable
-from distprune.files.text import format_percent
+from distprune.cli import process
+from distprune.cli.process import printable
+from distprune.files.text import format_percent, format_size
+
+if TYPE_CHECKING:  # torch comes with it
+    from rich.progress import Progress, TaskID
 
 
 def dump(value: Any) -> str:
@@ -222,12 +228,12 @@ class Terminal:
     def json(self, value: Any) -> None:
         """The JSON document of the command."""
         if self.is_leader:
-            streams.write_document(dump(value) + "\n")
+            process.write_document(dump(value) + "\n")
 
     def text(self, text: str = "") -> None:
         """A line of data, with escape sequences in place of what is not visible."""
         if self.is_leader:
-            streams.write(printable(text) + "\n")
+            process.write(printable(text) + "\n")
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
@@ -244,7 +250,7 @@ class Terminal:
         first = next(lines)
         is_bold = is_terminal and os.environ.get("TERM") not in (None, "dumb", "unknown")
         heading = f"\x1b[1m{first}\x1b[0m" if is_bold else first
-        streams.write("\n".join([heading, *lines, ""]))
+        process.write("\n".join([heading, *lines, ""]))
 
     def note(self, text: str) -> None:
         """Something to know, unless ``-q``."""
@@ -284,3 +290,145 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+_EVERY = 10.0  # seconds between lines
+
+
+class State(Protocol):
+    """What distprune.files.team.Progress says."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_second(self) -> float: ...
+
+    @property
+    def seconds_left(self) -> float | None: ...
+
+
+class WindowsState(Protocol):
+    """What distprune.language_models.RunProgress says."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def num_windows(self) -> int: ...
+
+    @property
+    def total_windows(self) -> int: ...
+
+    @property
+    def windows_per_second(self) -> float: ...
+
+    @property
+    def seconds_left(self) -> float | None: ...
+
+
+class Meter:
+    """Shows the progress of all ranks together; use it in a ``with`` statement."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._is_on = terminal.verbosity >= 0
+        self._said_at = time.monotonic()
+        self._bar: Progress | None = None
+        if self._is_on and terminal.errors.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn  # slow; bars are rare
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                console=terminal.errors,
+                transient=True,
+            )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Meter:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, state: State) -> None:
+        self._show(state.phase, state.num_bytes, state.total_bytes, lambda: describe(state))
+
+    def windows(self, state: WindowsState) -> None:
+        """Show a run over windows of text."""
+        describe = partial(describe_windows, state)
+        self._show(state.phase, state.num_windows, state.total_windows, describe)
+
+    def _show(self, phase: str, done: int, total: int, describe: Callable[[], str]) -> None:
+        if not self._is_on:
+            return
+        if self._bar is None:
+            if time.monotonic() - self._said_at >= _EVERY:
+                self._said_at = time.monotonic()
+                self._terminal.note(f"{phase}: {describe()}")
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(phase, text="")
+        self._bar.update(
+            self._task, description=phase, total=max(total, 1), completed=done, text=describe()
+        )
+
+
+class Reading:
+    """The progress of one process; call it with the bytes of every piece."""
+
+    def __init__(self, meter: Meter, total_bytes: int, phase: str = "read") -> None:
+        self.phase = phase
+        self.num_bytes = 0
+        self.total_bytes = total_bytes
+        self._meter = meter
+        self._began = time.monotonic()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._meter(self)
+
+    @property
+    def bytes_per_second(self) -> float:
+        seconds = time.monotonic() - self._began
+        return self.num_bytes / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        rate = self.bytes_per_second
+        return (self.total_bytes - self.num_bytes) / rate if rate else None
+
+
+def describe(state: State) -> str:
+    """ "1.2 GB of 3.0 GB, 800.0 MB/s, 0:02 left"."""
+    text = f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
+    left = state.seconds_left
+    if left is None:
+        return text
+    return f"{text}, {format_size(state.bytes_per_second)}/s, {_clock(left)} left"
+
+
+def describe_windows(state: WindowsState) -> str:
+    """ "12 of 128 windows, 3.1/s, 0:37 left"."""
+    text = f"{state.num_windows:,} of {state.total_windows:,} windows"
+    left = state.seconds_left
+    return (
+        text if left is None else f"{text}, {state.windows_per_second:.3g}/s, {_clock(left)} left"
+    )
+
+
+def _clock(left: float) -> str:
+    minutes, seconds = divmod(round(max(left, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # a Ctrl-C while this file is imported would end in a traceba
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit."""
     try:
-        from distprune.cli import exits, streams
+        from distprune.cli import process
 
         command_line = sys.argv[1:] if arguments is None else list(arguments)
-        streams.prepare()
-        with exits.signals_end_the_process(streams.wants_json(command_line), arguments is None):
-            code = exits.finish(_run, command_line, is_process=arguments is None)
+        process.prepare()
+        with process.signals_end_the_process(process.wants_json(command_line), arguments is None):
+            code = process.finish(_run, command_line, is_process=arguments is None)
     except KeyboardInterrupt:
         code = 130
         print("distprune: interrupted.", file=sys.stderr)
@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(command_line: Sequence[str]) -> int:
-    from distprune.cli import exits
-    from distprune.cli.commands import selftest
+    from distprune.cli import process, selftest
 
     if command_line[:1] == ["selftest"]:  # without typer and rich, which may not be installed
         return selftest.main(command_line[1:])
@@ -44,5 +43,5 @@ def _run(command_line: Sequence[str]) -> int:
             "(only selftest works without)",
             file=sys.stderr,
         )
-        return exits.USAGE
+        return process.USAGE
     return run(command_line)

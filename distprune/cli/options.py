@@ -1,11 +1,20 @@
-"""Options that several commands have, each described once."""
+"""Options that several commands have, each described once; those of a recipe make a FileRecipe."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+from distprune._common.blocks import Pattern as ParsedPattern
+from distprune.files.errors import SelectionError, headline
+from distprune.files.recipe import FileRecipe
+from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
+from distprune.recipes.request import Request, shipped_recipes
 
 Source = Annotated[
     Path,
@@ -73,3 +82,356 @@ FollowLinks = Annotated[
         "cache.",
     ),
 ]
+
+
+R = TypeVar("R", bound=Request)
+
+
+def complete(incomplete: str) -> list[str]:
+    """Names of shipped recipes, for completion; the shell completes names of files by itself."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def find(name: str) -> Path:
+    """The file of a recipe, by the name of a shipped one or by path."""
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name)
+    if not path.is_file():
+        raise SelectionError(
+            f"{name!r} is neither a file nor a shipped recipe; expected a YAML file, or one of "
+            f"{', '.join(shipped)}.",
+        )
+    return path
+
+
+def read(name: str, kind: type[R]) -> R:
+    """A checked recipe of a kind, for models or for checkpoints, by path or name."""
+    path = find(name)
+    try:
+        return kind.load(path)
+    except ImportError as error:
+        raise SelectionError(
+            "recipes need PyYAML and pydantic: pip install 'distprune[cli]'"
+        ) from error
+    except ValueError as error:
+        raise SelectionError(str(error)) from error
+    except OSError as error:
+        raise SelectionError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+_PANEL = "What to prune (options override the recipe)"
+
+
+_DIVIDING = ("min_sparsity", "max_sparsity", "budget")  # one ranking among its tensors
+_FOR_ALL_GROUPS = ("seed", "nan", "masks", "card", "statistics", "scores")
+
+
+def _option(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=_PANEL, show_default=False, **more)
+
+
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        "-r",
+        help="A YAML file, or the name of a shipped recipe (`distprune recipe ls`).",
+        metavar="FILE|NAME",
+        rich_help_panel=_PANEL,
+        autocompletion=complete,
+    ),
+]
+Sparsity = Annotated[
+    float | None, _option("--sparsity", "-s", help="The share to prune, 0 to 1; exact.")
+]
+Pattern = Annotated[
+    str | None,
+    _option(
+        "--pattern",
+        help="Keep N of every M inputs, as in 2:4; or, beside --sparsity, prune whole tiles of A "
+        "outputs and B inputs, as in 4x4.",
+        metavar="N:M|AxB",
+    ),
+]
+Scope = Annotated[
+    str | None,
+    _option(
+        "--scope",
+        help="What is ranked together: everything, each tensor, or each output row; of tiles, the "
+        "tiles of the same outputs.",
+        metavar="global|layer|row",
+    ),
+]
+Score = Annotated[
+    str | None,
+    _option(
+        "--score",
+        help="What ranks weights: magnitude, random, wanda (|w| times the rms of its input), "
+        "stade (times the standard deviation) or ria (the relative importance of |w| times the "
+        "rms), these three by --statistics, or given (the |score| of --scores).",
+        metavar="SCORE",
+    ),
+]
+Statistics = Annotated[
+    Path | None,
+    _option(
+        "--statistics",
+        help="Statistics of activations for wanda, stade, ria and the budget owl, as `distprune "
+        "calibrate` writes them.",
+        metavar="FILE",
+    ),
+]
+Scores = Annotated[
+    Path | None,
+    _option(
+        "--scores",
+        help="Scores that were made elsewhere, a folder of safetensors files or one file: a tensor "
+        "of the same name and shape for each pruned one.",
+        metavar="FOLDER",
+    ),
+]
+Budget = Annotated[
+    str | None,
+    _option(
+        "--budget",
+        help="How the pruned weights are divided among the tensors, instead of by one ranking of "
+        "all: uniform, uniform+, erk, lamp, or owl, by --statistics.",
+        metavar="RULE",
+    ),
+]
+Normalize = Annotated[
+    str | None,
+    _option(
+        "--normalize",
+        help="What scores are divided by before all tensors are ranked together: the rms of "
+        "their tensor (the default), its l2 norm, its mean, or nothing.",
+        metavar="rms|l2|mean|none",
+    ),
+]
+Seed = Annotated[int | None, _option("--seed", help="Of random scores.")]
+Include = Annotated[
+    list[str] | None,
+    _option(
+        "--include",
+        help="Prune tensors whose whole name matches a glob, or an expression after re:. Repeat it "
+        "for more. Without it: matrices that are no embedding, head, norm, router or bias.",
+        metavar="PATTERN",
+    ),
+]
+Also = Annotated[
+    list[str] | None,
+    _option(
+        "--also",
+        help="Prune matching tensors in addition to the default of --include. Repeat it for more.",
+        metavar="PATTERN",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    _option(
+        "--exclude", help="Leave out tensors that match. Repeat it for more.", metavar="PATTERN"
+    ),
+]
+MinNdim = Annotated[
+    int | None,
+    _option("--min-ndim", help="Leave out tensors of fewer dimensions larger than 1 (2)."),
+]
+InputDim = Annotated[
+    list[str] | None,
+    _option(
+        "--input-dim",
+        help="The dimension of the inputs of tensors, from 0, for patterns and rows: "
+        "'*.c_fc.weight=0'; of a convolution with its kernel: 0,2,3. Repeat it for more.",
+        metavar="PATTERN=DIM",
+    ),
+]
+MinSparsity = Annotated[
+    float | None,
+    _option("--min-sparsity", help="Of every single tensor, at least; the total stays exact (0)."),
+]
+MaxSparsity = Annotated[
+    float | None,
+    _option("--max-sparsity", help="Of every single tensor, at most; the total stays exact (1)."),
+]
+Nan = Annotated[
+    str | None, _option("--nan", help="What to do about NaN in weights.", metavar="error|keep")
+]
+
+
+# The options of a recipe by the fields that they override.
+OPTIONS: dict[str, Any] = {
+    "sparsity": Sparsity, "pattern": Pattern, "scope": Scope, "score": Score,
+    "statistics": Statistics, "scores": Scores, "budget": Budget, "normalize": Normalize,
+    "seed": Seed, "include": Include, "also": Also, "exclude": Exclude, "min_ndim": MinNdim,
+    "min_sparsity": MinSparsity, "max_sparsity": MaxSparsity, "input_dims": InputDim, "nan": Nan,
+}  # fmt: skip
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command :data:`OPTIONS` in the place of its argument ``options``, which is a dict."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = []
+    for parameter in signature.parameters.values():
+        named = {"options": OPTIONS}.get(parameter.name, {parameter.name: parameter.annotation})
+        default = None if parameter.name == "options" else parameter.default
+        parameters += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            for name, annotation in named.items()
+        ]
+
+    def call(**given: Any) -> None:
+        options = {field: given.pop(field) for field in OPTIONS}
+        command(**given, options=options)
+
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    return call
+
+
+def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
+    """A recipe, overridden by options."""
+    recipe = None if name is None else read(name, FileRecipe)
+    overrides = {key: value for key, value in options.items() if value is not None and value != []}
+    if recipe is not None and not overrides:
+        return recipe
+    fields = {} if recipe is None else _fields_of(recipe)
+    given = _as_typed(overrides)
+    groups = fields.get("groups", ())
+    if groups:
+        _refuse_in_groups(name, len(groups), given)
+    is_tiled = _is_tiled((fields | overrides).get("pattern"))
+    if "pattern" in overrides and not is_tiled:
+        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_DIVIDING)}
+    elif "sparsity" in overrides and not is_tiled:
+        fields.pop("pattern", None)
+    if is_tiled or overrides.get("scope", "global") != "global":
+        fields = {k: v for k, v in fields.items() if k not in _DIVIDING}
+    if "budget" in overrides and "scope" not in overrides:
+        fields.pop("scope", None)
+    pattern = (fields | overrides).get("pattern")
+    if "scope" in overrides and pattern is not None and not is_tiled:
+        beside, way_out = given.get("pattern"), "leave --scope out."
+        if beside is None:
+            beside = f"the pattern {pattern} of the recipe {name}"
+            way_out = "expected --sparsity too, which replaces the pattern, or no --scope."
+        raise SelectionError(
+            f"{given['scope']} has no place beside {beside}, which says how much and where; "
+            f"{way_out}"
+        )
+    if "scores" in overrides and "score" not in overrides and not groups:
+        overrides["score"] = "given"
+    if "score" in overrides:
+        unused = _unused(overrides["score"], (fields | overrides).get("budget"))
+        fields = {key: v for key, v in fields.items() if key not in unused}
+    for key in ("statistics", "scores"):
+        if key in overrides:
+            overrides[key] = str(overrides[key])
+    if not groups:
+        fields = _with_normalize(fields, overrides)
+    if "input_dims" in overrides:
+        overrides["input_dims"] = dims_by_pattern(overrides["input_dims"])
+    for key in ("include", "also", "exclude"):
+        if key in overrides:
+            overrides[key] = tuple(overrides[key])
+    if not groups and not {"sparsity", "pattern"} & (fields | overrides).keys():
+        raise SelectionError(
+            "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
+        )
+    if is_tiled and "sparsity" not in fields | overrides:
+        raise SelectionError(
+            f"the pattern {(fields | overrides)['pattern']} has no sparsity; expected --sparsity, "
+            "the share of the tiles to prune."
+        )
+    try:
+        return FileRecipe(**fields | overrides)
+    except SelectionError as error:
+        if name is None or not given:
+            raise
+        subject = f"the recipe {name} with {' '.join(given.values())}"
+        raise SelectionError(headline(subject, error.problems), error.problems) from error
+    except ImportError as error:
+        raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
+
+
+def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
+    """The fields of a recipe that are not those of every recipe, as arguments of FileRecipe."""
+    values = {
+        field.name: getattr(recipe, field.name)
+        for field in dataclasses.fields(recipe)
+        if getattr(recipe, field.name) != field.default
+    }
+    if recipe.is_normalizable:
+        values["normalize"] = recipe.normalize
+    if recipe.groups:  # what the recipe as a whole says of them may be overridden
+        own = {"seed": None, "nan": "error", "masks": True, "card": True}
+        values["groups"] = [group.replaced(**own) for group in recipe.groups]
+    return values
+
+
+def _is_tiled(pattern: object) -> bool:
+    try:
+        return ParsedPattern.parse(pattern).tile is not None
+    except ValueError:
+        return False
+
+
+def _unused(score: object, budget: object) -> set[str]:
+    """The fields of a recipe that have no effect beside a score and a budget."""
+    used = {"random": "seed", "given": "scores"} | dict.fromkeys(FROM_STATISTICS, "statistics")
+    of_budget = "statistics" if budget == BUDGET_FROM_STATISTICS else ""
+    return {"seed", "statistics", "scores"} - {used.get(str(score), ""), of_budget}
+
+
+def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, with the default of ``normalize`` only where it has an effect."""
+    merged = fields | overrides
+    is_global = merged.get("pattern") is None and merged.get("scope", "global") == "global"
+    is_global &= merged.get("budget") is None
+    if not is_global or merged.get("score", "magnitude") == "random":
+        return {key: value for key, value in fields.items() if key != "normalize"}
+    return {"normalize": "rms"} | fields
+
+
+def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
+    """Options as they stand on a command line, by their fields."""
+    texts = {}
+    for key, value in overrides.items():
+        name = key.removesuffix("s") if key == "input_dims" else key
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            texts[key] = f"--{name}" if value else f"--no-{name}"
+        else:
+            values = value if isinstance(value, list) else [value]
+            texts[key] = " ".join(f"--{name} {each}" for each in values)
+    return texts
+
+
+def _refuse_in_groups(name: str | None, count: int, given: dict[str, str]) -> None:
+    """Refuse options that would override a field which every group has of its own."""
+    options = [text for key, text in given.items() if key not in _FOR_ALL_GROUPS]
+    if options:
+        raise SelectionError(
+            f"the recipe {name} has {count} groups, each of which has its own; expected no "
+            f"{', '.join(options)}. Change the recipe, or leave the recipe out."
+        )
+
+
+def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
+    """``--input-dim`` options as the field ``input_dims`` of a recipe."""
+    dims = {}
+    for option in options:
+        pattern, _, text = option.rpartition("=")
+        try:
+            dims[pattern] = tuple(map(int, text.split(",")))
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise SelectionError(
+                f"--input-dim {option}: expected PATTERN=DIM, such as '*.c_fc.weight=0'; DIM may "
+                "be several numbers separated by commas."
+            )
+    return dims

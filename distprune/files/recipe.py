@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from distprune._common.schedules import OneShot
 from distprune.files.errors import SelectionError, headline
 from distprune.files.text import yaml_text
-from distprune.recipes.problems import RecipeError
+from distprune.recipes import RecipeError
 from distprune.recipes.request import FOR_MODELS, Request
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from distprune._common.blocks import BlockRule, Pattern, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
-from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
-from distprune.recipes.problems import Problems, RecipeError
-from distprune.recipes.yaml_reading import read_yaml
+from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS, Problems, RecipeError
+from distprune.recipes.checking import read_yaml
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ import torch
 import yaml
 from commands import ROOT
 
-from distprune.cli import exits
+from distprune.cli import process
 from distprune.files import planning
 from distprune.recipe import shipped_recipes
 from helpers.tiny_checkpoints import file_bytes, save, tree_digest
@@ -288,7 +288,7 @@ def test_a_defect_asks_for_the_environment(run, source, monkeypatch):
         patch.setattr(planning, "plan", fail)
         said(run("plan", source), "`distprune env`", code=1)
     works(run("env"))
-    assert "`distprune env`" in exits._DEFECT
+    assert "`distprune env`" in process._DEFECT
 
 
 def test_devices_and_wraps_of_models(run, llama):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distprune.cli.console import Terminal
-from distprune.cli.streams import printable
+from distprune.cli.process import printable
 from helpers.tiny_checkpoints import encode, save
 
 EVIL = "layers.0.\x1b]0;owned\x07\x1b[2K\r\u202e\u200f\u2066\x85\x7f\n:bomb:[red].weight"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from commands import start
 
-from distprune.cli import model_options
-from distprune.cli.progress import describe_windows
+from distprune.cli import language_models
+from distprune.cli.console import describe_windows
 from distprune.files.checkpoints.statistics_file import read_statistics
 from distprune.language_models import (
     RunProgress,
@@ -183,7 +183,7 @@ def test_a_model_without_tokenizer_or_with_nan(run, made):
 
 
 def test_without_the_extra_it_says_what_to_install(run, made, monkeypatch):
-    monkeypatch.setattr(model_options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(language_models.importlib.util, "find_spec", lambda name: None)
     done = run("eval", made[0], "--text", made[1])
     assert done.code == 2 and "pip install 'distprune[cli,language-models]'" in done.err
 

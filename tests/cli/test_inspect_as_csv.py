@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli.commands.inspect import CSV_COLUMNS
+from distprune.cli.inspect import CSV_COLUMNS
 from helpers.tiny_checkpoints import save
 
 HOSTILE = ['a,"b"', "two\nlines", "\x1b]0;title\x07", "=HYPERLINK(1)", "back\\slash", "日本", "@x"]

@@ -199,7 +199,7 @@ def test_apply_puts_masks_on_another_checkpoint(run, tmp_path):
 def test_apply_stops_without_a_trace(run, tmp_path, monkeypatch):
     source = save(tmp_path / "source", {"a.weight": torch.ones(8, 8)})
     assert run("prune", source, tmp_path / "pruned", "-s", "0.5").code == 0
-    monkeypatch.setattr("distprune.cli.exits.Stop.__call__", lambda self: True)
+    monkeypatch.setattr("distprune.cli.process.Stop.__call__", lambda self: True)
     done = run("apply", tmp_path / "pruned", source, tmp_path / "out")
     assert done.code == 143 and not list(tmp_path.glob("out*"))
 

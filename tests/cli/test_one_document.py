@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli.commands import prune
+from distprune.cli import prune
 from helpers.tiny_checkpoints import save
 
 CASES = [
@@ -110,7 +110,7 @@ def test_of_a_failure_after_the_document(run, folders, tmp_path, monkeypatch):
 
 
 def test_an_interruption(run, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr("distprune.cli.exits.Stop.__call__", lambda self: True)
+    monkeypatch.setattr("distprune.cli.process.Stop.__call__", lambda self: True)
     done = run("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json")
     assert done.code == 143 and done.json["exit_code"] == 143
 
@@ -149,7 +149,7 @@ def test_a_signal_before_the_work(folders):
 def test_a_second_signal(folders, tmp_path):
     process = start(
         "-c",
-        "import os, signal, time\nfrom distprune.cli.commands import prune\n"
+        "import os, signal, time\nfrom distprune.cli import prune\n"
         "def hang(*_):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(0.1)\n"

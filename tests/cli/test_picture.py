@@ -10,8 +10,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli import plotting, progress
-from distprune.cli.commands import prune
+from distprune.cli import console, plotting, prune
 from distprune.cli.plotting import Picture, make_figure, make_grid, robust_limits
 from distprune.files import inspecting
 from distprune.files.checkpoints.checkpoint import open_checkpoint
@@ -160,7 +159,7 @@ def test_a_sample_is_bounded_and_favours_no_tensor(tmp_path, monkeypatch):
 
 def test_prune_shows_progress_while_it_reads_for_the_picture(run, tmp_path, monkeypatch):
     source = save(tmp_path / "source", {"layers.0.a.weight": torch.randn(64, 64)})
-    monkeypatch.setattr(progress, "_EVERY", -1.0)
+    monkeypatch.setattr(console, "_EVERY", -1.0)
     picture = tmp_path / "a.svg"
     done = run("prune", source, tmp_path / "out", "-s", "0.5", "--plot", picture)
     assert done.code == 0 and re.search(r"draw.*16\.4 kB of 16\.4 kB", done.err)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from distprune.cli.recipe_options import resolve
+from distprune.cli.options import resolve
 from distprune.files.recipe import FileRecipe
 from distprune.recipe import shipped_recipes
 from helpers.tiny_checkpoints import save, tree_digest

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli.commands import plan as plan_command
+from distprune.cli import plan as plan_command
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
 from helpers.tiny_checkpoints import encode, save, tree_digest

@@ -12,8 +12,7 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import exits, progress, starting
-from distprune.cli.commands import prune
+from distprune.cli import console, process, prune, ranks
 from distprune.cli.console import Terminal
 from distprune.files.team import Progress
 from distprune.files.text import format_size
@@ -100,9 +99,9 @@ def test_any_number_of_processes_gives_the_same_bytes(run, source, tmp_path):
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
         "-m", "distprune", *into("three"),
     )  # fmt: skip
-    for process, name, size in ((two, "two", 2), (three, "three", 3)):
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 0, err
+    for child, name, size in ((two, "two", 2), (three, "three", 3)):
+        out, err = child.communicate(timeout=100)
+        assert child.returncode == 0, err
         assert err.count("Prunes ") == 1  # the first rank speaks for all
         assert tree_digest(tmp_path / name, RUN) == expected
         facts = json.loads((tmp_path / name / RUN[0]).read_text())
@@ -154,9 +153,9 @@ def test_ranks_that_differ_end_with_code_5_and_say_in_what(source, tmp_path):
         start_rank(rank, tmp_path / "store", *arguments, "-s", sparsity)
         for rank, sparsity in enumerate(("0.5", "0.25"))
     ]
-    for process in started:
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 5
+    for child in started:
+        _, err = child.communicate(timeout=60)
+        assert child.returncode == 5
         assert "recipe.sparsity" in err and "0.25" in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
@@ -219,7 +218,7 @@ def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
 def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert run("prune", source, tmp_path / "undisturbed", "-s", "0.5").code == 0
     with monkeypatch.context() as patch:
-        patch.setattr(progress.Meter, "__call__", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(console.Meter, "__call__", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         done = run("prune", source, tmp_path / "out", "-s", "0.5")
     assert done.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run("prune", source, tmp_path / "out", "-s", "0.5").code == 0
@@ -227,16 +226,16 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
 
 
 def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
-    assert exits.Stop()() is False
+    assert process.Stop()() is False
     monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getppid()))
-    assert exits.Stop()() is False
+    assert process.Stop()() is False
     monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getpid()))
-    assert exits.Stop()() is True
+    assert process.Stop()() is True
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
-    stop, ended = exits.Stop(), []
-    monkeypatch.setattr(exits.os, "_exit", ended.append)
+    stop, ended = process.Stop(), []
+    monkeypatch.setattr(process.os, "_exit", ended.append)
     with stop.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop() and stop.code == 143 and ended == []
@@ -246,33 +245,33 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
 
 def test_options_are_taken_out_of_a_command_line():
     for given in (["--nproc", "2"], ["--nproc=2"]):
-        assert starting.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
+        assert ranks.without_option(["prune", *given, "a", "-s", "2"], "--nproc") == [
             "prune", "a", "-s", "2"
         ]  # fmt: skip
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_line_every_ten_seconds_elsewhere(monkeypatch):
     half = Progress("write", 3 * 10**9, 6 * 10**9, bytes_per_second=50e6)
-    assert progress.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 1:00 left"
-    assert progress.describe(Progress("write", 0, 10, 0.0)) == "0 B of 10 B"
+    assert console.describe(half) == "3.0 GB of 6.0 GB, 50.0 MB/s, 1:00 left"
+    assert console.describe(Progress("write", 0, 10, 0.0)) == "0 B of 10 B"
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     written = {}
     for is_terminal in (False, True):
         terminal = Terminal()
         file = io.StringIO()
         terminal.errors = Console(file=file, force_terminal=is_terminal, soft_wrap=True, width=100)
-        with progress.Meter(terminal) as meter:
+        with console.Meter(terminal) as meter:
             for seconds in (1, 9, 11, 12, 22):
                 now[0] += seconds
                 meter(half)
         written[is_terminal] = file.getvalue()
-    assert written[False].splitlines() == [f"write: {progress.describe(half)}"] * 4
-    assert progress.describe(half) in written[True]
+    assert written[False].splitlines() == [f"write: {console.describe(half)}"] * 4
+    assert console.describe(half) in written[True]
 
     quiet = Terminal(verbosity=-1)
     quiet.errors = Console(file=(file := io.StringIO()))
-    with progress.Meter(quiet) as meter:
+    with console.Meter(quiet) as meter:
         now[0] += 100
         meter(half)
     assert file.getvalue() == ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from commands import start
 
-from distprune.cli import starting
+from distprune.cli import ranks as starting
 from helpers.tiny_checkpoints import save_zeros, tree_digest
 
 DEAF = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli import progress
+from distprune.cli import console
 from helpers.sampling import THOROUGH
 from helpers.tiny_checkpoints import save, tree_digest
 
@@ -84,7 +84,7 @@ def test_any_number_of_processes_says_the_same(run, made):
 
 def test_progress_is_shown_unless_quiet(run, made, monkeypatch):
     source, out = made
-    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(console, "_EVERY", 0.0)
     done = run("verify", out, "--against", source)
     # What each tensor is divided by is found first.
     assert done.err.startswith("count: ") and "\nverify: " in done.err and " of " in done.err

@@ -1,4 +1,4 @@
-"""``distprune diff``: two checkpoints, tensor by tensor."""
+"""``distprune verify`` and ``diff``: one checkpoint against another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,82 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distprune.cli import exits
-from distprune.cli.console import Terminal, count, percent
-from distprune.cli.options import AsJson, Quiet, Verbose
-from distprune.cli.progress import Meter, Reading
+from distprune.cli import process, ranks
+from distprune.cli.console import Meter, Reading, Terminal, count, percent
+from distprune.cli.copying import show_masks
+from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, Verbose
+from distprune.files.text import format_size
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch comes with it
     from distprune.files.inspecting import TensorDifference
+
+
+Pruned = Annotated[
+    Path, typer.Argument(metavar="DST", help="What prune wrote, with masks.", show_default=False)
+]
+Against = Annotated[
+    Path,
+    typer.Option("--against", metavar="SRC", help="Its source.", show_default=False),
+]
+
+Scores = Annotated[
+    Path | None,
+    typer.Option(
+        "--scores",
+        metavar="FOLDER",
+        help="The scores that it was ranked by, if they were given.",
+        show_default=False,
+    ),
+]
+
+
+def verify(
+    context: typer.Context,
+    pruned: Pruned,
+    against: Against,
+    scores: Scores = None,
+    nproc: Nproc = None,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Check a pruned checkpoint against its source, byte by byte.
+
+    DST must have the files that prune writes and no others. Every byte that was not pruned must
+    equal that of the source, exactly as many elements must be pruned as the recipe says, and none
+    of them may come after a kept one in the order of scores. Every number of the report is derived
+    again. If anything is wrong, it is listed and the exit code is 3. -v lists every tensor with its
+    sparsity.
+
+    [bold]Examples[/bold]
+
+      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B
+
+      distprune verify Llama-3.2-1B-50 --against Llama-3.2-1B --nproc 4
+    """
+    ranks.run_on_ranks(context, nproc)
+    from distprune.files.verifying import verify as check
+
+    terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=process.is_leader())
+    stop = process.Stop()
+    with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
+        result = check(pruned, against, scores=scores, progress=meter, stop=stop)
+    if as_json:
+        terminal.json({"is_good": result.is_good, **asdict(result)})
+    elif result.is_good:
+        show_masks(terminal, pruned)
+        terminal.text(
+            f"{pruned} is what its recipe makes of {against}: {format_size(result.num_bytes)} "
+            f"compared, {count(result.num_pruned)} of {count(result.num_elements)} elements pruned "
+            f"({percent(result.num_pruned, result.num_elements)})."
+        )
+    else:
+        for problem in result.problems:
+            terminal.text(problem)
+    if not result.is_good:
+        raise typer.Exit(process.INPUT)
+
 
 First = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 Second = Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)]
@@ -28,7 +97,7 @@ def diff(
         bool,
         typer.Option(
             "--exit-code",
-            help=f"Exit with {exits.DIFFERENT} if there is a difference, else with 0.",
+            help=f"Exit with {process.DIFFERENT} if there is a difference, else with 0.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -64,7 +133,7 @@ def diff(
     else:
         _show_differences(terminal, tensors, metadata, with_equal=verbose > 0)
     if exit_code and not are_equal:
-        raise typer.Exit(exits.DIFFERENT)
+        raise typer.Exit(process.DIFFERENT)
 
 
 def _show_differences(

@@ -1,25 +1,147 @@
-"""How a command ends: exit codes that scripts can rely on, messages, and what signals do.
+"""How a command ends, and its standard streams: exit codes, messages, and what signals do.
 
 An error becomes one message, one exit code and one JSON document. torchrun ends with 1 whatever its
-workers end with; the code is in the report as well.
+workers end with; the code is in the report as well. Text of unknown origin, such as names in files,
+may hold escape sequences of terminals.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import re
 import resource
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from distprune.cli import ranks, streams
-from distprune.cli.streams import printable
-from distprune.files.errors import FilesError, Interrupted, MachineError, explained
+from distprune.files.errors import FilesError, Interrupted, MachineError, OutputError, explained
+
+_HARMLESS = "\t"
+
+
+def printable(text: str) -> str:
+    """Write every character that is not visible as an escape sequence.
+
+    These are control characters ("\\x1b", a line break), marks that change the direction of text,
+    other spaces, and bytes of file names that are not UTF-8. A tab stays.
+    """
+    if text.isprintable():
+        return text
+    return _NOT_ASCII_PRINTABLE.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    character = match.group()
+    if character.isprintable() or character in _HARMLESS:
+        return character
+    number = ord(character)
+    if 0xDC80 <= number <= 0xDCFF:  # a byte of a file name
+        number -= 0xDC00
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+_NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]")
+
+
+class ReaderGone(Exception):
+    """The reader of stdout is gone, as after ``| head``. Not an OSError: typer exits on EPIPE."""
+
+
+class _State:
+    has_document = False  # whether a JSON document was started on stdout
+
+
+def prepare() -> None:
+    """Make the standard streams usable in any state; call it once, before anything is written.
+
+    A closed stream becomes /dev/null: otherwise the next file that is opened would get its number.
+    Characters that an encoding lacks are written as escape sequences.
+    """
+    _State.has_document = False
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(ValueError, OSError):
+                stream.reconfigure(errors="backslashreplace")
+
+
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in options
+
+
+def write(text: str) -> None:
+    """Write to stdout."""
+    with _writing():
+        sys.stdout.write(text)
+
+
+def write_document(text: str) -> None:
+    """Write the JSON document of a command, unless one has been written."""
+    if _State.has_document:
+        return
+    _State.has_document = True
+    with _writing():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def has_document() -> bool:
+    """Whether a JSON document was started."""
+    return _State.has_document
+
+
+def flush() -> None:
+    """Flush stdout."""
+    with _writing():
+        sys.stdout.flush()
+
+
+def flush_errors() -> None:
+    """Flush stderr, if it can be written."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        give_up(sys.stderr, sys.__stderr__)
+
+
+def give_up(stream: TextIO | None, original: TextIO | None) -> None:
+    """Discard what is left in a buffer, which Python would try to write again when it ends."""
+    if stream is not None and stream is original:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        give_up(sys.stdout, sys.__stdout__)
+        raise ReaderGone from error
+    except OSError as error:
+        give_up(sys.stdout, sys.__stdout__)
+        raise OutputError(f"stdout cannot be written: {error.strerror}.") from error
+
 
 OK = 0
 INTERNAL = 1  # a defect of distprune
@@ -44,42 +166,62 @@ _TORCH_BYTES = 750_000_000  # of address space, to import torch and start
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # also clears the line of a progress bar
 
 
+# Environment variables of the processes that --nproc starts.
+STORE = "DISTPRUNE_STORE"  # the file at which the ranks meet
+PARENT = "DISTPRUNE_PARENT"  # the id of the process that started them
+
+
+def is_leader() -> bool:
+    """Whether this process is rank 0 or the only one; it alone writes what concerns all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_rank() -> bool:
+    """Whether torchrun or ``--nproc`` started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_child() -> bool:
+    """Whether ``--nproc`` started this process."""
+    return PARENT in os.environ
+
+
 def finish(
     run: Callable[[Sequence[str]], int], arguments: Sequence[str], *, is_process: bool = False
 ) -> int:
     """Run a command and return its exit code. All output is written when this returns."""
-    as_json = streams.wants_json(arguments)
+    as_json = wants_json(arguments)
     try:
         try:
             _check_memory_limit()
             code = run(arguments)
-            streams.flush()
-            if code != OK and as_json and ranks.is_leader():
+            flush()
+            if code != OK and as_json and is_leader():
                 _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
-            if is_process and ranks.is_rank():
+            if is_process and is_rank():
                 _leave_at_once(code)
             return code
         except SystemExit as exit_:
             # The parsers exit with 2; only rich and typer with 1, if the reader of stdout is gone.
             code = exit_.code if isinstance(exit_.code, int) else OK
             if code == INTERNAL:
-                raise streams.ReaderGone from exit_
-            if code != OK and as_json and ranks.is_leader():
+                raise ReaderGone from exit_
+            if code != OK and as_json and is_leader():
                 _write_json(code, "wrong usage; stderr says what is wrong.")
-            streams.flush()
+            flush()
             return code
         except Exception as error:
-            if isinstance(error, streams.ReaderGone):
+            if isinstance(error, ReaderGone):
                 raise
             code = _report(error, as_json)
-            if is_process and ranks.is_rank():
+            if is_process and is_rank():
                 _leave_at_once(code)
             return code
-    except (streams.ReaderGone, BrokenPipeError):
-        streams.give_up(sys.stdout, sys.__stdout__)
+    except (ReaderGone, BrokenPipeError):
+        give_up(sys.stdout, sys.__stdout__)
         return READER_GONE
     finally:
-        streams.flush_errors()
+        flush_errors()
 
 
 def _check_memory_limit() -> None:
@@ -110,16 +252,16 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
     """SIGINT and SIGTERM end the process with one line, even while modules are imported.
 
     Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
-    Work that writes files handles signals itself; see :class:`distprune.cli.exits.Stop`.
+    Work that writes files handles signals itself; see :class:`Stop`.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
         is_interrupt = number == signal.SIGINT
         code = INTERRUPTED if is_interrupt else TERMINATED
         text = "interrupted." if is_interrupt else "terminated."
-        if as_json and ranks.is_leader() and not streams.has_document():
+        if as_json and is_leader() and not has_document():
             _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
-        if ranks.is_leader():
+        if is_leader():
             with contextlib.suppress(OSError):
                 text = f"distprune: {text}\n"
                 _write_at_once(2, _SHOW_CURSOR + text if os.isatty(2) else text)
@@ -129,9 +271,9 @@ def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
     previous = {}
     with contextlib.suppress(ValueError):  # only the main thread can set handlers
         for number in SIGNALS:
-            if ranks.is_child() or signal.getsignal(number) != signal.SIG_IGN:
+            if is_child() or signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, end)
-        if ranks.is_child():  # it was started with both blocked
+        if is_child():  # it was started with both blocked
             signal.pthread_sigmask(signal.SIG_UNBLOCK, list(previous))
     try:
         yield
@@ -150,9 +292,9 @@ def _report(error: Exception, as_json: bool) -> int:
         text = _DEFECT
     else:
         text = _printable_lines(str(explanation), indent="  ")
-    if as_json and ranks.is_leader():
+    if as_json and is_leader():
         _write_json(code, text)
-    if code in (INTERNAL, DISTRIBUTED) or ranks.is_leader():
+    if code in (INTERNAL, DISTRIBUTED) or is_leader():
         _write_error(f"distprune: {text}")
     return code
 
@@ -166,7 +308,7 @@ def _printable_lines(text: str, indent: str = "") -> str:
 def _write_json(code: int, text: str) -> None:
     # The error may be that stdout cannot be written.
     with contextlib.suppress(FilesError):
-        streams.write_document(json.dumps({"exit_code": code, "error": text}) + "\n")
+        write_document(json.dumps({"exit_code": code, "error": text}) + "\n")
 
 
 def _write_error(text: str) -> None:
@@ -192,7 +334,7 @@ class Stop:
     def __init__(self) -> None:
         self.code: int | None = None
         self._previous_handlers: dict[int, Any] = {}
-        parent = os.environ.get(ranks.PARENT)
+        parent = os.environ.get(PARENT)
         self._parent = None if parent is None else int(parent)
 
     def __call__(self) -> bool:

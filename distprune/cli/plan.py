@@ -1,14 +1,42 @@
-"""A plan as a table, as one sentence, and as JSON values."""
+"""``distprune plan``: what would be pruned, from headers alone, and what it costs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from distprune.cli import folders
-from distprune.cli.console import Terminal, count, counted, percent, shape_text, without_numbers
+import typer
+
+from distprune._common.mask_bits import num_bytes_of
+from distprune.cli import copying, process
+from distprune.cli.console import (
+    Terminal,
+    count,
+    counted,
+    duration,
+    percent,
+    shape_text,
+    without_numbers,
+)
+from distprune.cli.options import (
+    AsJson,
+    FollowLinks,
+    Quiet,
+    RecipeName,
+    Source,
+    Verbose,
+    resolve,
+    takes_recipe,
+)
+from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
+from distprune.files.errors import OutputError
+from distprune.files.reading import bytes_to_count, bytes_to_count_alone
 from distprune.files.text import format_size
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch comes with it
     from distprune.files.planning import Plan, PlannedTensor
     from distprune.files.recipe import FileRecipe
     from distprune.files.selecting import Verdict
@@ -176,7 +204,7 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
             for verdict in plan.verdicts
         ],
         "weight_files": {file.name: file.size for file in plan.checkpoint.files},
-        **folders.as_values(plan.checkpoint),
+        **copying.as_values(plan.checkpoint),
         "copied": [file.name for file in plan.copied],
     }
 
@@ -207,3 +235,177 @@ def ranking_text(recipe: FileRecipe) -> str:
     if recipe.budget is not None:
         how = f"{together['layer']}, divided by budget {recipe.budget},"
     return f"ranked {how} by {recipe.score_text}{limits}"
+
+
+# Bytes per second of one process, if the disk is not the limit.
+_SLOWEST_BYTES, _FASTEST_BYTES = 0.4e9, 1.5e9
+_SECONDS_TO_START = (1.0, 5.0)  # torch, and the report
+_WRITING_IS_SLOWER = 3  # than reading, on a bad disk
+_SAMPLE_SECONDS, _SAMPLE_BYTES, _CHUNK = 0.3, 64_000_000, 4_000_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What ``prune`` will need.
+
+    Attributes:
+        read_bytes: bytes to read from the source.
+        write_bytes: bytes to write to the destination; masks and report are estimated.
+        missing_bytes: bytes of these that are not on the disk yet: an unfinished result has some.
+        free_bytes: free bytes at the destination; None: no destination is given.
+        sampled_bytes_per_second: of the source's disk; None: there is too little to read.
+        seconds: (least, most) for one process. Several share the work, but not the disk.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    missing_bytes: int
+    free_bytes: int | None
+    sampled_bytes_per_second: float | None
+    seconds: tuple[float, float]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether there is enough space; None: no destination is given."""
+        return None if self.free_bytes is None else self.missing_bytes <= self.free_bytes
+
+
+def estimate(plan: Plan, destination: Path | None) -> Cost:
+    """Estimate what a plan needs.
+
+    Cost: reads up to 64 MB of the source, for a third of a second.
+    """
+    checkpoint = plan.checkpoint
+    others = sum(file.size for file in checkpoint.others)
+    reads = checkpoint.num_bytes + others + bytes_to_count(plan) + bytes_to_count_alone(plan)
+    writes = checkpoint.num_bytes + others + _sidecar_bytes(plan)
+    free, missing = None, writes
+    if destination is not None:
+        free, missing = _disk_space(destination, writes)
+    rate = _sample(plan) if reads >= 2 * _SAMPLE_BYTES else None
+    least, most = (reads + writes) / _FASTEST_BYTES, (reads + writes) / _SLOWEST_BYTES
+    if rate is not None:
+        least = max(least, reads / rate)
+        most += (reads + _WRITING_IS_SLOWER * writes) / rate
+    first, last = _SECONDS_TO_START
+    return Cost(reads, writes, missing, free, rate, (least + first, most + last))
+
+
+def _sidecar_bytes(plan: Plan) -> int:
+    """Bytes of the masks and the report."""
+    masks = (
+        sum(num_bytes_of(tensor.entry.numel) for tensor in plan.tensors) if plan.recipe.masks else 0
+    )
+    names = sum(len(verdict.entry.name) + 200 for verdict in plan.verdicts)
+    return masks + 2 * names
+
+
+def _disk_space(destination: Path, num_bytes: int) -> tuple[int, int]:
+    """Free bytes at the destination, and bytes that are still to be written there."""
+    parent = Path(os.path.abspath(destination)).parent
+    if not parent.is_dir():
+        raise OutputError(f"{parent} is not a folder; create it first.")
+    num_written = sum(map(folder_bytes, partial_folders(Path(os.path.abspath(destination)))))
+    return free_bytes(parent), max(num_bytes - num_written, 0)
+
+
+def _sample(plan: Plan) -> float | None:
+    """Bytes per second when reading the largest file, if possible not from the page cache."""
+    largest = max(plan.checkpoint.files, key=lambda file: file.size)
+    end = min(largest.size, largest.data_start + _SAMPLE_BYTES)
+    try:
+        descriptor = os.open(largest.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if hasattr(os, "posix_fadvise"):
+            size = end - largest.data_start
+            os.posix_fadvise(descriptor, largest.data_start, size, os.POSIX_FADV_DONTNEED)
+        done, began = 0, time.perf_counter()
+        while largest.data_start + done < end and time.perf_counter() - began < _SAMPLE_SECONDS:
+            chunk = os.pread(descriptor, _CHUNK, largest.data_start + done)
+            if not chunk:
+                break
+            done += len(chunk)
+        return done / max(time.perf_counter() - began, 1e-6) if done else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+MaybeDestination = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DST",
+        help="Where prune will write, to check that there is enough space. Nothing is written now.",
+        show_default=False,
+    ),
+]
+
+
+@takes_recipe
+def plan(
+    source: Source,
+    destination: MaybeDestination = None,
+    recipe: RecipeName = None,
+    *,
+    options: dict[str, Any],
+    follow_links: FollowLinks = False,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Show what would be pruned, what would not and why, and the disk space and time needed.
+
+    Reads headers, and a few megabytes to measure the disk; writes nothing. Without a sparsity, a
+    pattern or a recipe, it shows the default selection. Names that differ only in numbers share a
+    line; -v lists every tensor. The exit code is 4 if there is not enough space at DST.
+
+    [bold]Examples[/bold]
+
+      distprune plan Llama-3.2-1B
+
+      distprune plan Llama-3.2-1B Llama-3.2-1B-50 --sparsity 0.5
+
+      distprune plan Llama-3.2-1B -r semi_structured_2_4 --exclude "*.up_proj.*"
+    """
+    from distprune.files.planning import plan as make_plan
+
+    # Without an amount there is still a selection.
+    has_amount = not (recipe is options["sparsity"] is options["pattern"] is None)
+    if not has_amount:
+        options["sparsity"] = 0.0
+    chosen = resolve(recipe, options)
+    made = make_plan(source, chosen, follow_links=follow_links)
+    cost = estimate(made, destination)
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    copying.tell(terminal, made.checkpoint)
+    show_warnings(terminal, made)
+    if as_json:
+        terminal.json(as_values(made, has_amount) | {"cost": asdict(cost) | {"fits": cost.fits}})
+    else:
+        show(terminal, made, one_by_one=verbose > 0, has_amount=has_amount)
+        _show_cost(terminal, cost, destination)
+    if cost.fits is False:
+        raise typer.Exit(process.OUTPUT)
+
+
+def _show_cost(terminal: Terminal, cost: Cost, destination: Path | None) -> None:
+    least, most = map(duration, cost.seconds)
+    speed = ""
+    if cost.sampled_bytes_per_second is not None:
+        speed = f" A sample was read at {format_size(cost.sampled_bytes_per_second)}/s."
+    terminal.text(
+        f"Pruning reads {format_size(cost.read_bytes)} and writes {format_size(cost.write_bytes)}; "
+        f"that takes one process from {least} to {most}.{speed}"
+    )
+    if destination is None:
+        return
+    if os.path.lexists(destination):
+        terminal.text(f"{destination} exists already.")
+    lack = "" if cost.fits else "There is not enough space: "
+    terminal.text(
+        f"{lack}{format_size(cost.missing_bytes)} are needed and "
+        f"{format_size(cost.free_bytes or 0)} are free at {destination}."
+    )

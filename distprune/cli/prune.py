@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distprune.cli import exits, folders, plan_table, ranks, recipe_options, starting
-from distprune.cli.console import Terminal, count, counted, percent
+from distprune.cli import copying, process, ranks
+from distprune.cli import plan as planning
+from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
 from distprune.cli.options import (
     AsJson,
     Destination,
@@ -20,12 +21,14 @@ from distprune.cli.options import (
     Nproc,
     Plot,
     Quiet,
+    RecipeName,
     Source,
     TakeOver,
     Timeout,
     Verbose,
+    resolve,
+    takes_recipe,
 )
-from distprune.cli.progress import Meter, Reading
 from distprune.files.errors import FilesError
 from distprune.files.text import format_size
 
@@ -55,12 +58,12 @@ Card = Annotated[
 ]
 
 
-@recipe_options.takes_recipe
+@takes_recipe
 def prune(
     context: typer.Context,
     source: Source,
     destination: Destination,
-    recipe: recipe_options.RecipeName = None,
+    recipe: RecipeName = None,
     *,
     options: dict[str, Any],
     masks: Masks = None,
@@ -95,24 +98,24 @@ def prune(
     """
     options |= {"masks": masks, "card": card}
     verbosity = -1 if quiet else verbose
-    terminal = Terminal(as_json, verbosity, is_leader=ranks.is_leader())
+    terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
     if discard:
-        folders.discard(terminal, destination, take_over)
+        copying.discard_unfinished(terminal, destination, take_over)
         return
 
     def make_recipe() -> FileRecipe:
         _check_plot(plot)
-        return recipe_options.resolve(recipe, options)
+        return resolve(recipe, options)
 
     def check() -> None:
         from distprune.files.planning import plan
 
         plan(source, make_recipe(), follow_links=follow_links)
 
-    starting.run_on_ranks(context, nproc, check)
+    ranks.run_on_ranks(context, nproc, check)
     from distprune.files.reports.building import advice_about
 
-    stop = exits.Stop()
+    stop = process.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
     with stop.listening(), ranks.process_group(timeout):
         plan, report = _prune(
@@ -133,7 +136,7 @@ def _prune(
     source: Path,
     destination: Path,
     make_recipe: Callable[[], FileRecipe],
-    stop: exits.Stop,
+    stop: process.Stop,
     follow_links: bool,
     take_over: bool,
 ) -> tuple[Plan, Report]:
@@ -144,9 +147,9 @@ def _prune(
 
     recipe = Team(world()).attempt(make_recipe)
     plan = plan_together(source, recipe, follow_links=follow_links)
-    folders.tell(terminal, plan.checkpoint)
-    plan_table.show_warnings(terminal, plan)
-    terminal.note(plan_table.summary(plan))
+    copying.tell(terminal, plan.checkpoint)
+    planning.show_warnings(terminal, plan)
+    terminal.note(planning.summary(plan))
     with Meter(terminal) as meter:
         report = carry_out(
             plan, destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
@@ -165,7 +168,7 @@ def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> 
     from distprune._common.memory import peak_rss_bytes
 
     if terminal.as_json:
-        values = json.loads(report.result_json()) | folders.as_values(plan.checkpoint)
+        values = json.loads(report.result_json()) | copying.as_values(plan.checkpoint)
         terminal.json({**values, "run": json.loads(report.run_json())})
         return
     if terminal.verbosity > 0:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from distprune.cli import exits, streams
+from distprune.cli import process
 
 ABOUT = """Check what distprune guarantees on this machine, with this backend and version of torch.
 
@@ -35,17 +35,17 @@ def main(arguments: Sequence[str]) -> int:
         import torch
     except ModuleNotFoundError as error:
         print(f"distprune: the self-test needs torch and numpy: {error}", file=sys.stderr)
-        return exits.USAGE
+        return process.USAGE
     try:
         from distprune.selftest import running
     except ImportError as error:
         print(f"FAILED: distprune does not import with torch {torch.__version__}: {error}")
-        return exits.INTERNAL
+        return process.INTERNAL
     try:
         ranks = running.Ranks(options.timeout, cpu=options.cpu, share=options.share)
     except running.LostError as error:
         print(f"distprune: {error}", file=sys.stderr)
-        return exits.DISTRIBUTED
+        return process.DISTRIBUTED
 
     def say(text: str) -> None:
         if ranks.rank == 0 and not options.as_json:
@@ -57,15 +57,15 @@ def main(arguments: Sequence[str]) -> int:
         say(running.row_text(results))
     say(running.end_text(report))
     if options.as_json and ranks.rank == 0:
-        streams.write_document(json.dumps(report.as_json(), indent=2) + "\n")
+        process.write_document(json.dumps(report.as_json(), indent=2) + "\n")
     if report.ended is not None:
         # The group's other ranks may be gone: nothing may wait for them.
         sys.stdout.flush()
         sys.stderr.flush()
         is_lost = report.ended == "a rank is lost"
-        os._exit(exits.DISTRIBUTED if is_lost else exits.INTERNAL)
+        os._exit(process.DISTRIBUTED if is_lost else process.INTERNAL)
     ranks.leave()
-    return exits.OK if report.holds else exits.INTERNAL
+    return process.OK if report.holds else process.INTERNAL
 
 
 def _parser() -> argparse.ArgumentParser:

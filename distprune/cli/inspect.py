@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distprune._common.blocks import Pattern
-from distprune.cli import streams
-from distprune.cli.console import Terminal, count, counted, percent, shape_text, without_numbers
+from distprune.cli import process
+from distprune.cli.console import (
+    Meter,
+    Reading,
+    Terminal,
+    count,
+    counted,
+    percent,
+    shape_text,
+    without_numbers,
+)
 from distprune.cli.options import AsJson, Plot, Quiet, Source, Verbose
-from distprune.cli.progress import Meter, Reading
 from distprune.files.errors import CheckpointError, OutputError, SelectionError
 from distprune.files.text import role_of
 
@@ -56,7 +64,7 @@ def _write_csv(
     for tensor in facts:
         writer.writerow(_csv_row(tensor, num_pruned))
     if str(path) == "-":
-        streams.write(text.getvalue())
+        process.write(text.getvalue())
         return
     try:
         path.write_text(text.getvalue(), encoding="utf-8", newline="")
@@ -185,7 +193,7 @@ def inspect(
     elif str(csv) != "-":
         _show_table(terminal, facts, patterns, one_by_one=verbose > 0)
         if recipe is not None:
-            from distprune.cli.plan_table import ranking_text
+            from distprune.cli.plan import ranking_text
 
             how = "; ".join(dict.fromkeys(ranking_text(part) for part in recipe.parts))
             terminal.text(f"Pruned by distprune, {how}.")
@@ -208,7 +216,7 @@ def _recipe_of(source: Path) -> FileRecipe | None:
 
 def _input_dims(recipe: FileRecipe | None, options: list[str] | None) -> Sequence[Any]:
     """What ``--input-dim`` says, or what the recipe said that a checkpoint was pruned by."""
-    from distprune.cli.recipe_options import dims_by_pattern
+    from distprune.cli.options import dims_by_pattern
 
     if options:
         return list(dims_by_pattern(options).items())

@@ -1,1 +1,0 @@
-"""One module for each command of ``distprune``, by its name."""

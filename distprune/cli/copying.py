@@ -1,0 +1,263 @@
+"""``distprune apply`` and ``convert``, and what commands say about the folders that they copy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distprune.cli import process, ranks
+from distprune.cli.console import Meter, Reading, Terminal, count, counted, percent
+from distprune.cli.options import (
+    AsJson,
+    Destination,
+    Discard,
+    FollowLinks,
+    Nproc,
+    Quiet,
+    Source,
+    TakeOver,
+    Timeout,
+    Verbose,
+)
+from distprune.files.text import format_size
+
+if TYPE_CHECKING:  # torch comes with it
+    from distprune.files.applying import Application, Applied
+    from distprune.files.checkpoints.checkpoint import Checkpoint
+
+
+def tell(terminal: Terminal, checkpoint: Checkpoint) -> None:
+    """Write to stderr where the checkpoint was found and which files are not copied or pruned."""
+    if checkpoint.note:
+        terminal.note(checkpoint.note)
+    tell_skipped(terminal, checkpoint.skipped)
+    tell_names(terminal, "Copied, not pruned", checkpoint.unpruned_weights)
+
+
+def tell_names(terminal: Terminal, what: str, names: Collection[str]) -> None:
+    """Write a line with the names of files, if there are any."""
+    if names:
+        terminal.note(f"{what}: {_listed(names)}.")
+
+
+def tell_skipped(terminal: Terminal, skipped: Iterable[tuple[str, str]]) -> None:
+    """Write a line with the names of files for each reason not to copy them."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in skipped:
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        terminal.note(f"Not copied: {_listed(names)} ({reason}).")
+
+
+def as_values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The files that are copied, not pruned and not copied, for JSON."""
+    return {
+        "copied": [file.name for file in checkpoint.others],
+        "copied_not_pruned": list(checkpoint.unpruned_weights),
+        "not_copied": dict(checkpoint.skipped),
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def discard_unfinished(terminal: Terminal, destination: Path, take_over: bool) -> None:
+    """Remove the unfinished results of a destination, and write how large they were."""
+    if not terminal.is_leader:
+        return
+    from distprune.files.partial import discard
+
+    removed = discard(destination, take_over=take_over)
+    if terminal.as_json:
+        folders = [{"folder": path, "num_bytes": num_bytes} for path, num_bytes in removed]
+        terminal.json({"discarded": folders})
+        return
+    for path, num_bytes in removed:
+        terminal.text(f"Removed {path}, which took {format_size(num_bytes)} of the disk.")
+    if not removed:
+        terminal.text(f"There is no unfinished result of {destination}.")
+
+
+_CHUNK = 1 << 20  # elements; a multiple of 8
+
+
+def show_masks(terminal: Terminal, folder: Path) -> None:
+    """Write a table of the tensors that have a mask, with ``-v`` only.
+
+    Cost: one read of the masks.
+    """
+    if terminal.verbosity < 1 or terminal.as_json:
+        return
+    import numpy as np
+
+    from distprune.files.checkpoints.mask_files import open_masks, read_keep
+    from distprune.files.disk.access import OpenFiles
+
+    masks, files, rows = open_masks(folder), OpenFiles(os.O_RDONLY), []
+    try:
+        for name, shape in masks.shapes.items():
+            numel = math.prod(shape)
+            num_kept = 0
+            for first in range(0, numel, _CHUNK):
+                last = min(first + _CHUNK, numel)
+                num_kept += int(np.count_nonzero(read_keep(masks, files, name, first, last)))
+            num_pruned = numel - num_kept
+            rows.append((name, count(numel), count(num_pruned), percent(num_pruned, numel)))
+    finally:
+        files.close()
+    numbers = ("elements", "pruned", "sparsity")
+    terminal.table(("tensor", *numbers), rows, right=numbers)
+
+
+MaskFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MASKS",
+        help="A pruned checkpoint, or what distprune.save_masks wrote.",
+        show_default=False,
+    ),
+]
+
+
+def apply(
+    context: typer.Context,
+    masks: MaskFolder,
+    source: Source,
+    destination: Destination,
+    follow_links: FollowLinks = False,
+    nproc: Nproc = None,
+    timeout: Timeout = 600.0,
+    take_over: TakeOver = False,
+    discard: Discard = False,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write a copy of a checkpoint with zeros where the masks of another one are zero.
+
+    The masked tensors must have the names and shapes of those in SRC; values and dtypes may differ.
+    Everything else is copied as it is. DST/distprune holds the masks and the report. After an
+    interruption of any kind, the same command continues where the last one stopped. -v lists the
+    tensors.
+
+    [bold]Examples[/bold]
+
+      distprune apply Llama-3.2-1B-50 Llama-3.2-1B-Instruct Instruct-50
+
+      distprune apply masks-of-my-run my-model my-model-pruned --nproc 4
+    """
+    verbosity = -1 if quiet else verbose
+    terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
+    if discard:
+        discard_unfinished(terminal, destination, take_over)
+        return
+
+    def find() -> Application:
+        from distprune.files.applying import Application
+
+        return Application(masks, source, follow_links=follow_links)
+
+    ranks.run_on_ranks(context, nproc, find)
+    stop = process.Stop()
+    # Listen before the ranks meet: a signal to all of them must not end some of them at once.
+    with stop.listening(), ranks.process_group(timeout):
+        checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
+    if as_json:
+        values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
+        terminal.json({**values, **as_values(checkpoint)})
+        return
+    show_masks(terminal, destination)
+    terminal.text(
+        f"{destination}: the masks prune {count(applied.num_pruned)} of "
+        f"{count(applied.num_elements)} elements "
+        f"({percent(applied.num_pruned, applied.num_elements)}) in "
+        f"{counted(applied.num_tensors, 'tensor')}; "
+        f"{count(applied.num_zeroed)} of them were not zero before."
+    )
+
+
+def _apply(
+    terminal: Terminal,
+    find: Callable[[], Application],
+    destination: Path,
+    stop: process.Stop,
+    take_over: bool,
+) -> tuple[Checkpoint, Applied]:
+    from distprune._common.process_groups import world
+    from distprune.files.team import Team
+
+    application = Team(world()).attempt(find)
+    tell(terminal, application.checkpoint)
+    with Meter(terminal) as meter:
+        applied = application.write(
+            destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
+        )
+    return application.checkpoint, applied
+
+
+Pickled = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="A folder with pytorch_model.bin (or shards of it), a file of torch.save, or the name "
+        "of a model that is in the local Hugging Face cache.",
+        show_default=False,
+    ),
+]
+
+
+def convert(
+    source: Pickled,
+    destination: Destination,
+    follow_links: FollowLinks = False,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write a pickled checkpoint (pytorch_model.bin, *.pt, *.pth) as safetensors.
+
+    Every tensor keeps its name, dtype and bits, including heads and tied weights; no model is
+    built. Shards stay shards, and all other files are copied. No code in a pickle is run: a file
+    that contains more than tensors is refused.
+
+    [bold]Examples[/bold]
+
+      distprune convert bert-base-pickled bert-base
+
+      distprune convert run-7/model.pt run-7-safetensors
+    """
+    from distprune.files.checkpoints.locating import is_weights
+    from distprune.files.converting import Conversion
+
+    terminal = Terminal(as_json, -1 if quiet else verbose)
+    conversion = Conversion(source, follow_links=follow_links)
+    if conversion.note:
+        terminal.note(conversion.note)
+    tell_skipped(terminal, conversion.skipped)
+    stop = process.Stop()
+    with stop.listening(), Meter(terminal) as meter:
+        reading = Reading(meter, conversion.total_bytes, "write")
+        converted = conversion.write(destination, reading, stop)
+    for note in converted.notes:
+        terminal.note(note)
+    for names in converted.tied:
+        terminal.note(f"One tensor, written under each of its names: {', '.join(names)}.")
+    left = [name for name in converted.copied if is_weights(name)]
+    tell_names(terminal, "Copied, not converted", left)
+    if as_json:
+        values = {"source": conversion.folder, **asdict(converted)}
+        terminal.json({**values, "copied_not_converted": left})
+        return
+    files = counted(len(converted.files), "safetensors file")
+    terminal.text(
+        f"{destination}: {counted(converted.num_tensors, 'tensor')} "
+        f"({format_size(converted.num_bytes)}) in {files}, "
+        f"{counted(len(converted.copied), 'other file')} copied."
+    )
