@@ -33,7 +33,6 @@ from distprune.cli.options import (
 )
 from distprune.files.disk.destination import folder_bytes, free_bytes, partial_folders
 from distprune.files.errors import OutputError
-from distprune.files.reading import bytes_to_count, bytes_to_count_alone
 from distprune.files.text import format_size
 
 if TYPE_CHECKING:  # torch comes with it
@@ -275,6 +274,8 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
 
     Cost: reads up to 64 MB of the source, for a third of a second.
     """
+    from distprune.files.reading import bytes_to_count, bytes_to_count_alone
+
     checkpoint = plan.checkpoint
     others = sum(file.size for file in checkpoint.others)
     reads = checkpoint.num_bytes + others + bytes_to_count(plan) + bytes_to_count_alone(plan)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from distprune._common.blocks import BlockRule, Pattern, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
 from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS, Problems, RecipeError
-from distprune.recipes.checking import read_yaml
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -149,6 +148,9 @@ class Request:
         file = Path(path)
         if not file.exists():
             file = shipped_recipes().get(str(path), file)
+        _need_pydantic()
+        from distprune.recipes.checking import read_yaml
+
         document, problems = read_yaml(file)
         request = cls._read(document, problems, str(path))
         inputs = {name: getattr(request, name) for name in ("statistics", "scores")}
