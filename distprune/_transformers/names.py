@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from distprune._common.selecting import natural_key
@@ -20,8 +19,10 @@ from distprune._transformers.table import (
     Conversion,
     Input,
     Shapes,
-    only_moves,
+    computing_step,
     pretrained_model,
+    renamed_by,
+    renamings_and_converters,
     transforms_of,
 )
 
@@ -46,12 +47,8 @@ class TransformersRules:
     def __init__(self, model: Any) -> None:
         self._config = model.config
         self._prefix: str = model.base_model_prefix
-        self._renamings: list[Any] = []
-        self._converters: list[Any] = []
         self._transforms = transforms_of(model)
-        for transform in self._transforms:
-            is_converter = hasattr(transform, "operations")
-            (self._converters if is_converter else self._renamings).append(transform)
+        self._renamings, self._converters = renamings_and_converters(self._transforms)
 
     def used(self) -> list[Any]:
         """The transforms that have changed a name in :meth:`match`, as transformers records them.
@@ -75,7 +72,8 @@ class TransformersRules:
     ) -> Matching:
         """Find the parameters of masks; see mask_matching.LoadingRules."""
         matching = Matching()
-        groups: dict[tuple[str, int], _Group] = {}
+        # What enters one conversion together: by its first parameter and its number.
+        together: dict[tuple[str, int], dict[str, Input]] = {}
         # In the order in which transformers visits a checkpoint: some renamings depend on it.
         for name in sorted({*masks, *others}, key=natural_key):
             renamed, target, number, pattern = self._renamed(name, parameters)
@@ -88,12 +86,13 @@ class TransformersRules:
             elif number is None:
                 matching.add(name, masks[name], target, parameters[target])
             else:
-                new_group = _Group(target, self._converters[number])
-                group = groups.setdefault((target, number), new_group)
-                group.members[renamed] = (name, pattern)
+                source = Input(renamed, pattern, name, masks[name])
+                together.setdefault((target, number), {})[renamed] = source
         stand_in = Shapes(parameters)
-        for group in groups.values():
-            self._match_group(group, masks, parameters, stand_in, matching)
+        for (target, number), sources in together.items():
+            converter, inputs = self._converters[number], list(sources.values())
+            conversion = Conversion(target, converter, inputs, self._config, stand_in)
+            self._match_converted(conversion, parameters, matching)
         return matching
 
     def _renamed(
@@ -106,9 +105,7 @@ class TransformersRules:
             if there are several; the number of the conversion, or None; and the pattern of the
             conversion that the name matched.
         """
-        renamed = name
-        for renaming in self._renamings:
-            renamed, _ = renaming.rename_source_key(renamed)
+        renamed = renamed_by(self._renamings, name)
         target, number, pattern = renamed, None, None
         for position, converter in enumerate(self._converters):
             target, pattern = converter.rename_source_key(renamed)
@@ -128,31 +125,25 @@ class TransformersRules:
                 return unchanged, unchanged, None, None
         return renamed, target, number, pattern
 
-    def _match_group(
-        self,
-        group: _Group,
-        masks: Mapping[str, Shape],
-        parameters: Mapping[str, Shape],
-        stand_in: Shapes,
-        matching: Matching,
+    def _match_converted(
+        self, conversion: Conversion, parameters: Mapping[str, Shape], matching: Matching
     ) -> None:
         """Plan the conversion of masks that together make one parameter or several."""
-        names = [name for name, _ in group.members.values()]
-        computing = [step for step in group.converter.operations if not only_moves(step)]
-        if computing:
+        names = [source.name for source in conversion.inputs if source.name is not None]
+        computing = computing_step(conversion.converter)
+        if computing is not None:
             reason = (
-                f"transformers makes {group.target} of it by {type(computing[0]).__name__}, "
+                f"transformers makes {conversion.target} of it by {computing}, "
                 "which may do more than move elements"
             )
             matching.unexpected |= dict.fromkeys(names, reason)
             return
-        inputs = self._inputs(group, masks, parameters, stand_in)
-        conversion = Conversion(group.target, group.converter, inputs, self._config, stand_in)
+        conversion = replace(conversion, inputs=_all_inputs(conversion, parameters))
         try:
             outputs = conversion.shapes()
         except Exception as error:  # an operation raises for shapes that it does not support
             matching.mismatched |= dict.fromkeys(
-                names, f"{group.target} cannot be made of it ({error})"
+                names, f"{conversion.target} cannot be made of it ({error})"
             )
             return
         wrong = {n: s for n, s in outputs.items() if parameters.get(n) != s}
@@ -168,53 +159,42 @@ class TransformersRules:
             return
         matching.sources |= {target: Converted(conversion, target) for target in outputs}
 
-    def _inputs(
-        self,
-        group: _Group,
-        masks: Mapping[str, Shape],
-        parameters: Mapping[str, Shape],
-        stand_in: Shapes,
-    ) -> list[Input]:
-        """The inputs of a conversion, including tensors without a mask.
 
-        They result from the reverse conversion of the parameters' shapes.
-        """
-        masked = [
-            Input(renamed, pattern, name, masks[name])
-            for renamed, (name, pattern) in group.members.items()
-        ]
-        try:
-            whole = self._reversed(group, parameters, stand_in)
-        except Exception:  # without a reverse, every tensor needs a mask
-            return masked
-        if any(whole.get(source.renamed) != source.shape for source in masked):
-            return masked
-        pattern_of = {renamed: pattern for renamed, (_, pattern) in group.members.items()}
-        inputs = []
-        for renamed in sorted(whole, key=natural_key):
-            if renamed in group.members:
-                name: str | None = group.members[renamed][0]
-                pattern = pattern_of[renamed]
-            else:
-                name, pattern = None, copy.deepcopy(group.converter).rename_source_key(renamed)[1]
-            inputs.append(Input(renamed, pattern, name, whole[renamed]))
-        return inputs
+def _all_inputs(conversion: Conversion, parameters: Mapping[str, Shape]) -> list[Input]:
+    """The inputs of a conversion, including tensors without a mask.
 
-    def _reversed(
-        self, group: _Group, parameters: Mapping[str, Shape], stand_in: Shapes
-    ) -> dict[str, Shape]:
-        """Shapes of the tensors from which a conversion makes parameters, by name."""
-        first, *rest = group.converter.target_patterns
-        targets = [group.target, *(group.target.replace(first, other, 1) for other in rest)]
-        backwards = group.converter.reverse_transform()
-        inputs = []
-        for target in targets:
-            renamed, pattern = backwards.rename_source_key(target)
-            if pattern is None:
-                raise LookupError(target)
-            inputs.append(Input(target, pattern, target, parameters[target]))
-        conversion = Conversion(renamed, backwards, inputs, self._config, stand_in)
-        return conversion.shapes()
+    They result from the reverse conversion of the parameters' shapes.
+    """
+    masked = {source.renamed: source for source in conversion.inputs}
+    try:
+        whole = _reversed(conversion, parameters)
+    except Exception:  # without a reverse, every tensor needs a mask
+        return conversion.inputs
+    if any(whole.get(renamed) != source.shape for renamed, source in masked.items()):
+        return conversion.inputs
+    inputs = []
+    for renamed in sorted(whole, key=natural_key):
+        source = masked.get(renamed)
+        if source is None:
+            pattern = copy.deepcopy(conversion.converter).rename_source_key(renamed)[1]
+            source = Input(renamed, pattern, None, whole[renamed])
+        inputs.append(source)
+    return inputs
+
+
+def _reversed(conversion: Conversion, parameters: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Shapes of the tensors from which a conversion makes parameters, by name."""
+    first, *rest = conversion.converter.target_patterns
+    target = conversion.target
+    targets = [target, *(target.replace(first, other, 1) for other in rest)]
+    backwards = conversion.converter.reverse_transform()
+    inputs = []
+    for target in targets:
+        renamed, pattern = backwards.rename_source_key(target)
+        if pattern is None:
+            raise LookupError(target)
+        inputs.append(Input(target, pattern, target, parameters[target]))
+    return replace(conversion, target=renamed, converter=backwards, inputs=inputs).shapes()
 
 
 @dataclass
@@ -240,25 +220,4 @@ class Converted:
 
     def read(self, read_mask: ReadMask, rows: range | None = None) -> Tensor:
         """The whole, or some rows of it if :attr:`is_stack`."""
-
-        def tensor_of(source: Input) -> Tensor:
-            if source.name is None:  # no element of this tensor was pruned
-                return torch.ones(source.shape, dtype=torch.bool)
-            return read_mask(source.name)
-
-        return self.conversion.run(tensor_of, rows)[self.target]
-
-
-class _Group:
-    """Masks that enter one conversion together.
-
-    Attributes:
-        target: name of the first parameter that the conversion makes.
-        converter: of transformers.
-        members: (name of the mask, matched pattern), by name before the conversion.
-    """
-
-    def __init__(self, target: str, converter: Any) -> None:
-        self.target = target
-        self.converter = converter
-        self.members: dict[str, tuple[str, str | None]] = {}
+        return self.conversion.masks(read_mask, rows)[self.target]

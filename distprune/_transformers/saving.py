@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from distprune._common.selecting import natural_key
@@ -20,8 +19,10 @@ from distprune._transformers.table import (
     Conversion,
     Input,
     Shapes,
-    only_moves,
+    computing_step,
     pretrained_model,
+    renamed_by,
+    renamings_and_converters,
     transforms_of,
 )
 
@@ -49,13 +50,7 @@ class SavedMasks:
             masks: whole masks by parameter.
         """
         assert self.conversion is not None
-
-        def tensor_of(source: Input) -> Tensor:
-            if source.name is None:
-                return torch.ones(source.shape, dtype=torch.bool)
-            return masks[source.name]
-
-        converted = self.conversion.run(tensor_of)
+        converted = self.conversion.masks(masks.__getitem__)
         return {self.renamed[name]: mask for name, mask in converted.items()}
 
 
@@ -88,7 +83,7 @@ def as_saved(
                 groups.setdefault((target, position), []).append(member)
                 break
         else:
-            renamed = _renamed(name, renamings)
+            renamed = renamed_by(renamings, name)
             if name in masked:
                 saved.append(_unchanged(name, renamed, parameters))
     stand_in = Shapes(parameters)
@@ -107,14 +102,14 @@ def _unchanged(name: str, saved_name: str, parameters: Mapping[str, Shape]) -> S
 
 
 def _converted(conversion: Conversion, names: tuple[str, ...], renamings: list[Any]) -> SavedMasks:
-    computing = [step for step in conversion.converter.operations if not only_moves(step)]
-    if computing:
+    computing = computing_step(conversion.converter)
+    if computing is not None:
         raise NotImplementedError(
-            f"{names[0]}: transformers saves it by {type(computing[0]).__name__}, which may do "
-            "more than move elements; expected names='model', which leaves masks as they are."
+            f"{names[0]}: transformers saves it by {computing}, which may do more than move "
+            "elements; expected names='model', which leaves masks as they are."
         )
     shapes = conversion.shapes()
-    renamed = {name: _renamed(name, renamings) for name in shapes}
+    renamed = {name: renamed_by(renamings, name) for name in shapes}
     tensors = {renamed[name]: shape for name, shape in shapes.items()}
     return SavedMasks(names, tensors, conversion, renamed)
 
@@ -132,11 +127,4 @@ def _backwards(model: Any) -> tuple[list[Any], list[Any]]:
             "a conversion of this model has no reverse, so transformers does not save it as it "
             "was; expected names='model', which leaves masks as they are."
         ) from error
-    converters = [step for step in reverse if hasattr(step, "operations")]
-    return [step for step in reverse if not hasattr(step, "operations")], converters
-
-
-def _renamed(name: str, renamings: list[Any]) -> str:
-    for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
-    return name
+    return renamings_and_converters(reverse)

@@ -99,6 +99,21 @@ class Conversion:
             tensors = tensors[0]
         return {n: value[0] if isinstance(value, list) else value for n, value in tensors.items()}
 
+    def masks(self, read: Callable[[str], Tensor], rows: range | None = None) -> dict[str, Tensor]:
+        """The converted masks: see :meth:`run`; of an input without a mask, all elements are kept.
+
+        Args:
+            read: from the name of a mask to the mask.
+            rows: as for :meth:`run`.
+        """
+
+        def tensor_of(source: Input) -> Tensor:
+            if source.name is None:
+                return torch.ones(source.shape, dtype=torch.bool)
+            return read(source.name)
+
+        return self.run(tensor_of, rows)
+
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the tensors that :meth:`run` returns, without computing them."""
         tensors = self.run(
@@ -209,7 +224,23 @@ def _patterns(transform: Any) -> tuple[Any, ...]:
     )
 
 
-def only_moves(operation: Any) -> bool:
-    """Whether an operation of transformers moves elements and computes nothing from them."""
-    cls = type(operation)
-    return cls.__module__ == _OPERATIONS_MODULE and cls.__name__ in MOVING_OPERATIONS
+def computing_step(converter: Any) -> str | None:
+    """The operation of a conversion that may do more than move elements; None without one."""
+    for operation in converter.operations:
+        cls = type(operation)
+        if cls.__module__ != _OPERATIONS_MODULE or cls.__name__ not in MOVING_OPERATIONS:
+            return cls.__name__
+    return None
+
+
+def renamings_and_converters(transforms: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The transforms that only rename, and those that convert tensors, each in order."""
+    converters = [step for step in transforms if hasattr(step, "operations")]
+    return [step for step in transforms if not hasattr(step, "operations")], converters
+
+
+def renamed_by(renamings: list[Any], name: str) -> str:
+    """A name after all renamings."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
