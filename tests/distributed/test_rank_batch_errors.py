@@ -15,8 +15,8 @@ from distprune.criteria import Fisher, Taylor
 from distprune.testing import run_ranks
 from distprune.torch_private import fsdp2
 from helpers import wrappings
-from helpers.micro_batches import loss_of, make_model, micro_batch
-from helpers.models import Net, fill, fqns, target
+from helpers.micro_batches import Wrapped, loss_of, micro_batch
+from helpers.models import Net, fill
 
 SOME = ["plain-2", "ddp-2", "fsdp1-2", "fsdp2-2", "tp-2"]
 
@@ -120,14 +120,11 @@ MISTAKES = {
 
 def errors(wrapping: str, mistake) -> tuple[str, str, list[str], bool]:
     """The error of a calibration, that of scores() afterwards, hooks left, and a second try."""
-    dense = make_model(wrapping, "float32")
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Fisher(pairs, unit="rank_batch")
-    batch = micro_batch(dense, "float32", 0, 0)
+    wrapped = Wrapped(wrapping, "float32")
+    model, criterion = wrapped.model, Fisher(wrapped.pairs, unit="rank_batch")
 
     def backward() -> None:
-        loss_of(model, batch).backward()
+        wrapped.loss(0).backward()
 
     texts = []
     for call in (lambda: calibrate(mistake), criterion.scores):
@@ -145,7 +142,7 @@ def errors(wrapping: str, mistake) -> tuple[str, str, list[str], bool]:
     criterion.reset()
     with criterion.calibrating(), criterion.batch():
         backward()
-    return texts[0], texts[1], left, len(criterion.scores()) == len(pairs)
+    return texts[0], texts[1], left, len(criterion.scores()) == len(wrapped.pairs)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -159,11 +156,9 @@ def test_mistakes(wrapping, mistake):
 
 def mistake_of_one_rank(wrapping: str, kind: str) -> tuple[str, list[str]]:
     """Rank 1 alone does something wrong; every rank goes on to the end of the calibration."""
-    dense = make_model(wrapping, "float32")
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Fisher(pairs, unit="rank_batch")
-    x, y = micro_batch(dense, "float32", dist.get_rank(), 0)
+    wrapped = Wrapped(wrapping, "float32")
+    model, criterion = wrapped.model, Fisher(wrapped.pairs, unit="rank_batch")
+    x, y = micro_batch(wrapped.dense, "float32", dist.get_rank(), 0)
     is_wrong = dist.get_rank() == 1
     try:
         with criterion.calibrating():
@@ -211,10 +206,8 @@ def test_a_mistake_of_one_rank_is_raised_on_all(wrapping, kind):
 
 def error_inside(wrapping: str) -> list[str]:
     """An error of the user's own, on every rank."""
-    dense = make_model(wrapping, "float32")
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Fisher(pairs, unit="rank_batch")
+    wrapped = Wrapped(wrapping, "float32")
+    model, criterion = wrapped.model, Fisher(wrapped.pairs, unit="rank_batch")
     with pytest.raises(KeyError), criterion.calibrating():
         raise KeyError("of the user's")
     return hooks_left(model)

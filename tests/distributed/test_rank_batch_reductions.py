@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -17,14 +16,13 @@ from helpers import wrappings
 from helpers.collective_traffic import Traffic
 from helpers.comparisons import assert_nothing_wrong
 from helpers.micro_batches import (
-    calibrate,
+    Wrapped,
     data_rank,
     expected_scores,
     gradients_of_units,
     loss_of,
     make_model,
     micro_batch,
-    num_data_ranks,
     num_tokens,
     wrong_scores,
 )
@@ -44,28 +42,27 @@ WEIGHT = [("allreduce", 16), ("allreduce", 16)]  # the same for one weight
 SAME_ORDER = [("allreduce", 16)]
 
 
-def run_batches(model: nn.Module, dense: nn.Module, wrapping: str, batch=contextlib.nullcontext):
+def run_batches(wrapped: Wrapped, batch=contextlib.nullcontext) -> None:
     for number in range(2):
         with batch():
-            loss_of(model, micro_batch(dense, "float32", data_rank(wrapping), number)).backward()
+            wrapped.loss(number).backward()
 
 
 def extra_traffic(wrapping: str) -> tuple[collections.Counter, collections.Counter]:
     """(what a calibration of two micro-batches sends, what it has to send), without FSDP's own."""
-    dense = make_model(wrapping, "float32")
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    run_batches(model, dense, wrapping)  # what is sent at the first step only
-    criterion = Fisher(pairs, unit="rank_batch")
+    wrapped = Wrapped(wrapping, "float32")
+    model = wrapped.model
+    run_batches(wrapped)  # what is sent at the first step only
+    criterion = Fisher(wrapped.pairs, unit="rank_batch")
     with Traffic() as without:
-        run_batches(model, dense, wrapping)
+        run_batches(wrapped)
     with Traffic() as both, criterion.calibrating():
-        run_batches(model, dense, wrapping, criterion.batch)
+        run_batches(wrapped, criterion.batch)
     sent = collections.Counter(map(plain_name, both.calls))
     sent -= collections.Counter(map(plain_name, without.calls))
     kind, size = wrappings.kind_of(wrapping), wrappings.world_size(wrapping)
     expected = [*AGREEMENTS]
-    shapes = [parameter.shape for parameter in dense.parameters()]
+    shapes = [parameter.shape for parameter in wrapped.dense.parameters()]
     if kind in ("plain", "ddp"):
         expected += [*WEIGHT, *(("allreduce", 4 * shape.numel()) for shape in shapes)]
     if kind in ("fsdp2", "hsdp"):
@@ -106,19 +103,14 @@ def begin_without_forgetting(patch: pytest.MonkeyPatch) -> None:
 
 def two_calibrations(wrapping: str, is_planted: bool = False) -> list[str]:
     """Twice the same three batches: the scores of the first time; and replicas with equal bits."""
-    dense = make_model(wrapping, "integer float32")
-    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Fisher(pairs, unit="rank_batch")
+    wrapped = Wrapped(wrapping, "integer float32")
+    criterion = Fisher(wrapped.pairs, unit="rank_batch")
     with pytest.MonkeyPatch.context() as patch:
         if is_planted:
             begin_without_forgetting(patch)
         for _ in range(2):
-            calibrate(criterion, model, dense, wrapping, "integer float32", 3)
-    units = gradients_of_units(dense, "integer float32", num_data_ranks(wrapping), 3)
-    expected = expected_scores(dense, units, 2, 0.5)
-    wrong = wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
+            wrapped.calibrate(criterion)
+    wrong = wrapped.wrong(criterion, wrapped.units())
     if criterion.num_updates != 2 * 3 * dist.get_world_size():
         wrong.append(f"{criterion.num_updates} updates")
     return wrong
@@ -136,15 +128,11 @@ def test_what_replicas_forget_is_noticed(wrapping):
     assert any(run_ranks(two_calibrations, wrappings.world_size(wrapping), wrapping, True))
 
 
-def bits_of_replicas(wrapping: str) -> dict[str, list]:
-    dense = make_model(wrapping, "float32")
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    names = fqns(dense)
-    pairs = [target(wrappings.unwrapped(model), name) for name in names]
-    criterion = Fisher(pairs, unit="rank_batch")
-    calibrate(criterion, model, dense, wrapping, "float32", 3)
-    scores = criterion.scores()
-    return {name: local(scores[pair]).tolist() for name, pair in zip(names, pairs, strict=True)}
+def bits_of_replicas(wrapping: str) -> list[list]:
+    wrapped = Wrapped(wrapping, "float32")
+    criterion = Fisher(wrapped.pairs, unit="rank_batch")
+    wrapped.calibrate(criterion)
+    return [local(score).tolist() for score in criterion.scores().values()]
 
 
 @pytest.mark.parametrize("wrapping", ["plain-3", "ddp-4", "hsdp-2x2", "fsdp1_hybrid-2x2"])
@@ -157,24 +145,19 @@ def test_replicas_have_the_same_bits(wrapping):
 
 def uneven_participation(wrapping: str) -> list[str]:
     """Rank r has r micro-batches. Where a backward needs all ranks, the others weigh nothing."""
-    dense = make_model(wrapping, "float32")
-    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Fisher(pairs, unit="rank_batch")
+    wrapped = Wrapped(wrapping, "float32")
+    criterion = Fisher(wrapped.pairs, unit="rank_batch")
     rank, size = dist.get_rank(), dist.get_world_size()
     is_alone = wrappings.kind_of(wrapping) == "plain"
     with criterion.calibrating():
         for number in range(rank if is_alone else size - 1):
-            x, y = micro_batch(dense, "float32", rank, number)
             has_data = number < rank
-            y = y if has_data else y * torch.inf  # whatever a rank without data runs
             with criterion.batch(weight=num_tokens(rank, number) if has_data else 0):
-                loss_of(model, (x, y)).backward()
-    units = gradients_of_units(dense, "float32", size, size - 1)
+                # Whatever a rank without data runs.
+                (wrapped.loss(number) * (1 if has_data else torch.inf)).backward()
+    units = wrapped.units(size - 1)
     units = [units[r * (size - 1) + a] for r in range(size) for a in range(r)]
-    expected = expected_scores(dense, units, 2, 0.5)
-    return wrong_scores(model, criterion.scores(), expected, indices)
+    return wrapped.wrong(criterion, units)
 
 
 @pytest.mark.parametrize("wrapping", ["plain-3", "ddp-3", "fsdp1-3", "fsdp2-3"])
@@ -200,7 +183,11 @@ def data_parallel_over_tensor_parallel() -> list[str]:
         unit="rank_batch",
         group=mesh["dp"].get_group(),
     )
-    calibrate(criterion, model, dense, "fsdp2_tp-2x2", "integer float32", 3)
+    rank = data_rank("fsdp2_tp-2x2")
+    with criterion.calibrating():
+        for number in range(3):
+            with criterion.batch(weight=num_tokens(rank, number)):
+                loss_of(model, micro_batch(dense, "integer float32", rank, number)).backward()
     units = gradients_of_units(dense, "integer float32", 2, 3)
     expected = expected_scores(dense, units, 2, 0.5)
     return wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
@@ -212,25 +199,20 @@ def test_data_parallel_replicas_of_a_tensor_parallel_model():
 
 def two_criteria(wrapping: str) -> list[str]:
     """Two calibrations at once, of which the first ends first."""
-    dense = make_model(wrapping, "integer float32")
-    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping)
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping)
-    pairs = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    first, second = Fisher(pairs, unit="rank_batch"), Taylor(pairs, unit="rank_batch", power=1)
-    rank, wrong = data_rank(wrapping), []
+    wrapped, wrong = Wrapped(wrapping, "integer float32"), []
+    first = Fisher(wrapped.pairs, unit="rank_batch")
+    second = Taylor(wrapped.pairs, unit="rank_batch", power=1)
     with contextlib.ExitStack() as stack:
         stack.enter_context(second.calibrating())
         with first.calibrating():
             for number in range(2):
-                batch, weight = micro_batch(dense, "integer float32", rank, number), 1.0
-                with first.batch(weight), second.batch(weight):
-                    loss_of(model, batch).backward()
+                with first.batch(1.0), second.batch(1.0):
+                    wrapped.loss(number).backward()
         with second.batch():
-            loss_of(model, micro_batch(dense, "integer float32", rank, 2)).backward()
+            wrapped.loss(2).backward()
     for criterion, count, power, factor in ((first, 2, 2, 0.5), (second, 3, 1, 1.0)):
-        units = gradients_of_units(dense, "integer float32", num_data_ranks(wrapping), count)
-        expected = expected_scores(dense, [(1.0, g) for _, g in units], power, factor)
-        wrong += wrong_scores(model, criterion.scores(), expected, indices, "integer float32")
+        units = [(1.0, gradients) for _, gradients in wrapped.units(count)]
+        wrong += wrapped.wrong(criterion, units, power, factor)
     return wrong
 
 

@@ -1,7 +1,6 @@
 """What a training loop does to gradients does not reach the gradients of rank batches."""
 
 import contextlib
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -14,18 +13,7 @@ from distprune.criteria import Taylor
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
-from helpers.micro_batches import (
-    data_rank,
-    expected_scores,
-    gradients_of_units,
-    loss_of,
-    make_model,
-    micro_batch,
-    num_data_ranks,
-    num_tokens,
-    wrong_scores,
-)
-from helpers.models import fqns, target
+from helpers.micro_batches import Wrapped, num_tokens
 
 NUM_BATCHES = 3
 FSDP2 = ["fsdp2-1", "fsdp2-3", "hsdp-2x2", "fsdp2_root-2"]
@@ -94,24 +82,18 @@ def differences(
         loss_scale: of the loss.
         options: for the wrapper.
     """
-    dense = make_model(wrapping, data)
-    cuts = options if wrapping.startswith("fsdp1-") else {}  # which depend on the dtypes there
-    indices = wrappings.local_indices(copy.deepcopy(dense), wrapping, **cuts)
-    model = wrappings.wrap(copy.deepcopy(dense), wrapping, **options)
+    wrapped = Wrapped(wrapping, data, **options)
     if prepare:
-        prepare(model)
-    parameters = [target(wrappings.unwrapped(model), name) for name in fqns(dense)]
-    criterion = Taylor(parameters, unit="rank_batch", power=power)
-    rank = data_rank(wrapping)
+        prepare(wrapped.model)
+    criterion = Taylor(wrapped.pairs, unit="rank_batch", power=power)
     with criterion.calibrating():
         for number in range(NUM_BATCHES):
-            batch = micro_batch(dense, data, rank, number)
-            with criterion.batch(weight=num_tokens(rank, number), loss_scale=loss_scale):
-                step(model, loss_of(model, batch) * loss_scale, number)
-    units = gradients_of_units(dense, data, num_data_ranks(wrapping), NUM_BATCHES, run_in)
+            weight = num_tokens(wrapped.rank, number)
+            with criterion.batch(weight=weight, loss_scale=loss_scale):
+                step(wrapped.model, wrapped.loss(number) * loss_scale, number)
+    units = wrapped.units(NUM_BATCHES, run_in)
     units = [(n, {name: g.to(rounded_to) for name, g in all_g.items()}) for n, all_g in units]
-    expected = expected_scores(dense, units, power, 1.0)
-    return wrong_scores(model, criterion.scores(), expected, indices, data)
+    return wrapped.wrong(criterion, units, power, 1.0)
 
 
 def check(wrapping: str, **options) -> None:

@@ -8,15 +8,17 @@ from torch import Tensor, nn
 
 from distprune.criteria import Criterion
 from helpers.criteria_cases import ReluNet
-from helpers.models import fill, target
+from helpers.models import fill, fqns, target
 from helpers.wrappings import (
     kind_of,
     local,
+    local_indices,
     mesh_shape,
     my_part,
     runnable_sizes,
     unwrapped,
     world_size,
+    wrap,
 )
 
 
@@ -124,7 +126,6 @@ def wrong_scores(
     expected: dict[str, Tensor],
     indices: dict[str, Tensor],
     data: str = "float32",
-    when: str = "",
 ) -> list[str]:
     """Compare this rank's parts: equal to rounding, or all bits where sums are exact."""
     wrong = []
@@ -132,27 +133,65 @@ def wrong_scores(
         held = local(scores[target(unwrapped(model), name)])
         mine = my_part(whole, indices[name])
         if held.dtype != torch.float32 or held.shape != mine.shape:
-            wrong.append(f"{when} {name}: {held.dtype} {list(held.shape)}, not {list(mine.shape)}")
+            wrong.append(f"{name}: {held.dtype} {list(held.shape)}, not {list(mine.shape)}")
         elif data.startswith("integer"):
             if not torch.equal(held, mine.float()):
-                wrong.append(f"{when} {name}: {held} not {mine.float()}")
+                wrong.append(f"{name}: {held} not {mine.float()}")
         elif not torch.allclose(held.double(), mine, rtol=1e-6, atol=1e-30):
             error = ((held - mine).abs() / mine.abs()).max()
-            wrong.append(f"{when} {name}: relative error {error:.1e}")
+            wrong.append(f"{name}: relative error {error:.1e}")
     return wrong
 
 
-def calibrate(
-    criterion: Criterion,
-    model: nn.Module,
-    dense: nn.Module,
-    wrapping: str,
-    data: str,
-    num_batches: int,
-) -> None:
-    """This rank's micro-batches; gradients pile up in .grad, as in gradient accumulation."""
-    rank = data_rank(wrapping)
-    with criterion.calibrating():
-        for number in range(num_batches):
-            with criterion.batch(weight=num_tokens(rank, number)):
-                loss_of(model, micro_batch(dense, data, rank, number)).backward()
+class Wrapped:
+    """A dense model, the same model wrapped, and this rank's micro-batches.
+
+    Args:
+        wrapping, data: see :func:`make_model`.
+        sizes_for: another wrapping, whose model is taken.
+        options: for the wrapper.
+
+    Attributes:
+        indices: by name, the elements that this rank has.
+        pairs: (module, name) of all parameters.
+        rank: this rank's place among the data-parallel ranks.
+    """
+
+    def __init__(
+        self, wrapping: str, data: str, *, sizes_for: str | None = None, **options: object
+    ) -> None:
+        self.wrapping, self.data, self.rank = wrapping, data, data_rank(wrapping)
+        self.dense = make_model(sizes_for or wrapping, data)
+        cuts = options if wrapping.startswith("fsdp1-") else {}  # which depend on the dtypes there
+        self.indices = local_indices(copy.deepcopy(self.dense), wrapping, **cuts)
+        self.model = wrap(copy.deepcopy(self.dense), wrapping, **options)
+        self.pairs = [target(unwrapped(self.model), name) for name in fqns(self.dense)]
+
+    def loss(self, number: int) -> Tensor:
+        """Of one micro-batch of this rank."""
+        return loss_of(self.model, micro_batch(self.dense, self.data, self.rank, number))
+
+    def calibrate(self, criterion: Criterion, num_batches: int = 3) -> None:
+        """Gradients pile up in .grad, as in gradient accumulation."""
+        with criterion.calibrating():
+            for number in range(num_batches):
+                with criterion.batch(weight=num_tokens(self.rank, number)):
+                    self.loss(number).backward()
+
+    def units(
+        self, num_batches: int = 3, run_in: torch.dtype | None = None
+    ) -> list[tuple[float, dict[str, Tensor]]]:
+        """(weight, gradients by name) of all units of all ranks, in one process."""
+        num_ranks = num_data_ranks(self.wrapping)
+        return gradients_of_units(self.dense, self.data, num_ranks, num_batches, run_in)
+
+    def wrong(
+        self,
+        criterion: Criterion,
+        units: list[tuple[float, dict[str, Tensor]]],
+        power: int = 2,
+        factor: float = 0.5,
+    ) -> list[str]:
+        """Compare scores with those of one process, by default Fisher's."""
+        expected = expected_scores(self.dense, units, power, factor)
+        return wrong_scores(self.model, criterion.scores(), expected, self.indices, self.data)
