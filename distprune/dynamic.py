@@ -60,7 +60,7 @@ def rigl_step(
     Args:
         parameters: (module, name) pairs, as ``select`` lists them: pruned ones (by an "erk" budget
             and ``RandomUnstructured``, say); on any wrapper.
-        fraction: of the unpruned elements of each parameter, to drop; in [0, 1].
+        fraction: the share of each parameter's unpruned elements to drop, in [0, 1].
         optimizer, state, group: as for :func:`set_masks`.
 
     Returns:
@@ -105,7 +105,7 @@ def cosine_fraction(step: int, last_step: int, first: float = 0.3) -> float:
     """Which fraction to drop at a step: it falls from ``first`` to 0, along a cosine.
 
     Args:
-        step: of the training; from ``last_step`` on the fraction is 0.
+        step: the step of the training; from ``last_step`` on the fraction is 0.
         last_step: at which the masks stop to change; RigL takes three quarters of all steps.
         first: the fraction at step 0.
     """

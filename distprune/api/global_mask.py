@@ -8,16 +8,14 @@ thresholding), or choose what to drop and to grow (SET, RigL).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from distprune._common.collectives import Communicator
-from distprune._common.hashing import draw_seed
 from distprune._common.process_groups import world
 from distprune.api.global_mask_arguments import (
     RANDOM,
@@ -29,26 +27,25 @@ from distprune.api.global_mask_arguments import (
     read_items,
     start_of,
 )
-from distprune.call import pipeline_parallel as stages
 from distprune.call.importance_scores import check_signed
-from distprune.call.replicas import count_copies_on_other_meshes, count_live_and_compare
-from distprune.call.request import Fact
-from distprune.methods.ranking import candidates_of, scores_or_values
-from distprune.selection.candidates import Candidates, PartCut
-from distprune.selection.keys import (
-    RANDOM_KEYS,
-    KeyRange,
-    Order,
-    RandomKeys,
-    ScoreKeys,
-    key_range,
+from distprune.call.reading import agree_on_copies
+from distprune.call.replicas import count_live_and_compare
+from distprune.methods.ranking import (
+    Keys,
+    agree_on_seed,
+    random_keys,
+    score_keys,
+    scores_or_values,
 )
+from distprune.selection.bracket import Start
+from distprune.selection.candidates import Candidates, PartCut, candidates_of
+from distprune.selection.keys import RANDOM_KEYS, KeyRange, Order, key_range
 from distprune.selection.passes import write_masks
+from distprune.selection.radix import Search
 from distprune.selection.scores import ScoreSource
 from distprune.selection.search import Selection, search_lowest, search_together
 from distprune.shards.geometry import memory_order
 from distprune.shards.parameters import Target
-from distprune.shards.shard import LocalShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -173,38 +170,70 @@ def global_mask(
     thresholding (Blumensath and Davies, arXiv 0805.0510).
     """
     communicator = world(group)
+    is_random = scores is RANDOM
+    order = Order.ASCENDING if signed else Order.MAGNITUDE
 
-    def read() -> Reading:
+    def read() -> tuple[Items, MaskStart, dict[Hashable, _Memory]]:
         check_signed(scores, bool(signed))
         items = read_items(
             tensors, k, scores=scores, candidates=candidates, groups=groups,
             communicator=communicator, pipeline_parallel=pipeline_parallel,
         )  # fmt: skip
-        return Reading.of(items, start_of(start), bool(signed), is_random=scores is RANDOM)
+        memory = {target.shard.key: _prepare(target, order, is_random) for target in items.targets}
+        return items, start_of(start), memory
 
     options = [
         ("largest", str(bool(largest))),
         ("signed", str(bool(signed))),
         ("pipeline_parallel", str(bool(pipeline_parallel))),
+        ("scores", RANDOM if is_random else "of the tensors"),
     ]
     with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        reading = communicator.run(
-            read, lambda made: [*options, *made.facts(pipeline_parallel=pipeline_parallel)]
+        items, starts, memory = communicator.run(
+            read,
+            lambda made: [
+                *options,
+                *made[0].facts(pipeline_parallel=pipeline_parallel),
+                ("start", str([str(made[1].groups.get(label)) for label in made[0].counts])),
+            ],
         )
-        keys = reading.items.keys
-        if pipeline_parallel:
-            reading = joined_by_name(reading, communicator)
-        problem = Problem.of(reading, communicator, is_joined=pipeline_parallel)
-        found = select(problem, reading.start, bool(largest), communicator)
-        written = communicator.run(lambda: finish(problem, found, bool(largest)))
-    masks = [written[place] for place in reading.items.places]
-    thresholds: dict[Hashable, float | None] = {}
-    for label, selection in found.items():
-        of_group = problem.keys[label]
-        is_cut = selection.num_ties > 0 and of_group is not RANDOM_KEYS
-        thresholds[label] = of_group.score_of(selection.cut.threshold) if is_cut else None
+        targets = agree_on_copies(
+            items.targets, communicator, "tensors", pipeline_parallel=pipeline_parallel
+        )
+        # What only other ranks have has no elements here.
+        prepared = [
+            memory.get(target.shard.key) or _prepare(target, order, is_random) for target in targets
+        ]
+        members = items.members
+        if pipeline_parallel:  # the tensors of all ranks, in one group
+            members = {None: list(range(len(targets)))}
+        # Each rank of a pipeline may have candidates.
+        is_limited = pipeline_parallel or any(target.shard.mask is not None for target in targets)
+        parts = _grouped(targets, prepared, members, order, is_random, is_limited, communicator)
+        searches = [
+            of_group.search(label, items.counts[label], largest, starts.groups.get(label))
+            for label, of_group in parts.items()
+        ]
+        found = dict(zip(parts, search_together(searches, communicator), strict=True))
+
+        def finish() -> dict[Hashable, Tensor]:
+            for label, selection in found.items():
+                parts[label].write(selection, largest)
+            return {
+                target.shard.key: target.shard.as_parameter_layout(made.mask)
+                for target, made in zip(targets, prepared, strict=True)
+            }
+
+        written = communicator.run(finish)
+    masks = [written[target.shard.key] for target in items.targets]
+    thresholds = {
+        label: parts[label].keys.score_of(selection.cut.threshold)
+        if selection.num_ties and not is_random
+        else None
+        for label, selection in found.items()
+    }
     return GlobalMask(
-        dict(zip(keys, masks, strict=True)) if isinstance(tensors, Mapping) else masks,
+        dict(zip(items.keys, masks, strict=True)) if isinstance(tensors, Mapping) else masks,
         thresholds,
         {label: selection.num_ties for label, selection in found.items()},
         {
@@ -218,205 +247,123 @@ def global_mask(
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a rank has read, before the ranks have agreed on it.
+class _Memory:
+    """What is made for one tensor before the ranks agree on anything, because it may fail.
 
     Attributes:
-        items: the tensors.
-        sources: of their scores; None for random ones.
-        masks: N-d, uninitialised: the memory of the result.
-        start: of the search.
-        order: of the scores.
+        scores: the scores of this rank's part; not used if the call ranks at random.
+        mask: N-d, uninitialised: the memory of the result.
     """
 
-    items: Items
-    sources: Sequence[ScoreSource] | None
-    masks: list[Tensor]
-    start: MaskStart
-    order: Order
-
-    @classmethod
-    def of(cls, items: Items, start: MaskStart, signed: bool, *, is_random: bool) -> Reading:
-        shards = [target.shard for target in items.targets]
-        sources = None
-        if not is_random:
-            given = [target.scores for target in items.targets]
-            sources = scores_or_values(shards, given, are_signed=signed)
-            for target, source in zip(items.targets, sources, strict=True):
-                _check_real(target.label, source.dtype)
-        order = Order.ASCENDING if signed else Order.MAGNITUDE
-        return cls(items, sources, [_new_mask(shard) for shard in shards], start, order)
-
-    def facts(self, *, pipeline_parallel: bool) -> list[Fact]:
-        """What must be equal on all ranks."""
-        dtypes = "random" if self.sources is None else str([s.dtype for s in self.sources])
-        if pipeline_parallel and self.sources is not None:
-            dtypes = "those of each part"
-        start = [str(self.start.groups.get(label)) for label in self.items.counts]
-        return [
-            *self.items.facts(pipeline_parallel=pipeline_parallel),
-            ("dtypes of the scores", dtypes),
-            ("start", str(start)),
-        ]
+    scores: ScoreSource
+    mask: Tensor
 
 
-def joined_by_name(reading: Reading, communicator: Communicator) -> Reading:
-    """What all parts of a pipeline have read, in the order of names; the same on all ranks.
-
-    Args:
-        reading: of this part, with one group.
-        communicator: all ranks that take part.
-
-    Raises:
-        ValueError: no rank has a tensor; ranks with different tensors of one name. On every rank.
-
-    Cost: see call.pipeline_parallel.join.
-    """
-    own = {target.label: place for place, target in enumerate(reading.items.targets)}
-    targets = stages.join(reading.items.targets, communicator)
-    if not targets:
-        raise ValueError("tensors is empty on every rank; expected at least one tensor.")
-    are_signed = reading.order is Order.ASCENDING
-    sources, masks = [], []
-    for target in targets:
-        place = own.get(target.label)
-        if place is None:  # no element of it is here
-            sources += scores_or_values([target.shard], [None], are_signed=are_signed)
-            masks.append(_new_mask(target.shard))
-        else:
-            sources += [] if reading.sources is None else [reading.sources[place]]
-            masks.append(reading.masks[place])
-    place_of = {target.label: place for place, target in enumerate(targets)}
-    items = replace(
-        reading.items,
-        targets=targets,
-        labels=[None] * len(targets),
-        members={None: list(range(len(targets)))},
-        has_candidates=True,  # of some rank, perhaps
-        places=[place_of[label] for label in own],
-    )
-    is_random = reading.sources is None
-    return replace(reading, items=items, sources=None if is_random else sources, masks=masks)
+def _prepare(target: Target, order: Order, is_random: bool) -> _Memory:
+    shard = target.shard
+    if memory_order(shard.values) is None:  # it has gaps, such as a slice: its mask has none
+        mask = torch.empty(shard.values.shape, dtype=torch.bool, device=shard.values.device)
+    else:
+        mask = shard.new_mask(torch.bool)
+    (scores,) = scores_or_values([shard], [target.scores], are_signed=order is Order.ASCENDING)
+    if scores.dtype.is_complex and not is_random:
+        raise NotImplementedError(
+            f"{target.label}: scores of dtype {scores.dtype} cannot be ranked; expected real "
+            "ones. Pass their absolute values as scores."
+        )
+    if not is_random:
+        key_range(scores.dtype, order)  # raises for other dtypes
+    return _Memory(scores, mask)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is searched, the same on all ranks but for the parts.
+class _Group:
+    """Tensors that have one order.
 
     Attributes:
-        items: the tensors.
-        targets: the tensors, with the number of their replicas on all meshes.
-        parts: what this rank's elements compete with.
+        keys: the range of all keys.
+        parts: what competes of each tensor on this rank.
+        names: the names of the tensors.
         num_live: competing elements of every whole tensor.
-        keys: by group, the range of its keys.
-        masks, flat: N-d and as 1-d views: what is written.
+        flat: masks as 1-d views: what is written.
     """
 
-    items: Items
-    targets: list[Target]
+    keys: KeyRange
     parts: list[Candidates]
+    names: list[str]
     num_live: list[int]
-    keys: dict[Hashable, KeyRange]
-    masks: list[Tensor]
     flat: list[Tensor]
 
-    @classmethod
-    def of(cls, reading: Reading, communicator: Communicator, *, is_joined: bool) -> Problem:
-        items, sources = reading.items, reading.sources
-        targets = items.targets
-        if not is_joined:  # joining has counted the copies
-            targets = count_copies_on_other_meshes(targets, communicator)
-        shards = [target.shard for target in targets]
-        num_live = [shard.numel for shard in shards]
-        if items.has_candidates or any(shard.num_replicas > 1 for shard in shards):
-            num_live = count_live_and_compare(targets, sources is not None, communicator)
-        keys = dict.fromkeys(items.counts, RANDOM_KEYS)
-        if sources is None:
-            parts = _random_parts(shards, communicator)
-        else:
-            for label, members in items.members.items():
-                dtypes = [sources[i].dtype for i in members]
-                dtype = functools.reduce(torch.promote_types, dtypes)
-                keys[label] = key_range(dtype, reading.order)
-            ranked = [
-                ScoreKeys(source, keys[label])
-                for source, label in zip(sources, items.labels, strict=True)
-            ]
-            parts = candidates_of(shards, ranked)
-        flat = [shard.flat(mask) for shard, mask in zip(shards, reading.masks, strict=True)]
-        return cls(items, targets, parts, num_live, keys, reading.masks, flat)
-
-
-def _random_parts(shards: Sequence[LocalShard], communicator: Communicator) -> list[Candidates]:
-    seed = int(communicator.leader_of(1, draw_seed)[0])
-    sources, offset = [], 0
-    for shard in shards:
-        sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
-        offset += shard.numel
-    return candidates_of(shards, sources)
-
-
-def select(
-    problem: Problem, start: MaskStart, largest: bool, communicator: Communicator
-) -> dict[Hashable, Selection]:
-    """Cut the order of each group; all groups side by side."""
-    searches = []
-    for label, k in problem.items.counts.items():
-        members = problem.items.members[label]
-        num_live = [problem.num_live[i] for i in members]
-        if k > sum(num_live):
+    def search(
+        self, label: Hashable, k: int, largest: bool, start: Start | None
+    ) -> Search[Selection]:
+        """Where the order is cut, as a search that runs beside those of other groups."""
+        total = sum(self.num_live)
+        if k > total:
             of_group = "" if label is None else f" of group {label!r}"
             raise ValueError(
-                f"k{of_group} is {k:,}, and {sum(num_live):,} elements compete; expected at most "
-                "as many."
+                f"k{of_group} is {k:,}, and {total:,} elements compete; expected at most as many."
             )
-        searches.append(
-            search_lowest(
-                [problem.parts[i] for i in members],
-                [problem.targets[i].label for i in members],
-                num_live,
-                sum(num_live) - k if largest else k,
-                problem.keys[label],
-                refuse_nan=True,
-                drafts=[problem.flat[i] for i in members],
-                start=start.groups.get(label),
-            )
+        return search_lowest(
+            self.parts,
+            self.names,
+            self.num_live,
+            total - k if largest else k,
+            self.keys,
+            refuse_nan=True,
+            drafts=self.flat,
+            start=start,
         )
-    found = search_together(searches, communicator)
-    return dict(zip(problem.items.counts, found, strict=True))
 
-
-def finish(problem: Problem, found: Mapping[Hashable, Selection], largest: bool) -> list[Tensor]:
-    """Local: write the masks, and give them the form of the tensors."""
-    for label, selection in found.items():
-        members = problem.items.members[label]
-        parts = [problem.parts[i] for i in members]
-        cuts = [PartCut(position, selection.cut) for position in range(len(members))]
-        write_masks(parts, cuts, [problem.flat[i] for i in members], selection.drafted)
-    if not largest:
+    def write(self, selection: Selection, largest: bool) -> None:
+        """Write the masks; a local step."""
+        cuts = [PartCut(position, selection.cut) for position in range(len(self.parts))]
+        write_masks(self.parts, cuts, self.flat, selection.drafted)
+        if largest:
+            return
         # Written is what comes after the cut, among the candidates.
-        for part, flat in zip(problem.parts, problem.flat, strict=True):
+        for part, flat in zip(self.parts, self.flat, strict=True):
             if part.live is None:
                 flat.logical_not_()
             else:
                 flat.logical_xor_(part.live)
-    return [
-        target.shard.as_parameter_layout(mask)
-        for target, mask in zip(problem.targets, problem.masks, strict=True)
-    ]
 
 
-def _new_mask(shard: LocalShard) -> Tensor:
-    """Memory for a mask; of a tensor with gaps, such as a slice, without them."""
-    if memory_order(shard.values) is None:
-        return torch.empty(shard.values.shape, dtype=torch.bool, device=shard.values.device)
-    return shard.new_mask(torch.bool)
+def _grouped(
+    targets: Sequence[Target],
+    prepared: Sequence[_Memory],
+    members: Mapping[Hashable, Sequence[int]],
+    order: Order,
+    is_random: bool,
+    is_limited: bool,
+    communicator: Communicator,
+) -> dict[Hashable, _Group]:
+    """By label, what is ranked together. Collective.
 
-
-def _check_real(label: str, dtype: torch.dtype) -> None:
-    if dtype.is_complex:
-        raise NotImplementedError(
-            f"{label}: scores of dtype {dtype} cannot be ranked; expected real ones. Pass their "
-            "absolute values as scores."
+    Args:
+        targets, prepared: of all tensors.
+        members: the positions of the tensors of each group, by label.
+        order: the order of the scores.
+        is_random: rank by random keys instead.
+        is_limited: whether only candidates compete, of some tensor on some rank.
+    """
+    shards = [target.shard for target in targets]
+    num_live = [shard.numel for shard in shards]
+    if is_limited or any(shard.num_replicas > 1 for shard in shards):
+        num_live = count_live_and_compare(targets, not is_random, communicator)
+    random = random_keys(shards, agree_on_seed(communicator)) if is_random else []
+    groups: dict[Hashable, _Group] = {}
+    for label, positions in members.items():
+        if is_random:
+            made: Keys = RANDOM_KEYS, [random[i] for i in positions]
+        else:
+            made = score_keys([prepared[i].scores for i in positions], order)
+        keys, sources = made
+        groups[label] = _Group(
+            keys,
+            candidates_of([shards[i] for i in positions], sources),
+            [targets[i].label for i in positions],
+            [num_live[i] for i in positions],
+            [shards[i].flat(prepared[i].mask) for i in positions],
         )
-    key_range(dtype, Order.MAGNITUDE)
+    return groups

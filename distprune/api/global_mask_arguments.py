@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair
-from distprune.call.reading import check_ranks, part_of_scores
+from distprune.call.importance_scores import part_of_scores
+from distprune.call.reading import check_names, check_ranks, describe
 from distprune.call.request import Fact
 from distprune.selection.bracket import Start
 from distprune.shards.factored import FactoredScores
@@ -29,7 +30,7 @@ class MaskStart:
     """Where the next call of the same kind looks first: a few numbers per group.
 
     Attributes:
-        groups: by label of the group.
+        groups: the start of each group's search, by its label.
     """
 
     groups: Mapping[Hashable, Start]
@@ -42,10 +43,10 @@ class GlobalMask(Generic[MasksT]):
     Attributes:
         masks: a bool tensor for each tensor of the call, laid out like it, True where it was
             selected: a dict if the call was given a mapping, otherwise a list.
-        thresholds: by label of the group, the score at which its order was cut (|score| unless
+        thresholds: the score at which a group's order was cut, by its label (|score| unless
             ``signed``); None where nothing or everything was selected, and for random scores.
             Without groups, the only label is None.
-        num_ties: by label of the group, the elements whose score is the threshold ...
+        num_ties: the number of elements whose score is the threshold, by label ...
         num_ties_selected: ... and how many of them were selected.
         start: pass it to the next call: a few numbers.
         num_collectives: all-reduces of the call.
@@ -85,33 +86,32 @@ class Items:
     """The tensors of a call on this rank.
 
     Attributes:
-        keys: of the caller's mapping, or positions in the sequence.
+        keys: the keys of the caller's mapping, or positions in the sequence.
         targets: this rank's parts; the "mask in force" of a shard are its candidates.
         labels: the group of each tensor.
-        counts: by group, how many elements are to be selected.
-        members: by group, the positions of its tensors.
-        has_candidates: whether only some elements compete.
-        places: of each key, the position of its tensor among the targets.
+        counts: how many elements of each group are to be selected.
     """
 
     keys: list[Hashable]
     targets: list[Target]
     labels: list[Hashable]
     counts: dict[Hashable, int]
-    members: dict[Hashable, list[int]]
-    has_candidates: bool
-    places: Sequence[int]
+
+    @property
+    def members(self) -> dict[Hashable, list[int]]:
+        """By group, the positions of its tensors."""
+        members: dict[Hashable, list[int]] = {label: [] for label in self.counts}
+        for position, label in enumerate(self.labels):
+            members[label].append(position)
+        return members
 
     def facts(self, *, pipeline_parallel: bool) -> list[Fact]:
         """What must be equal on all ranks; of a pipeline, they have different tensors."""
+        counts = ("k", str(list(self.counts.values())))
         if pipeline_parallel:
-            return [("k", str(list(self.counts.values())))]
-        return [
-            ("number of tensors", str(len(self.targets))),
-            ("groups", str(list(self.members.values()))),
-            ("k", str(list(self.counts.values()))),
-            *((target.label, target.facts) for target in self.targets),
-        ]
+            return [counts]
+        groups = ("groups", str(list(self.members.values())))
+        return [groups, counts, *describe(self.targets, "tensors")]
 
 
 def read_items(
@@ -153,11 +153,7 @@ def read_items(
             about += f", candidates: {about_mask}"
         targets.append(Target(label, (), False, None, shard, part, about))
     check_ranks([target.shard for target in targets], set(communicator.ranks))
-    has_candidates = any(target.shard.mask is not None for target in targets)
-    members: dict[Hashable, list[int]] = {label: [] for label in counts}
-    for position, of_tensor in enumerate(labels):
-        members[of_tensor].append(position)
-    return Items(keys, targets, labels, counts, members, has_candidates, range(len(keys)))
+    return Items(keys, targets, labels, counts)
 
 
 def start_of(start: GlobalMask[Any] | MaskStart | None) -> MaskStart:
@@ -200,7 +196,6 @@ def _check_pipeline(named: Mapping[Hashable, Any], k: Any, groups: Any) -> None:
             "pipeline_parallel=True takes one count for all tensors of all ranks, and k or groups "
             "has more; expected an integer k, and groups=None. Make a call for each group."
         )
-    labels = set()
     for key, given in named.items():
         if not isinstance(key, str) and getattr(given, "fqn", None) is None:
             raise TypeError(
@@ -208,13 +203,7 @@ def _check_pipeline(named: Mapping[Hashable, Any], k: Any, groups: Any) -> None:
                 "select(stage) lists, because pipeline_parallel=True joins the tensors of all "
                 "ranks by name."
             )
-        label = _label(key, given)
-        if label in labels:
-            raise ValueError(
-                f"{label} is the name of two tensors on one rank; expected names that are unique "
-                "over all stages: select(stage, prefix=...) tells stages apart."
-            )
-        labels.add(label)
+    check_names([_label(key, given) for key, given in named.items()], "tensors")
 
 
 def _like(what: str, values: Any, tensors: Any, keys: Sequence[Hashable]) -> dict[Hashable, Any]:

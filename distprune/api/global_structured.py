@@ -15,10 +15,10 @@ from distprune.call.report import StructuredReport
 from distprune.call.request import PruningArguments
 from distprune.call.run import prune_parameters
 from distprune.methods.base import describe_argument
-from distprune.methods.builtin import chosen_hook
+from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.methods.channel_groups import ChannelGroup
 from distprune.methods.global_channels import GlobalStructured
-from distprune.methods.structured import is_norm_order
+from distprune.methods.structured import norm_order
 from distprune.shards.parameters import Scores
 from distprune.shards.reader import ShardReader
 
@@ -107,7 +107,7 @@ def global_structured(
         return PruningArguments(
             parameters=[part.parameter for each in listed for part in each.parts],
             method=method,
-            make_hook=chosen_hook,
+            make_hook=hook_for_chosen_mask,
             importance_scores=importance_scores,
             facts=[
                 ("amount", describe_argument(amount)),
@@ -120,9 +120,10 @@ def global_structured(
             amount=amount,
         )
 
-    report = StructuredReport.of(
-        prune_parameters(make_arguments, world(group)), method.reports, method.collapsed
-    )
+    of_elements = vars(prune_parameters(make_arguments, world(group))) | {
+        "collapsed": tuple(method.collapsed)
+    }
+    report = StructuredReport(**of_elements, groups=tuple(method.reports))
     if report.collapsed:
         warnings.warn(
             f"the ranking over all groups has left hardly any channels of "
@@ -171,7 +172,7 @@ def _check_rest(
     amount: Amount, n: object, importance_scores: object, unit: str, normalize: object
 ) -> None:
     validate_amount(amount)
-    if n is None or isinstance(n, bool) or not is_norm_order(n):
+    if n is None or isinstance(n, bool) or norm_order(n) is None:
         raise TypeError(f"n={n!r}; expected a number, the order of the norm.")
     if importance_scores is not None and not isinstance(importance_scores, Mapping):
         raise TypeError(

@@ -21,7 +21,7 @@ from distprune.call.report import PruningReport, warn_of_collapse
 from distprune.call.request import ByBudget, InGroups, OneRanking, PruningArguments
 from distprune.call.run import prune_parameters
 from distprune.methods.base import BasePruningMethod
-from distprune.methods.builtin import chosen_hook
+from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.shards.parameters import Scores
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def global_arguments(
     return PruningArguments(
         parameters=parameters,
         method=method,
-        make_hook=chosen_hook,
+        make_hook=hook_for_chosen_mask,
         importance_scores=importance_scores,
         facts=method.describe_arguments((), kwargs),
         amount=amount,

@@ -27,7 +27,7 @@ def identity(module: ModuleT, name: str) -> ModuleT:
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
 
     Returns:
         The module.
@@ -44,7 +44,7 @@ def random_unstructured(module: ModuleT, name: str, amount: Amount) -> ModuleT:
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
         amount: a fraction of what is unpruned in [0, 1], or a count.
 
     Returns:
@@ -64,7 +64,7 @@ def l1_unstructured(
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
         amount: a fraction of what is unpruned in [0, 1], or a count.
         importance_scores: rank by |scores| instead: the parameter's shape; for a
             sharded one whole, or a DTensor laid out like it.
@@ -84,7 +84,7 @@ def random_structured(module: ModuleT, name: str, amount: Amount, dim: int) -> M
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
         amount: a fraction of the channels that are left in [0, 1], or a count.
         dim: the channels' dimension.
 
@@ -110,7 +110,7 @@ def ln_structured(
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
         amount: a fraction of the channels that are left in [0, 1], or a count.
         n: order of the norm, as in ``torch.norm``; a number if the parameter is sharded.
         dim: the channels' dimension.
@@ -129,7 +129,7 @@ def custom_from_mask(module: ModuleT, name: str, mask: Tensor) -> ModuleT:
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
         mask: the parameter's shape, 1 = keep. For a sharded parameter whole, and
             equal on all ranks, or a DTensor laid out like it. Other values than 0 and 1 are
             multiplied in, as in torch, if the parameter is not sharded.
@@ -154,7 +154,7 @@ def remove(module: ModuleT, name: str) -> ModuleT:
 
     Args:
         module: owns the parameter; changed in place.
-        name: of the parameter.
+        name: the parameter's name.
 
     Returns:
         The module.

@@ -110,7 +110,7 @@ class _Writer:
     """Writes a mask file, one parameter after the other, and puts it in place at the end.
 
     Args:
-        folder: where to.
+        folder: the folder to write to.
         plan: what is written of which parameters.
         targets: all parameters, in the order in which they will be added.
     """

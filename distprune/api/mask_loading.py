@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +34,7 @@ from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.checkpoints.mask_files import MaskFile, open_masks, read_keep
 from distprune.files.disk.access import OpenFiles
 from distprune.files.errors import CheckpointError
-from distprune.methods.builtin import chosen_hook
-from distprune.selection.passes import count_live
+from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.shards.parameters import Place, all_places
 
 if TYPE_CHECKING:
@@ -96,38 +95,43 @@ def load_masks(
     """
     communicator = world(group)
     with communicator.exclusively():
-        plan = communicator.run(
-            lambda: _plan(model, folder, parameters, strict, pipeline_parallel),
-            lambda plan: [("crc32 of the masks", str(plan.crc)), ("strict", str(strict))],
+        method = communicator.run(
+            lambda: _masks_for(model, folder, parameters, strict, pipeline_parallel),
+            lambda made: [("crc32 of the masks", str(made.crc)), ("strict", str(strict))],
         )
-    method = MasksFromFile(plan, strict=strict)
     report = prune_parameters(
         lambda: PruningArguments(
-            parameters=plan.parameters,
+            parameters=method.parameters,
             method=method,
-            make_hook=chosen_hook,
+            make_hook=hook_for_chosen_mask,
             pipeline_parallel=pipeline_parallel,
         ),
         communicator,
     )
-    return MaskLoadingReport.of(
-        report, plan.missing, tuple(method.unexpected), tuple(plan.matching.mismatched)
+    return MaskLoadingReport(
+        **vars(report),
+        missing_keys=method.missing,
+        unexpected_keys=tuple(method.unexpected),
+        mismatched_keys=tuple(method.matching.mismatched),
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which masks go where, on this rank.
+@dataclass
+class MasksFromFile:
+    """Which masks go where, on this rank; decides by reading them: see request.DecidesMasks.
 
     Attributes:
         folder, masks: the files.
-        crc: of the masks' file.
-        matching: of all masks.
+        crc: the checksum of the masks' file.
+        matching: which parameter each mask is for.
         parameters: to be pruned, with all their places.
-        sources: by the full name of a parameter, one mask or more: a tied one may have several.
+        sources: the masks of each parameter, by its full name: a tied one may have several.
         missing: parameters without a mask.
-        names: of all parameters of the model.
+        names: the names of all parameters of the model.
+        strict: as for ``load_masks``.
         pipeline_parallel: other ranks may have the parameters of other masks.
+        unexpected: masks that no rank has a parameter for, and why; of a pipeline, known when it
+            has decided.
     """
 
     folder: str | os.PathLike[str]
@@ -138,31 +142,20 @@ class _Plan:
     sources: dict[str, list[MaskSource]]
     missing: tuple[str, ...]
     names: tuple[str, ...]
+    strict: bool
     pipeline_parallel: bool
-
-
-class MasksFromFile:
-    """Decides on masks by reading them; see request.DecidesMasks.
-
-    Attributes:
-        unexpected: masks that no rank has a parameter for; known when it has decided.
-    """
+    unexpected: dict[str, str]
 
     READS_VALUES = False
 
-    def __init__(self, plan: _Plan, *, strict: bool) -> None:
-        self._plan = plan
-        self._strict = strict
-        self.unexpected: dict[str, str] = plan.matching.unexpected
-
     def decide(self, call: PruningCall) -> Decision:
-        if self._plan.pipeline_parallel:
+        if self.pipeline_parallel:
             self._leave_to_other_ranks(call)
 
         def finish() -> LocalMasks:
             files = OpenFiles(os.O_RDONLY)
             try:
-                return self._read(call, files)
+                return call.changed_masks(lambda *of_one: self._prune(call, files, *of_one))
             finally:
                 files.close()
 
@@ -170,57 +163,65 @@ class MasksFromFile:
 
     def _leave_to_other_ranks(self, call: PruningCall) -> None:
         """Expect those masks that another rank has a parameter for."""
-        plan = self._plan
-        names = list(plan.masks.shapes)
+        names = list(self.masks.shapes)
 
         def claimed() -> Tensor:
-            own = [name not in plan.matching.unexpected for name in names]
+            own = [name not in self.matching.unexpected for name in names]
             return torch.tensor(own, dtype=torch.int64)
 
         counts = call.communicator.reduce(len(names), claimed).tolist()
         nobody = [name for name, count in zip(names, counts, strict=True) if not count]
-        self.unexpected = {name: plan.matching.unexpected[name] for name in nobody}
-        if self.unexpected and self._strict:
-            raise _unexpected(plan.folder, self.unexpected, plan.names)
+        self.unexpected = {name: self.matching.unexpected[name] for name in nobody}
+        if self.unexpected and self.strict:
+            raise _unexpected(self.folder, self.unexpected, self.names)
 
-    def _read(self, call: PruningCall, files: OpenFiles) -> LocalMasks:
-        stored = self._plan.masks
+    def _prune(self, call: PruningCall, files: OpenFiles, position: int, mask: Tensor) -> None:
+        if not mask.numel():
+            return
 
         def read_mask(name: str) -> Tensor:
-            shape = torch.Size(stored.shapes[name])
-            return torch.from_numpy(read_keep(stored, files, name, 0, shape.numel())).view(shape)
+            shape = torch.Size(self.masks.shapes[name])
+            return torch.from_numpy(read_keep(self.masks, files, name, 0, shape.numel())).view(
+                shape
+            )
 
-        masks, num_pruned = [], []
-        for position, shard in enumerate(call.shards):
-            mask = call.start_mask(position)
-            before = count_live(shard.flat(mask), shard.counted)
-            if mask.numel():
-                whole = self._whole(shard.name, read_mask)
-                mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
-                del whole
-            masks.append(mask)
-            num_pruned.append(before - count_live(shard.flat(mask), shard.counted))
-        return LocalMasks(masks, num_pruned)
-
-    def _whole(self, name: str, read_mask: Callable[[str], Tensor]) -> Tensor:
-        first, *others = self._plan.sources[name]
+        shard = call.shards[position]
+        first, *others = self.sources[shard.name]
         whole = first.read(read_mask)
         for other in others:
             if not torch.equal(other.read(read_mask), whole):
                 raise ValueError(
-                    f"{name} is tied, and {self._plan.folder} has different masks under its names "
+                    f"{shard.name} is tied, and {self.folder} has different masks under its names "
                     f"({', '.join([*first.names, *other.names][:4])}); expected equal ones."
                 )
-        return whole
+        mask.mul_(shard.slice_of(whole).to(mask.device, mask.dtype).view(mask.shape))
+
+    def check(self, missing: Sequence[str]) -> None:
+        """Raise ValueError for what does not fit, under ``strict``."""
+        matching, folder = self.matching, self.folder
+        if matching.unexpected and not self.pipeline_parallel:
+            raise _unexpected(folder, matching.unexpected, self.names)
+        if matching.mismatched:
+            differences = "; ".join(list(matching.mismatched.values())[:_NUM_SHOWN])
+            raise ValueError(
+                f"{differences}. {len(matching.mismatched)} of {len(self.masks.shapes)} masks in "
+                f"{folder} have another shape than the model's parameters; expected the model that "
+                f"the masks are for. {_NOT_STRICT}"
+            )
+        if missing:
+            raise ValueError(
+                f"{folder} has no mask of {len(missing)} of the given parameters:\n"
+                f"{with_close_names(missing, self.masks.shapes)}\n{_NOT_STRICT}"
+            )
 
 
-def _plan(
+def _masks_for(
     model: nn.Module,
     folder: str | os.PathLike[str],
     parameters: Iterable[tuple[nn.Module, str]] | None,
     strict: bool,
     pipeline_parallel: bool,
-) -> _Plan:
+) -> MasksFromFile:
     """Local: find the parameters of all masks; raises what there is to say under ``strict``."""
     masks = open_masks(Path(folder))
     places = list(all_places(model))
@@ -247,33 +248,15 @@ def _plan(
             sources[named[0].pair.fqn] = [matching.sources[place.pair.fqn] for place in named]
         elif asked is not None or sum(size > 1 for size in of_one[0].shape) > 1:
             missing.append(of_one[0].pair.fqn)
-    plan = _Plan(
+    found = MasksFromFile(
         folder, masks, _file_crc(masks.path), matching, chosen, sources, tuple(missing),
-        tuple(shapes), pipeline_parallel,
+        tuple(shapes), strict, pipeline_parallel, matching.unexpected,
     )  # fmt: skip
     if strict:
-        _check(plan, [] if asked is None else missing)
+        found.check([] if asked is None else missing)
     if not chosen and not pipeline_parallel:
-        raise _unexpected(folder, matching.unexpected | matching.mismatched, plan.names)
-    return plan
-
-
-def _check(plan: _Plan, missing: Sequence[str]) -> None:
-    matching, folder = plan.matching, plan.folder
-    if matching.unexpected and not plan.pipeline_parallel:
-        raise _unexpected(folder, matching.unexpected, plan.names)
-    if matching.mismatched:
-        differences = "; ".join(list(matching.mismatched.values())[:_NUM_SHOWN])
-        raise ValueError(
-            f"{differences}. {len(matching.mismatched)} of {len(plan.masks.shapes)} masks in "
-            f"{folder} have another shape than the model's parameters; expected the model that "
-            f"the masks are for. {_NOT_STRICT}"
-        )
-    if missing:
-        raise ValueError(
-            f"{folder} has no mask of {len(missing)} of the given parameters:\n"
-            f"{with_close_names(missing, plan.masks.shapes)}\n{_NOT_STRICT}"
-        )
+        raise _unexpected(folder, matching.unexpected | matching.mismatched, found.names)
+    return found
 
 
 def _keys_of(parameters: Iterable[tuple[nn.Module, str]], places: Sequence[Place]) -> set[Hashable]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from distprune.call.request import Decision, LocalMasks, PruningArguments, Pruni
 from distprune.call.run import prune_parameters
 from distprune.masks.checks import check_binary
 from distprune.masks.optimizer_state import Optimizer, ParameterState, Replaced
-from distprune.methods.builtin import lasting_hook
+from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 
@@ -83,7 +84,7 @@ def set_masks(
         masks: for each of them a mask, True (or 1) = keep: a sequence in their order, or a mapping
             from pairs or full names. Each is laid out like its parameter, as those of
             :func:`global_mask` and :func:`get_masks` are, or whole and equal on all ranks.
-        optimizer: which trains them. Without it, its state stays as it is.
+        optimizer: the optimizer that trains them. Without it, its state stays as it is.
         state: what becomes of the optimizer's state (momenta, squared gradients): "zero" sets it to
             zero where an element was dropped or has grown; "keep" leaves it; "reset" forgets the
             whole state, with the number of steps, of each parameter of which an element was
@@ -121,7 +122,7 @@ def set_masks(
         return PruningArguments(
             parameters=pairs,
             method=method,
-            make_hook=lasting_hook,
+            make_hook=partial(hook_for_chosen_mask, reuse=True),
             importance_scores=_by_pair(pairs, masks),
             scores_name="masks",
             pipeline_parallel=pipeline_parallel,
@@ -156,7 +157,7 @@ class _GivenMasks:
     Attributes:
         pairs: the caller's.
         optimizer, state, grown: as for :func:`set_masks`.
-        counts: of every whole parameter, (grown, dropped) elements, once it has decided ...
+        counts: the numbers of (grown, dropped) elements of every parameter, once it has decided ...
         replaced: ... and what is to be done on this rank when the masks are attached.
     """
 

@@ -7,7 +7,6 @@ plain model may have been saved with a mask under one name only, or with two tha
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,10 @@ from distprune._common.pruned_form import (
     masked_product,
     name_of_pruned_mask,
     name_of_pruned_orig,
-    name_without_orig,
-    orig_key,
 )
 from distprune.masks.checks import check_ties, check_writable
 from distprune.masks.hook import find_hook
+from distprune.shards.parameters import all_places
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
     managed = managed_parameters(model)
     path_of = {id(module): path for path, module in named_modules(model)}
     pairs = []
-    for places in _pruned_places(model, keys, managed).values():
+    for places in _pruned_places(model, keys):
         fresh = [place for place in places if find_hook(*place) is None]
         record = managed.get((id(places[0][0]), places[0][1]))
         for owner, name in record.owners if record is not None and fresh else ():
@@ -63,22 +61,7 @@ def to_be_masked(model: nn.Module, keys: Iterable[str]) -> list[NamedParameter]:
 
 def tied_names(model: nn.Module) -> list[list[str]]:
     """The full names of every tied parameter, free of ``_orig``, in the model's order."""
-    managed = managed_parameters(model)
-    names_of: dict[int, list[str]] = {}
-    for module_id, name in managed:
-        names_of.setdefault(module_id, []).append(name)
-    tied: dict[Hashable, list[str]] = {}
-    for path, module in named_modules(model):
-        for registered in dict.fromkeys([*module._parameters, *names_of.get(id(module), ())]):
-            record = managed.get((id(module), registered))
-            parameter = module._parameters.get(registered)
-            if record is None and parameter is None:
-                continue
-            key = record.key if record is not None else id(parameter)
-            name = name_without_orig(registered)
-            name = name if find_hook(module, name) is not None else registered
-            tied.setdefault(key, []).append(full_name(path, name))
-    return [names for names in tied.values() if len(names) > 1]
+    return [[place.fqn for place in places] for places in _by_parameter(model) if len(places) > 1]
 
 
 def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageReader) -> None:
@@ -87,7 +70,7 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
     Call it on one rank: it reads the masks of tied parameters whole.
 
     Args:
-        keys: of the model's state dict in the checkpoint, without the prefix "model.".
+        keys: the keys of the model's state dict in the checkpoint, without the prefix "model.".
 
     Raises:
         ValueError: names both.
@@ -95,8 +78,7 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    managed = managed_parameters(model)
-    for places in _pruned_places(model, set(keys), managed).values():
+    for places in _pruned_places(model, set(keys)):
         # Fresh names are pruned as one.
         masks = {id(m._buffers.get(mask_key(name))) for m, name in places}
         if len(places) < 2 or len(masks) > 1:
@@ -120,28 +102,19 @@ def check_masks_of_ties(model: nn.Module, keys: Iterable[str], reader: StorageRe
                 )
 
 
-def _pruned_places(
-    model: nn.Module, keys: set[str], managed: dict[tuple[int, str], Any]
-) -> dict[Hashable, list[NamedParameter]]:
-    """The parameters that are pruned in a state dict, with all names that are, in its order."""
-    names_of_module = defaultdict(list)
-    for key in sorted(keys):
-        name = name_of_pruned_mask(key, keys)
-        if name is not None:
-            path, _, leaf = name.rpartition(".")
-            names_of_module[path].append(leaf)
+def _by_parameter(model: nn.Module, names: set[str] | None = None) -> list[list[NamedParameter]]:
+    """All places of each parameter, or those of some full names, in the model's order."""
     places: dict[Hashable, list[NamedParameter]] = {}
-    for path, module in named_modules(model):
-        for name in names_of_module[path]:
-            for registered in (name, orig_key(name)):
-                record = managed.get((id(module), registered))
-                parameter = module._parameters.get(registered)
-                if record is not None or parameter is not None:
-                    identity = record.key if record is not None else id(parameter)
-                    place = NamedParameter(module, name, full_name(path, name))
-                    places.setdefault(identity, []).append(place)
-                    break
-    return places
+    for place in all_places(model):
+        if names is None or place.pair.fqn in names:
+            places.setdefault(place.key, []).append(place.pair)
+    return list(places.values())
+
+
+def _pruned_places(model: nn.Module, keys: set[str]) -> list[list[NamedParameter]]:
+    """The parameters that are pruned in a state dict, with all names that are."""
+    names = {name_of_pruned_mask(key, keys) for key in keys}
+    return _by_parameter(model, {name for name in names if name is not None})
 
 
 def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +123,7 @@ def fold(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     ``x_orig`` and ``x_mask`` become ``x``: what ``remove`` would have left, pruned elements +0.
 
     Args:
-        state_dict: of a pruned model; whole tensors or DTensors. Does not change.
+        state_dict: that of a pruned model: whole tensors or DTensors. It does not change.
 
     Returns:
         A new dict, in the same order; tensors that are not pruned are those of the argument.
@@ -181,7 +154,7 @@ def save_pretrained(model: nn.Module, path: str | os.PathLike[str], **kwargs: An
     Args:
         model: a transformers model, wrapped or not, pruned or not.
         path: the folder to write.
-        kwargs: for ``model.save_pretrained`` on rank 0 (``max_shard_size``, ...).
+        kwargs: arguments of ``model.save_pretrained`` on rank 0 (``max_shard_size``, ...).
 
     Raises:
         TypeError: the model has no ``save_pretrained``; ``state_dict`` or ``is_main_process`` is

@@ -15,12 +15,11 @@ from distprune._common.collectives import Communicator
 from distprune._common.naming import full_name
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, mask_key
+from distprune.call.reading import check_at_rest
 from distprune.masks.attach import Transaction, mask_dtype, unregister
 from distprune.masks.checks import (
     check_binary,
     check_hook,
-    check_idle,
-    check_owners,
     check_state,
     check_ties,
 )
@@ -71,7 +70,8 @@ def shard_masks(model: nn.Module, *, group: ProcessGroup | None = None) -> int:
             check_state(module, name)
             if not reader.has_whole_mask(module, name):
                 continue
-            shard = _read(reader, module, name, label)
+            check_at_rest(reader, module, name, label)
+            shard = reader.read(module, name, label)
             if shard.is_sharded:
                 assert shard.mask is not None
                 check_binary(shard.mask, label)
@@ -220,19 +220,12 @@ def _put_back(detached: Sequence[_DetachedMask], transaction: Transaction) -> No
     reader = ShardReader()
     parts = []
     for entry in detached:
-        shard = _read(reader, entry.module, entry.name, entry.label)
+        check_at_rest(reader, entry.module, entry.name, entry.label)
+        shard = reader.read(entry.module, entry.name, entry.label)
         parts.append((entry, shard, shard.slice_of(entry.mask.to(shard.values.device))))
     for entry, shard, part in parts:
         if find_hook(entry.module, entry.name) is None:
             _attach(transaction, reader, entry.module, entry.name, entry.hook, shard, part)
-
-
-def _read(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
-    managed = reader.managed(module, name)
-    if managed is not None:
-        check_idle(module, label)
-        check_owners(managed.owners, name)
-    return reader.read(module, name, label)
 
 
 def _attach(

@@ -21,7 +21,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.report import PruningReport
 from distprune.call.request import Decision, ParameterArguments, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
-from distprune.methods.builtin import chosen_hook
+from distprune.methods.builtin import hook_for_chosen_mask
 from distprune.methods.mask_functions import elementwise_decision
 from distprune.shards.parameters import Target, find_places
 from distprune.shards.shard import LocalShard
@@ -109,7 +109,7 @@ def masks_from_zeros(
         lambda: PruningArguments(
             parameters=chosen,
             method=_Zeros(),
-            make_hook=chosen_hook,
+            make_hook=hook_for_chosen_mask,
             pipeline_parallel=pipeline_parallel,
         ),
         communicator,

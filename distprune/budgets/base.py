@@ -56,7 +56,7 @@ def fill(
     """Counts, not rounded yet, whose sum is exactly ``total``.
 
     Args:
-        lines: of the parameters.
+        lines: the line of each parameter.
         lowest, highest: limits of each count; lowest <= highest.
         total: the sum.
 
@@ -112,7 +112,7 @@ def _held(count: Fraction | int, low: int, high: int) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedShards:
     """What a call ranks, for budgets that depend on scores.
 
     Attributes:
@@ -150,13 +150,13 @@ class Division(ABC):
         return ()
 
     @abstractmethod
-    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
         """Divide ``total`` pruned elements among the parameters. Collective.
 
         Args:
             total: pruned elements of all parameters after the call.
-            limits: of each parameter: what is pruned already, floors and ceilings included. They
-                allow for the total.
+            limits: the fewest and most pruned elements of each parameter, by floors, ceilings and
+                what is pruned already. They allow for the total.
             ranked: what the call ranks.
         """
 
@@ -195,7 +195,7 @@ class LinearDivision(Division):
     """A rule of lines: see [Note: level]. It reads no element, and sends nothing.
 
     Attributes:
-        parameters: of the call.
+        parameters: the parameters of the call.
         lines: the rule.
         caps: per parameter, how many elements the rule prunes at most.
     """
@@ -212,7 +212,7 @@ class LinearDivision(Division):
             for parameter, line, cap in zip(self.parameters, self.lines, self.caps, strict=True)
         ]
 
-    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
         return self.divided(total, limits)
 
     def divided(self, total: int, limits: Bounds) -> Counts:

@@ -29,7 +29,7 @@ from distprune._common.amount import Bounded, Bounds
 from distprune._common.mask_values import is_one
 from distprune._common.memory import INTEGERS, Array, Scratch
 from distprune._common.naming import error_about
-from distprune.budgets.base import Budget, Counts, Division, Ranked
+from distprune.budgets.base import Budget, Counts, Division, RankedShards
 from distprune.selection.candidates import Candidates
 from distprune.selection.kernels import call_all, chunks_of, num_threads_for
 from distprune.selection.keys import KeyRange, Order
@@ -76,7 +76,7 @@ class LAMP(Budget):
 class _LampDivision(Division):
     parameters: tuple[Bounded, ...]
 
-    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
         if ranked.keys.order is not Order.MAGNITUDE:
             raise NotImplementedError(
                 "budget='lamp' divides by the squares of magnitudes, and this method ranks "
@@ -94,13 +94,17 @@ class _LampDivision(Division):
 
 
 def num_to_prune(
-    ranked: Ranked, names: Sequence[str], lowest: Sequence[int], highest: Sequence[int], k: int
+    ranked: RankedShards,
+    names: Sequence[str],
+    lowest: Sequence[int],
+    highest: Sequence[int],
+    k: int,
 ) -> list[int]:
     """How many of the ``k`` lowest LAMP scores each parameter has, within limits. Collective.
 
     Args:
         ranked: what the call ranks.
-        names: of the parameters, for messages.
+        names: the names of the parameters, for messages.
         lowest, highest: limits of each count, of elements that are not pruned yet.
         k: sum(lowest) <= k <= sum(highest).
 

@@ -66,8 +66,8 @@ class OWL(Budget):
             statistics of :mod:`distprune.statistics`, of which ``outlier_ratios`` is called here,
             once, on every rank. They have to be equal on all ranks.
         lam: half the range of the densities; the paper uses 0.08, for language models at 70 %.
-        threshold_multiple: with statistics: a score is an outlier if it is larger than so many
-            times the mean of its block. The paper uses 5 (LLaMA), or 7 and 10.
+        threshold_multiple: with statistics, a score is an outlier if it is larger than this
+            multiple of the mean of its block. The paper uses 5 (LLaMA), or 7 and 10.
         per: "block": parameters of one block share a ratio, as in the paper: the mean of theirs,
             weighted by elements. A block is the name up to its first number ("model.layers.3" of
             "model.layers.3.mlp.up_proj.weight"); a name without one is a block of its own.

@@ -9,7 +9,15 @@ from fractions import Fraction
 from typing import Any
 
 from distprune._common.amount import Bounded, Bounds, per_parameter
-from distprune.budgets.base import Budget, Counts, Division, Line, LinearDivision, Ranked, rounded
+from distprune.budgets.base import (
+    Budget,
+    Counts,
+    Division,
+    Line,
+    LinearDivision,
+    RankedShards,
+    rounded,
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class Sparsities(Budget):
             for share, parameter in zip(shares, parameters, strict=True)
         )
         if not self.relative:
-            return _Named(tuple(parameters), exact)
+            return _GivenCounts(tuple(parameters), exact)
         return LinearDivision(
             "budget=Sparsities(relative=True)",
             tuple(parameters),
@@ -131,7 +139,7 @@ class Sparsities(Budget):
 
 
 @dataclass(frozen=True)
-class _Named(Division):
+class _GivenCounts(Division):
     """The exact count of each parameter: sparsity times elements."""
 
     parameters: tuple[Bounded, ...]
@@ -145,7 +153,7 @@ class _Named(Division):
     def own_total(self, limits: Bounds) -> int:
         return sum(round(count) for count in self._held(limits))
 
-    def counts(self, total: int, limits: Bounds, ranked: Ranked) -> Counts:
+    def counts(self, total: int, limits: Bounds, ranked: RankedShards) -> Counts:
         held = self._held(limits)
         least, most = sum(map(math.floor, held)), sum(map(math.ceil, held))
         if not least <= total <= most:

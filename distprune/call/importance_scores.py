@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from distprune._common.naming import Pair, is_pair, unwrap
 from distprune.shards.factored import FactoredScores
-from distprune.shards.parameters import Scores
-from distprune.shards.reader import ShardReader
+from distprune.shards.parameters import Scores, Target
+from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
+from distprune.shards.shard import LocalShard
 
 
 def by_parameter(
-    scores: Scores,
-    places: Mapping[Hashable, Sequence[Pair]],
-    labels: Mapping[Hashable, str],
-    reader: ShardReader,
+    scores: Scores, targets: Mapping[Hashable, Target], reader: ShardReader
 ) -> dict[Hashable, list[Tensor | FactoredScores]]:
     """Group the scores by parameter; a tied parameter may have them under any of its names.
 
     Args:
-        scores: by (module, name), as the caller gave them.
-        places: the (module, name) pairs of every parameter of the call.
-        labels: their names, for messages.
+        scores: the caller's scores, by (module, name).
+        targets: the parameters of the call.
         reader: knows which names are tied.
 
     Raises:
@@ -33,18 +31,18 @@ def by_parameter(
         ValueError: a pair that is none of the parameters. Its scores would be ignored in silence,
             and the parameter that was meant would be ranked by its values.
     """
-    owner = {(id(m), name): key for key, pairs in places.items() for m, name in pairs}
+    owner = {(id(m), name): key for key, target in targets.items() for m, name in target.places}
     grouped: dict[Hashable, list[Tensor | FactoredScores]] = {}
     for pair, tensor in scores.items():
-        place = _checked(pair, labels)
+        place = _checked(pair, targets)
         key = owner.get((id(place[0]), place[1]))
         if key is None:
             key = _identity(place, reader)
-        if key not in places:
+        if key not in targets:
             raise ValueError(
                 f"importance_scores has ({type(place[0]).__name__}, {place[1]!r}), which is none "
                 f"of the parameters of this call; expected (module, name) pairs among them"
-                f"{_closest(place, places, labels)}."
+                f"{_closest(place, targets.values())}."
             )
         grouped.setdefault(key, []).append(tensor)
     return grouped
@@ -78,10 +76,11 @@ def _identity(place: Pair, reader: ShardReader) -> Hashable | None:
         return None
 
 
-def _checked(key: Any, labels: Mapping[Hashable, str]) -> Pair:
+def _checked(key: Any, targets: Mapping[Hashable, Target]) -> Pair:
     if is_pair(key):
         return unwrap(key[0]), key[1]
-    close = difflib.get_close_matches(str(key), list(labels.values()), n=1)
+    labels = [target.label for target in targets.values()]
+    close = difflib.get_close_matches(str(key), labels, n=1)
     hint = f" Did you mean the parameter {close[0]!r}?" if close else ""
     raise TypeError(
         f"importance_scores has the key {_shown(key)}; expected (module, name) pairs, as "
@@ -95,21 +94,66 @@ def _shown(key: Any) -> str:
     return repr(key) if isinstance(key, str | int | float) else type(key).__name__
 
 
-def _closest(
-    place: Pair, places: Mapping[Hashable, Sequence[Pair]], labels: Mapping[Hashable, str]
-) -> str:
+def _closest(place: Pair, targets: Iterable[Target]) -> str:
     """The parameter that was most likely meant: another name of the module, or a like module."""
     module, name = place
-    names = {n: key for key, pairs in places.items() for m, n in pairs if m is module}
+    names = {n: target for target in targets for m, n in target.places if m is module}
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.3)
     if close:
-        return f"; did you mean ({type(module).__name__}, {close[0]!r}), {labels[names[close[0]]]}?"
+        return f"; did you mean ({type(module).__name__}, {close[0]!r}), {names[close[0]].label}?"
     same = [
-        labels[key]
-        for key, pairs in places.items()
-        if any(n == name and type(m) is type(module) for m, n in pairs)
+        target.label
+        for target in targets
+        if any(n == name and type(m) is type(module) for m, n in target.places)
     ]
-    return f", such as {(same or list(labels.values()) or ['(none)'])[0]}"
+    return f", such as {next(iter([*same, *(target.label for target in targets)]), '(none)')}"
+
+
+def local_scores(
+    scores: Sequence[Any], label: str, shard: LocalShard, what: str
+) -> tuple[Tensor | FactoredScores, str]:
+    """This rank's part of the scores, and what must be equal on all ranks.
+
+    A tied parameter may have its scores under several names.
+    """
+    parts = [part_of_scores(tensor, label, shard, what) for tensor in scores]
+    first, about = parts[0]
+    if any(not _are_equal(part, first) for part, _ in parts[1:]):
+        raise ValueError(
+            f"{label} is tied, and {what} has different tensors under several of its names; "
+            "expected one under one name, or equal ones."
+        )
+    return first, about
+
+
+def _are_equal(one: Tensor | FactoredScores, other: Tensor | FactoredScores) -> bool:
+    if isinstance(one, FactoredScores):
+        return isinstance(other, FactoredScores) and one.equals(other)
+    return isinstance(other, Tensor) and torch.equal(one, other)
+
+
+def part_of_scores(
+    scores: Any, label: str, shard: LocalShard, what: str = "importance_scores"
+) -> tuple[Tensor | FactoredScores, str]:
+    """This rank's part of the scores of a parameter, and what must be equal on all ranks.
+
+    Args:
+        scores: like the parameter, or whole; or the factors of them.
+        what: the name of the argument, for messages.
+
+    Raises:
+        TypeError, ValueError: scores of another type or layout.
+    """
+    if isinstance(scores, FactoredScores):
+        scores.check_shape(label, shard.shape)
+        return scores, f"factors, checksum {scores.checksum()}"
+    if not isinstance(scores, Tensor):
+        raise TypeError(
+            f"{label}: {what} is a {type(scores).__name__}; expected a tensor or FactoredScores."
+        )
+    whole = unflattened(label, what, scores, shard)
+    part = local_part(label, what, whole, shard)
+    return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
 
 
 S = TypeVar("S", Tensor, FactoredScores, Tensor | FactoredScores)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair, label_of, tied_places
 from distprune.call import pipeline_parallel as stages
 from distprune.call.grouping import Grouping, agree_on_grouping
-from distprune.call.importance_scores import by_parameter
+from distprune.call.importance_scores import by_parameter, local_scores
 from distprune.call.replicas import count_copies_on_other_meshes
 from distprune.call.request import (
     ByBudget,
@@ -26,9 +26,8 @@ from distprune.call.request import (
     Together,
 )
 from distprune.masks.checks import check_binary, check_idle, check_owners, check_state
-from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Target
-from distprune.shards.reader import ShardReader, local_part, unflattened, whole_checksum
+from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
 
 A = TypeVar("A", bound=ParameterArguments)
@@ -61,15 +60,29 @@ def read_parameters(
     def facts_of(result: tuple[A, list[Target]]) -> list[Fact]:
         arguments, targets = result
         # Ranks of a pipeline have different parameters: they are compared when they are joined.
-        return arguments.all_facts() + ([] if arguments.pipeline_parallel else _describe(targets))
+        return arguments.all_facts() + ([] if arguments.pipeline_parallel else describe(targets))
 
     arguments, targets = communicator.run(read, facts_of)
-    if arguments.pipeline_parallel:
-        targets = stages.join(targets, communicator)
-        if not targets:
-            raise ValueError("parameters is empty on every rank; expected at least one pair.")
-        return arguments, targets
-    return arguments, count_copies_on_other_meshes(targets, communicator)
+    return arguments, agree_on_copies(
+        targets, communicator, "parameters", pipeline_parallel=arguments.pipeline_parallel
+    )
+
+
+def agree_on_copies(
+    targets: list[Target], communicator: Communicator, what: str, *, pipeline_parallel: bool
+) -> list[Target]:
+    """The parameters of all ranks, the same list on each, with the number of their replicas.
+
+    Args:
+        targets: this rank's; all ranks have the same, except in a pipeline.
+        what: the name of the argument, for messages.
+    """
+    if not pipeline_parallel:
+        return count_copies_on_other_meshes(targets, communicator)
+    targets = stages.join(targets, communicator)
+    if not targets:
+        raise ValueError(f"{what} is empty on every rank; expected at least one {what[:-1]}.")
+    return targets
 
 
 def agree_on_share(
@@ -123,43 +136,17 @@ def _describe_bounds(targets: Sequence[Target], bounds: Bounds | None) -> list[F
     ]
 
 
-@dataclass
-class _Parameter:
-    """A parameter of a call, with all pairs under which the caller passed it.
-
-    Attributes:
-        label: its full name, or what stands for it in messages.
-        is_named: whether the label is a full name.
-        shard: this rank's part.
-        places: all its (module, name) pairs.
-        is_tied: whether a pair stands for several places.
-    """
-
-    label: str
-    is_named: bool
-    shard: LocalShard
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    is_tied: bool = False
-
-    def add_places(self, places: Sequence[tuple[nn.Module, str]]) -> None:
-        """Add the places of a pair that are not listed yet."""
-        self.is_tied |= len(places) > 1
-        for module, name in places:
-            if not any(module is m and name == n for m, n in self.places):
-                self.places.append((module, name))
-
-
 def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Target]:
     """Read every parameter; one with several names is one target, counted once."""
     reader = ShardReader(communicator.index, communicator.size)
     pairs = list(arguments.parameters)  # may be a generator
     if not pairs and not arguments.pipeline_parallel:
         raise ValueError("parameters is empty; expected at least one (module, name) pair.")
-    parameters: dict[Hashable, _Parameter] = {}
+    targets: dict[Hashable, Target] = {}
     for position, pair in enumerate(pairs):
         module, name = checked_pair(pair, f"parameters[{position}]")
-        fqn = getattr(pair, "fqn", None)
-        if fqn is None and arguments.pipeline_parallel:
+        is_named = getattr(pair, "fqn", None) is not None
+        if not is_named and arguments.pipeline_parallel:
             raise TypeError(
                 f"parameters[{position}] is a pair without a full name; expected those that "
                 "select(stage) lists, or NamedParameter(module, name, fqn), because "
@@ -167,56 +154,52 @@ def _read(arguments: ParameterArguments, communicator: Communicator) -> list[Tar
             )
         label = label_of(pair, position)
         shard = _read_one(reader, module, name, label)
-        parameter = parameters.setdefault(shard.key, _Parameter(label, fqn is not None, shard))
-        parameter.add_places(tied_places(pair))
-    if arguments.pipeline_parallel:
-        _check_names(parameters.values())
-    check_ranks([parameter.shard for parameter in parameters.values()], set(communicator.ranks))
-    for parameter in parameters.values():
-        for module, name in parameter.places[1:]:
-            shard = _read_one(reader, module, name, parameter.label)
-            _check_tied(parameter.label, parameter.shard, shard)
-    scores_of = by_parameter(
-        arguments.importance_scores or {},
-        {key: parameter.places for key, parameter in parameters.items()},
-        {key: parameter.label for key, parameter in parameters.items()},
-        reader,
-    )
-    return [
-        Target(
-            parameter.label,
-            tuple(parameter.places),
-            parameter.is_tied,
-            reader.managed(*parameter.places[0]),
-            parameter.shard,
-            *_local_scores(
-                scores_of.get(key, ()), parameter.label, parameter.shard, arguments.scores_name
-            ),
-            parameter.is_named,
+        fresh = Target(
+            label, (), False, reader.managed(module, name), shard, None, "none", is_named
         )
-        for key, parameter in parameters.items()
-    ]
+        target, places = targets.get(shard.key, fresh), tied_places(pair)
+        listed = {(id(m), n): (m, n) for m, n in [*target.places, *places]}
+        is_tied = target.is_tied or len(places) > 1
+        targets[shard.key] = replace(target, places=tuple(listed.values()), is_tied=is_tied)
+    if arguments.pipeline_parallel:
+        check_names([target.label for target in targets.values()], "different parameters")
+    check_ranks([target.shard for target in targets.values()], set(communicator.ranks))
+    for target in targets.values():
+        for module, name in target.places[1:]:
+            shard = _read_one(reader, module, name, target.label)
+            _check_tied(target.label, target.shard, shard)
+    found = by_parameter(arguments.importance_scores or {}, targets, reader)
+    for key, scores in found.items():
+        target = targets[key]
+        own, about = local_scores(scores, target.label, target.shard, arguments.scores_name)
+        targets[key] = replace(target, scores=own, about_scores=about)
+    return list(targets.values())
 
 
 def _read_one(reader: ShardReader, module: nn.Module, name: str, label: str) -> LocalShard:
     """Read a parameter at one place, if it can be pruned there as it is now."""
     check_state(module, name)
-    managed = reader.managed(module, name)
-    if managed is not None:
-        check_idle(module, label)
-        check_owners(managed.owners, name)
+    check_at_rest(reader, module, name, label)
     shard = reader.read(module, name, label)
     if shard.is_sharded and shard.mask is not None and reader.has_whole_mask(module, name):
         check_binary(shard.mask, label)
     return shard
 
 
-def _check_names(parameters: Iterable[_Parameter]) -> None:
-    labels = [parameter.label for parameter in parameters]
+def check_at_rest(reader: ShardReader, module: nn.Module, name: str, label: str) -> None:
+    """Raise if a wrapper uses the parameter now, or another name of it is pruned differently."""
+    managed = reader.managed(module, name)
+    if managed is not None:
+        check_idle(module, label)
+        check_owners(managed.owners, name)
+
+
+def check_names(labels: Sequence[str], what: str) -> None:
+    """Raise ValueError if parameters that a pipeline joins by name have one name on this rank."""
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise ValueError(
-            f"{twice} is the name of two different parameters on one rank; expected names that are "
+            f"{twice} is the name of two {what} on one rank; expected names that are "
             "unique over all stages: select(stage, prefix=...) tells stages apart."
         )
 
@@ -249,56 +232,7 @@ def _check_tied(label: str, first: LocalShard, other: LocalShard) -> None:
         )
 
 
-def _local_scores(
-    scores: Sequence[Any], label: str, shard: LocalShard, what: str
-) -> tuple[Tensor | FactoredScores | None, str]:
-    """This rank's part of the scores, and what must be equal on all ranks.
-
-    A tied parameter may have its scores under several names.
-    """
-    if not scores:
-        return None, "none"
-    parts = [part_of_scores(tensor, label, shard, what) for tensor in scores]
-    first, about = parts[0]
-    if any(not _are_equal(part, first) for part, _ in parts[1:]):
-        raise ValueError(
-            f"{label} is tied, and {what} has different tensors under several of its names; "
-            "expected one under one name, or equal ones."
-        )
-    return first, about
-
-
-def _are_equal(one: Tensor | FactoredScores, other: Tensor | FactoredScores) -> bool:
-    if isinstance(one, FactoredScores):
-        return isinstance(other, FactoredScores) and one.equals(other)
-    return isinstance(other, Tensor) and torch.equal(one, other)
-
-
-def part_of_scores(
-    scores: Any, label: str, shard: LocalShard, what: str = "importance_scores"
-) -> tuple[Tensor | FactoredScores, str]:
-    """This rank's part of the scores of a parameter, and what must be equal on all ranks.
-
-    Args:
-        scores: like the parameter, or whole; or the factors of them.
-        what: the name of the argument, for messages.
-
-    Raises:
-        TypeError, ValueError: scores of another type or layout.
-    """
-    if isinstance(scores, FactoredScores):
-        scores.check_shape(label, shard.shape)
-        return scores, f"factors, checksum {scores.checksum()}"
-    if not isinstance(scores, Tensor):
-        raise TypeError(
-            f"{label}: {what} is a {type(scores).__name__}; expected a tensor or FactoredScores."
-        )
-    whole = unflattened(label, what, scores, shard)
-    part = local_part(label, what, whole, shard)
-    return part, f"{part.dtype}, checksum {whole_checksum(scores, shard)}"
-
-
-def _describe(targets: Sequence[Target]) -> list[Fact]:
+def describe(targets: Sequence[Target], what: str = "parameters") -> list[Fact]:
     """Everything about the parameters that must be the same on every rank."""
-    facts = [("number of parameters", str(len(targets)))]
+    facts = [(f"number of {what}", str(len(targets)))]
     return facts + [(target.label, target.facts) for target in targets]

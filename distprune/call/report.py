@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from distprune._common.amount import collapsed, is_nearly_empty
 from distprune._common.report_text import Totals, cost_facts, share, table
@@ -24,7 +24,7 @@ class ParameterReport:
 
     Attributes:
         name: fully qualified if the parameter came from ``select``.
-        num_elements: of the whole parameter.
+        num_elements: the elements of the whole parameter.
         num_pruned_before: pruned by earlier calls.
         num_pruned_now: pruned by this call.
         held_at: "min_sparsity" or "max_sparsity" if this bound decided how much was pruned,
@@ -74,15 +74,15 @@ class PruningReport(Totals):
     Attributes:
         method: name of the pruning method.
         amount: as it was asked for: a fraction of what was unpruned, or a count.
-        parameters: in the caller's order.
+        parameters: an entry for each parameter, in the caller's order.
         threshold: elements with a smaller score were pruned, with a larger one
             kept, except in parameters whose bound decided; None if scores were not ranked.
         num_ties: elements whose score equals the threshold, in parameters whose bound did not
             decide ...
         num_ties_pruned: ... and those of them that were pruned, lowest index first.
-        num_ranks: that took part.
+        num_ranks: the ranks that took part.
         num_collectives: all-reduces that this rank took part in.
-        bytes_sent: their payload, per rank.
+        bytes_sent: the payload of these, per rank.
         seconds: wall time on this rank.
         collapsed: names of parameters of which the ranking has left hardly anything; see
             amount.[Note: collapse].
@@ -116,17 +116,12 @@ class PruningReport(Totals):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
-        data = asdict(self)
-        data["collapsed"] = list(self.collapsed)
-        data["parameters"] = [
-            {**asdict(entry), "num_pruned": entry.num_pruned, "sparsity": entry.sparsity}
-            for entry in self.parameters
-        ]
-        for name in (
-            "num_elements", "num_pruned_before", "num_pruned_now", "num_pruned", "sparsity",
-        ):  # fmt: skip
-            data[name] = getattr(self, name)
-        return data
+        totals = "num_elements", "num_pruned_before", "num_pruned_now", "num_pruned", "sparsity"
+        return {
+            **_plain(self, *totals),
+            "collapsed": list(self.collapsed),
+            "parameters": [_plain(entry, "num_pruned", "sparsity") for entry in self.parameters],
+        }
 
     def to_json(self, **options: Any) -> str:
         """:meth:`to_dict` as JSON; ``options`` go to ``json.dumps``.
@@ -139,46 +134,35 @@ class PruningReport(Totals):
         return json.dumps(data, allow_nan=False, **options)
 
     def __str__(self) -> str:
-        is_bounded = any(entry.held_at for entry in self.parameters)
-        is_wanted = any(entry.wanted_text for entry in self.parameters)
-        heading = ["parameter", "elements", "before", "now"]
-        heading += ["wanted"] if is_wanted else []
-        heading += ["sparsity"]
-        heading += ["held at"] if is_bounded else []
-        rows = [
-            [
-                entry.name,
-                f"{entry.num_elements:,}",
-                f"{entry.num_pruned_before:,}",
-                f"{entry.num_pruned_now:,}",
-                *([entry.wanted_text] if is_wanted else []),
-                f"{entry.sparsity:.2%}",
-                *([entry.held_at or ""] if is_bounded else []),
-            ]
-            for entry in self.parameters
-        ]
-        total = [
-            "total",
-            f"{self.num_elements:,}",
-            f"{self.num_pruned_before:,}",
-            f"{self.num_pruned_now:,}",
-            *([""] if is_wanted else []),
-            f"{self.sparsity:.2%}",
-            *([""] if is_bounded else []),
-        ]
-        amount = "" if self.amount is None else f", amount={self.amount}"
-        facts = [f"{self.method}{amount}"]
-        if self.threshold is not None:
-            facts.append(f"threshold {self.threshold:.6g}")
-        if self.num_ties > 1:
-            facts[-1] += f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
-        facts += cost_facts(self)
-        lines = [*table(heading, rows, total), "; ".join(facts)]
+        lines = [*self._table(), "; ".join([*self._facts(), *cost_facts(self)])]
         if self.no_sparse_layout is not None:
             lines.append(self._sparse_layout_text())
         if self.collapsed:
             lines.append(f"nearly empty: {', '.join(self.collapsed)}")
         return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        entries = self.parameters
+        columns = [
+            ("parameter", [entry.name for entry in entries], "total"),
+            _counts("elements", [entry.num_elements for entry in entries]),
+            _counts("before", [entry.num_pruned_before for entry in entries]),
+            _counts("now", [entry.num_pruned_now for entry in entries]),
+        ]
+        if any(entry.wanted_text for entry in entries):
+            columns.append(("wanted", [entry.wanted_text for entry in entries], ""))
+        columns.append(_sparsities(entries, self.sparsity))
+        if any(entry.held_at for entry in entries):
+            columns.append(("held at", [entry.held_at or "" for entry in entries], ""))
+        return _table(columns)
+
+    def _facts(self) -> list[str]:
+        amount = "" if self.amount is None else f", amount={self.amount}"
+        facts = [f"{self.method}{amount}"]
+        if self.threshold is not None:
+            ties = f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
+            facts.append(f"threshold {self.threshold:.6g}{ties if self.num_ties > 1 else ''}")
+        return facts
 
     def _sparse_layout_text(self) -> str:
         misfits = self.no_sparse_layout or ()
@@ -205,19 +189,6 @@ class MaskLoadingReport(PruningReport):
     unexpected_keys: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        report: PruningReport,
-        missing_keys: tuple[str, ...],
-        unexpected_keys: tuple[str, ...],
-        mismatched_keys: tuple[str, ...],
-    ) -> MaskLoadingReport:
-        """A report with what did not fit."""
-        values = {field.name: getattr(report, field.name) for field in fields(report)}
-        return cls(**values, missing_keys=missing_keys, unexpected_keys=unexpected_keys,
-                   mismatched_keys=mismatched_keys)  # fmt: skip
-
     def __str__(self) -> str:
         lines = [super().__str__()]
         for what, keys in (
@@ -236,8 +207,8 @@ class ChannelGroupReport:
     """The channels of one group.
 
     Attributes:
-        name: of the group.
-        num_channels: in all.
+        name: the group's name.
+        num_channels: the channels that the group has in all.
         num_pruned_before: channels of which nothing was left before the call.
         num_pruned_now: channels that the call pruned.
         channel_size: elements of one channel, in all parameters of the group.
@@ -261,7 +232,7 @@ class ChannelGroupReport:
 
     @property
     def num_removable(self) -> int:
-        """Elements of all pruned channels: a model without these channels has so many fewer."""
+        """Elements of all pruned channels: the number that removing these channels would save."""
         return self.num_pruned * self.channel_size
 
 
@@ -273,18 +244,10 @@ class StructuredReport(PruningReport):
     ties are of channels, and ``collapsed`` has names of groups.
 
     Attributes:
-        groups: in the caller's order.
+        groups: an entry for each group, in the caller's order.
     """
 
     groups: tuple[ChannelGroupReport, ...] = ()
-
-    @classmethod
-    def of(
-        cls, report: PruningReport, groups: Sequence[ChannelGroupReport], collapsed: Sequence[str]
-    ) -> StructuredReport:
-        """A report with the channels of its groups."""
-        values = {field.name: getattr(report, field.name) for field in fields(PruningReport)}
-        return cls(**{**values, "collapsed": tuple(collapsed)}, groups=tuple(groups))
 
     @property
     def num_channels(self) -> int:
@@ -303,61 +266,36 @@ class StructuredReport(PruningReport):
 
     @property
     def num_removable(self) -> int:
-        """Elements of all pruned channels: a model without these channels has so many fewer."""
+        """Elements of all pruned channels: the number that removing these channels would save."""
         return sum(group.num_removable for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the totals and sparsities written out."""
-        data = super().to_dict()
-        data["groups"] = [
-            {
-                **asdict(group),
-                "num_pruned": group.num_pruned,
-                "sparsity": group.sparsity,
-                "num_removable": group.num_removable,
-            }
-            for group in self.groups
-        ]
-        for name in (
-            "num_channels", "num_channels_pruned", "num_channels_pruned_now", "num_removable",
-        ):  # fmt: skip
-            data[name] = getattr(self, name)
-        return data
+        totals = "num_channels", "num_channels_pruned", "num_channels_pruned_now", "num_removable"
+        of_group = "num_pruned", "sparsity", "num_removable"
+        return {
+            **super().to_dict(),
+            "groups": [_plain(group, *of_group) for group in self.groups],
+            **{name: getattr(self, name) for name in totals},
+        }
 
-    def __str__(self) -> str:
-        rows = [
-            [
-                group.name,
-                f"{group.num_channels:,}",
-                f"{group.num_pruned_before:,}",
-                f"{group.num_pruned_now:,}",
-                f"{group.sparsity:.2%}",
-                f"{group.num_removable:,}",
-            ]
-            for group in self.groups
-        ]
-        total = [
-            "total",
-            f"{self.num_channels:,}",
-            f"{sum(group.num_pruned_before for group in self.groups):,}",
-            f"{self.num_channels_pruned_now:,}",
-            f"{share(self.num_channels_pruned, self.num_channels):.2%}",
-            f"{self.num_removable:,}",
-        ]
-        heading = ["group", "channels", "before", "now", "sparsity", "removable elements"]
-        facts = [
-            f"{self.method}, amount={self.amount}",
-            f"{share(self.num_removable, self.num_elements):.2%} of {self.num_elements:,} elements "
-            "could be removed",
-        ]
-        if self.threshold is not None:
-            facts.append(f"threshold {self.threshold:.6g}")
-            if self.num_ties > 1:
-                facts[-1] += f" ({self.num_ties_pruned:,} of {self.num_ties:,} ties pruned)"
-        lines = [*table(heading, rows, total), "; ".join([*facts, *cost_facts(self)])]
-        if self.collapsed:
-            lines.append(f"nearly empty: {', '.join(self.collapsed)}")
-        return "\n".join(lines)
+    def _table(self) -> list[str]:
+        groups = self.groups
+        sparsity = share(self.num_channels_pruned, self.num_channels)
+        return _table([
+            ("group", [group.name for group in groups], "total"),
+            _counts("channels", [group.num_channels for group in groups]),
+            _counts("before", [group.num_pruned_before for group in groups]),
+            _counts("now", [group.num_pruned_now for group in groups]),
+            _sparsities(groups, sparsity),
+            _counts("removable elements", [group.num_removable for group in groups]),
+        ])  # fmt: skip
+
+    def _facts(self) -> list[str]:
+        method, *others = super()._facts()
+        removable = share(self.num_removable, self.num_elements)
+        return [method, f"{removable:.2%} of {self.num_elements:,} elements could be removed",
+                *others]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -366,7 +304,7 @@ class MaskUpdate:
 
     Attributes:
         name: fully qualified if the parameter came from ``select``.
-        num_elements: of the whole parameter.
+        num_elements: the elements of the whole parameter.
         num_pruned: pruned elements, now.
         num_grown: elements that were pruned before, and are not now ...
         num_dropped: ... and the other way round.
@@ -389,10 +327,10 @@ class MaskUpdateReport(Totals):
     """What ``set_masks`` did. ``print`` it on one rank; it is the same on all.
 
     Attributes:
-        parameters: in the caller's order.
-        num_ranks: that took part.
+        parameters: an entry for each parameter, in the caller's order.
+        num_ranks: the ranks that took part.
         num_collectives: all-reduces that this rank took part in.
-        bytes_sent: their payload, per rank.
+        bytes_sent: the payload of these, per rank.
         seconds: wall time on this rank.
     """
 
@@ -413,25 +351,42 @@ class MaskUpdateReport(Totals):
         return sum(entry.num_dropped for entry in self.parameters)
 
     def __str__(self) -> str:
-        rows = [
-            [
-                entry.name,
-                f"{entry.num_elements:,}",
-                f"{entry.num_dropped:,}",
-                f"{entry.num_grown:,}",
-                f"{entry.sparsity:.2%}",
-            ]
-            for entry in self.parameters
+        entries = self.parameters
+        columns = [
+            ("parameter", [entry.name for entry in entries], "total"),
+            _counts("elements", [entry.num_elements for entry in entries]),
+            _counts("dropped", [entry.num_dropped for entry in entries]),
+            _counts("grown", [entry.num_grown for entry in entries]),
+            _sparsities(entries, self.sparsity),
         ]
-        total = [
-            "total",
-            f"{self.num_elements:,}",
-            f"{self.num_dropped:,}",
-            f"{self.num_grown:,}",
-            f"{self.sparsity:.2%}",
-        ]
-        heading = ["parameter", "elements", "dropped", "grown", "sparsity"]
-        return "\n".join([*table(heading, rows, total), "; ".join(cost_facts(self))])
+        return "\n".join([*_table(columns), "; ".join(cost_facts(self))])
+
+
+def _plain(value: Any, *properties: str) -> dict[str, Any]:
+    """A dataclass as plain data, with some of its properties."""
+    return {**asdict(value), **{name: getattr(value, name) for name in properties}}
+
+
+# The heading of a column, its cells, and what stands below them.
+Column = tuple[str, list[str], str]
+
+
+class _HasSparsity(Protocol):
+    @property
+    def sparsity(self) -> float: ...
+
+
+def _counts(heading: str, numbers: Sequence[int]) -> Column:
+    return heading, [f"{number:,}" for number in numbers], f"{sum(numbers):,}"
+
+
+def _sparsities(entries: Sequence[_HasSparsity], total: float) -> Column:
+    return "sparsity", [f"{entry.sparsity:.2%}" for entry in entries], f"{total:.2%}"
+
+
+def _table(columns: Sequence[Column]) -> list[str]:
+    headings, cells, totals = zip(*columns, strict=True)
+    return table(headings, list(zip(*cells, strict=True)), totals)
 
 
 _SHOWN = 5
@@ -443,8 +398,8 @@ def find_collapsed(
     """The names of the parameters that a call has emptied.
 
     Args:
-        entries: of all parameters of the call.
-        shapes: of the whole parameters.
+        entries: the entries of all parameters of the call.
+        shapes: the shapes of the whole parameters.
     """
     emptied = collapsed([(entry.num_elements, entry.num_pruned) for entry in entries])
     return tuple(

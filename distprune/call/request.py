@@ -16,6 +16,7 @@ from distprune._common.exact_sums import Normalization
 from distprune.budgets.base import Budget, Division
 from distprune.call.grouping import Grouping, InputDims
 from distprune.masks.hook import PruningHook
+from distprune.selection.passes import count_live
 from distprune.selection.scores import scores_in_memory
 from distprune.shards.factored import FactoredScores
 from distprune.shards.parameters import Scores
@@ -108,6 +109,22 @@ class PruningCall:
         mask = shard.new_mask(self.mask_dtypes[position])
         return mask.fill_(1) if shard.mask is None else mask.copy_(shard.mask)
 
+    def changed_masks(self, change: Callable[[int, Tensor], None]) -> LocalMasks:
+        """The masks of all parameters after a change, and what it has pruned. A local step.
+
+        Args:
+            change: gets a parameter's position and its mask, N-d, which it prunes in place.
+        """
+        masks, num_pruned = [], []
+        for position, shard in enumerate(self.shards):
+            mask = self.start_mask(position)
+            flat = shard.flat(mask)
+            num_live = count_live(flat, shard.counted)
+            change(position, mask)
+            masks.append(mask)
+            num_pruned.append(num_live - count_live(flat, shard.counted))
+        return LocalMasks(masks, num_pruned)
+
 
 @dataclass(frozen=True)
 class LocalMasks:
@@ -169,8 +186,8 @@ class ParameterArguments:
 
     Attributes:
         parameters: (module, name) pairs, the same on every rank unless ``pipeline_parallel``.
-        importance_scores: by (module, name): like the parameter, or whole; None: the values.
-        scores_name: of that argument, for messages.
+        importance_scores: the scores to rank by, by (module, name); None: the values are ranked.
+        scores_name: the name of that argument, for messages.
         pipeline_parallel: the ranks have different lists, which are joined by name.
         facts: arguments that must be equal on all ranks.
     """
@@ -257,7 +274,7 @@ class PruningArguments(ParameterArguments):
     Attributes:
         method: decides the masks.
         make_hook: makes what is registered on a module.
-        amount: for the report.
+        amount: what the report says of the amount.
         normalize: what the scores of each parameter are divided by, if anything.
         share: how the pruned elements are shared among the parameters.
     """

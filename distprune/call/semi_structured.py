@@ -5,8 +5,8 @@ Masks are counted over all ranks without gathering any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import find_hook
-from distprune.selection.candidates import Candidates
+from distprune.selection.candidates import candidates_of
 from distprune.selection.in_tiles import TiledParts, rank_tiles
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
@@ -65,8 +65,8 @@ def layout_problem(shape: Sequence[int], dtype: torch.dtype, dims: Sequence[int]
     """Why no backend takes a weight; "" if one does.
 
     Args:
-        shape: of the whole weight.
-        dtype: of the weight.
+        shape: the shape of the whole weight.
+        dtype: the weight's dtype.
         dims: along which its inputs lie; () if that is not known.
     """
     if len(shape) != 2:
@@ -92,9 +92,9 @@ class SemiStructuredParameter:
 
     Attributes:
         name: fully qualified.
-        num_groups: of M neighbours along the inputs; 0 if M does not divide them.
+        num_groups: the groups of M neighbours along the inputs; 0 if M does not divide these.
         num_fitting: groups of which at most N elements are kept.
-        backends: of ``torch.sparse.to_sparse_semi_structured`` that take its shape and dtype.
+        backends: those of ``torch.sparse.to_sparse_semi_structured`` that take its shape and dtype.
         layout_problem: why none does, or why the inputs lie elsewhere; "" if one does.
     """
 
@@ -145,113 +145,6 @@ class SemiStructuredReport:
         return "\n".join(table(["parameter", self.pattern, "backends", "problem"], rows, total))
 
 
-def count_fitting(
-    make_arguments: Callable[[], ParameterArguments],
-    pattern: str,
-    input_dims: InputDims | None,
-    communicator: Communicator,
-) -> SemiStructuredReport:
-    """Count the groups of every parameter whose mask fits N:M. Collective.
-
-    Args:
-        make_arguments: a local step that may fail: the parameters.
-        pattern: "N:M"; ``make_arguments`` checks it.
-        input_dims: as for ``global_unstructured``.
-        communicator: the ranks that take part.
-
-    Raises:
-        ValueError: replicas have different masks, or no group is known for a parameter; on every
-            rank.
-
-    Cost: a read of the masks; see ``rank_tiles``.
-    """
-    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
-        _, targets = read_parameters(make_arguments, communicator)
-        count_live_and_compare(targets, False, communicator)
-        kept_of = Pattern.parse(pattern).kept_of
-        assert kept_of is not None
-        n, m = kept_of
-
-        def settle() -> list[tuple[int, ...]]:
-            return input_dims_of(input_dims, targets)
-
-        dims = communicator.run(
-            settle,
-            lambda found: [
-                (f"inputs of {target.label}", str(own))
-                for target, own in zip(targets, found, strict=True)
-            ],
-        )
-        counted = [
-            i
-            for i, target in enumerate(targets)
-            if dims[i] and target.shard.numel and target.shard.shape[dims[i][0]] % m == 0
-        ]
-        fitting = _num_fitting([targets[i] for i in counted], [dims[i] for i in counted], n, m,
-                               communicator)  # fmt: skip
-    by_position = dict(zip(counted, fitting, strict=True))
-    return SemiStructuredReport(
-        f"{n}:{m}",
-        tuple(
-            SemiStructuredParameter(
-                target.label,
-                target.shard.numel // m if i in by_position else 0,
-                by_position.get(i, 0),
-                backends_for(target.shard.shape, target.shard.values.dtype),
-                layout_problem(target.shard.shape, target.shard.values.dtype, dims[i]),
-            )
-            for i, target in enumerate(targets)
-        ),
-    )
-
-
-def _num_fitting(
-    targets: Sequence[Target],
-    dims: Sequence[tuple[int, ...]],
-    n: int,
-    m: int,
-    communicator: Communicator,
-) -> list[int]:
-    """Per parameter, its groups that keep at most n elements: sums of masks over tiles 1 x M."""
-    if not targets:
-        return []
-    keys = key_range(torch.float32, Order.MAGNITUDE)
-    parts, tilings = [], []
-    for target, own in zip(targets, dims, strict=True):
-        shard = target.shard
-        mask = torch.ones_like(shard.values) if shard.mask is None else shard.mask
-        sizes = [1] * len(shard.shape)
-        sizes[own[0]] = m
-        tilings.append(Tiling(tuple(shard.shape), tuple(sizes)))
-        parts.append(
-            Candidates(
-                ScoreKeys(TensorScores(shard.flat((mask != 0).float())), keys),
-                None,
-                shard.index,
-                shard.counted,
-                shard.values.numel(),
-                shard.numel,
-                shard.values.device,
-            )
-        )
-    names = [target.label for target in targets]
-    firsts = [target.shard.replica == 0 for target in targets]
-    sizes_of_all = [target.shard.numel for target in targets]
-    tiles = rank_tiles(
-        TiledParts(parts, names, tilings, m, sizes_of_all, firsts, keys, communicator)
-    )
-
-    def count() -> torch.Tensor:
-        counts = []
-        for part in tiles.parts:
-            own = part.keys.load(part.counted.start, part.counted.stop).values
-            limit = torch.tensor([float(n)], dtype=torch.float64)
-            counts.append(int((own <= limit.view(torch.int64)).sum()))
-        return torch.tensor(counts, dtype=torch.int64)
-
-    return communicator.reduce(len(parts), count).tolist()
-
-
 def is_semi_structured(
     model: nn.Module,
     *,
@@ -294,4 +187,77 @@ def is_semi_structured(
             raise ValueError("nothing is pruned in this model; expected at least one parameter.")
         return ParameterArguments(parameters=pairs, facts=[("pattern", str(pattern))])
 
-    return count_fitting(make_arguments, pattern, input_dims, world(group))
+    communicator = world(group)
+    with communicator.exclusively(), torch.inference_mode(False), torch.no_grad():
+        _, targets = read_parameters(make_arguments, communicator)
+        count_live_and_compare(targets, False, communicator)
+        kept_of = Pattern.parse(pattern).kept_of
+        assert kept_of is not None
+        n, m = kept_of
+        dims = communicator.run(
+            lambda: input_dims_of(input_dims, targets),
+            lambda found: [
+                (f"inputs of {target.label}", str(own))
+                for target, own in zip(targets, found, strict=True)
+            ],
+        )
+        counted = [
+            i
+            for i, target in enumerate(targets)
+            if dims[i] and target.shard.numel and target.shard.shape[dims[i][0]] % m == 0
+        ]
+        fitting = _num_fitting([targets[i] for i in counted], [dims[i] for i in counted], n, m,
+                               communicator)  # fmt: skip
+    by_position = dict(zip(counted, fitting, strict=True))
+    return SemiStructuredReport(
+        f"{n}:{m}",
+        tuple(
+            SemiStructuredParameter(
+                target.label,
+                target.shard.numel // m if i in by_position else 0,
+                by_position.get(i, 0),
+                backends_for(target.shard.shape, target.shard.values.dtype),
+                layout_problem(target.shard.shape, target.shard.values.dtype, dims[i]),
+            )
+            for i, target in enumerate(targets)
+        ),
+    )
+
+
+def _num_fitting(
+    targets: Sequence[Target],
+    dims: Sequence[tuple[int, ...]],
+    n: int,
+    m: int,
+    communicator: Communicator,
+) -> list[int]:
+    """Per parameter, its groups that keep at most n elements: sums of masks over tiles 1 x M."""
+    if not targets:
+        return []
+    keys = key_range(torch.float32, Order.MAGNITUDE)
+    sources, shards, tilings = [], [], []
+    for target, own in zip(targets, dims, strict=True):
+        shard = target.shard
+        mask = torch.ones_like(shard.values) if shard.mask is None else shard.mask
+        sizes = [1] * len(shard.shape)
+        sizes[own[0]] = m
+        tilings.append(Tiling(tuple(shard.shape), tuple(sizes)))
+        sources.append(ScoreKeys(TensorScores(shard.flat((mask != 0).float())), keys))
+        shards.append(replace(shard, mask=None))
+    parts = candidates_of(shards, sources)
+    names = [target.label for target in targets]
+    firsts = [target.shard.replica == 0 for target in targets]
+    sizes_of_all = [target.shard.numel for target in targets]
+    tiles = rank_tiles(
+        TiledParts(parts, names, tilings, m, sizes_of_all, firsts, keys, communicator)
+    )
+
+    def count() -> torch.Tensor:
+        counts = []
+        for part in tiles.parts:
+            own = part.keys.load(part.counted.start, part.counted.stop).values
+            limit = torch.tensor([float(n)], dtype=torch.float64)
+            counts.append(int((own <= limit.view(torch.int64)).sum()))
+        return torch.tensor(counts, dtype=torch.int64)
+
+    return communicator.reduce(len(parts), count).tolist()

@@ -18,7 +18,7 @@ from torch import Tensor
 from distprune._common.amount import Bounds, bound_met
 from distprune._common.collectives import Communicator
 from distprune._common.naming import subject_of
-from distprune.budgets.base import Ranked as BudgetRanked
+from distprune.budgets.base import RankedShards
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
@@ -297,7 +297,7 @@ def _divided(
         found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, team)
         ratios = dict(zip(names, found, strict=True))
     division = division_of(group.recipe, entries, ratios)
-    what = BudgetRanked(ranked.candidates, ranked.sizes, ranked.keys, team)
+    what = RankedShards(ranked.candidates, ranked.sizes, ranked.keys, team)
     return division.counts(group.num_to_prune, limits, what).counts
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count
 from distprune._common.naming import NamedParameter, unwrap
+from distprune.call.reading import check_at_rest
 from distprune.call.request import Decision, Fact, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
 from distprune.masks import checks
@@ -183,7 +184,7 @@ class BasePruningMethod(PruningHook, ABC):
 
         Args:
             module: owns the parameter.
-            name: of the parameter.
+            name: the parameter's name.
             args, kwargs: passed to the method's constructor.
             importance_scores: rank by these instead of the values; the
                 parameter's shape (or, sharded, a DTensor laid out like it).
@@ -297,10 +298,8 @@ class BasePruningMethod(PruningHook, ABC):
         assert name is not None, f"Module {module} has to be pruned before pruning can be removed"
         reader, label = ShardReader(), f"{type(module).__name__}.{name}"
         checks.check_removable(module, name)
+        check_at_rest(reader, module, name, label)
         managed = reader.managed(module, name)
-        if managed is not None:
-            checks.check_idle(module, label)
-            checks.check_owners(managed.owners, name)
         # In inference mode the parameter would get memory that no optimizer may change.
         with torch.inference_mode(False), torch.no_grad():
             shard = reader.read(module, name, label)
@@ -354,7 +353,7 @@ class PruningContainer(BasePruningMethod):
 
     def register_module(self, module: nn.Module) -> None:
         super().register_module(module)
-        # A schedule leaves one method a hundred times: see builtin.chosen_hook.
+        # A schedule leaves one method a hundred times: see builtin.hook_for_chosen_mask.
         for method in {id(method): method for method in self._pruning_methods}.values():
             method.register_module(module)
 
@@ -425,7 +424,7 @@ def _first_sharded(call: PruningCall) -> str:
 
 
 def describe_argument(value: Any) -> str:
-    """What must be equal on all ranks of an argument; of what has no values to compare, its type.
+    """Text that must be equal on all ranks: the value, or its type if values cannot be compared.
 
     Whatever else differs shows in the masks: those of replicas are compared.
     """

@@ -88,7 +88,7 @@ class _Ranked(BasePruningMethod):
     Each has a constructor of its own: Python names it when an argument is missing.
 
     Attributes:
-        RANKING: of the elements of several parameters; its order is also that inside of one.
+        RANKING: how elements are ordered, within one parameter and across several.
         amount: a fraction of what is unpruned in [0, 1], or a count.
     """
 
@@ -225,7 +225,14 @@ class CustomFromMask(BasePruningMethod):
         return default_mask * self.mask.to(dtype=default_mask.dtype)
 
     def decide(self, call: PruningCall) -> Decision:
-        call.communicator.run(lambda: _check_given(call, self.mask))
+        shard = call.shards[0]
+
+        def check() -> None:
+            # Torch multiplies factors in; a mask on shards only says what is kept.
+            if shard.is_sharded:
+                check_binary(local_tensor(self.mask), shard.name)
+
+        call.communicator.run(check)
         return mask_functions.fixed_mask_decision(call, self.mask)
 
     @classmethod
@@ -234,41 +241,26 @@ class CustomFromMask(BasePruningMethod):
         return super().apply(module, name, mask=mask)
 
 
-def chosen_hook(module: nn.Module, name: str) -> BasePruningMethod:
-    """What to register for a mask that a global pruning chose.
+def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -> BasePruningMethod:
+    """What to register for a mask that a global pruning, or a caller, chose.
 
     All those masks are the module's buffer, so one object stands for every global pruning of a
     parameter, however often it is in the container: a schedule's history takes no memory.
-    """
-    present = find_hook(module, name)
-    last = None if present is None else present[1]
-    if isinstance(last, PruningContainer) and len(last):
-        last = last[-1]
-    if type(last) is not CustomFromMask or not last._is_in_buffer:
-        last = CustomFromMask(None)
-        last._tensor_name = name
-    return last if present is None else joined(present[1], last)
 
-
-def lasting_hook(module: nn.Module, name: str) -> BasePruningMethod:
-    """:func:`chosen_hook`, but the present hook itself if that stands for a chosen mask already.
-
-    So a mask that is replaced at every step leaves one entry in the container.
+    Args:
+        reuse: return the present hook if it stands for a chosen mask already, so that a mask that
+            is replaced at every step leaves one entry in the container.
     """
     present = find_hook(module, name)
     hook = None if present is None else present[1]
     last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
-    if type(last) is CustomFromMask and last._is_in_buffer:
+    if type(last) is not CustomFromMask or not last._is_in_buffer:
+        last = CustomFromMask(None)
+        last._tensor_name = name
+    elif reuse:
         assert isinstance(hook, BasePruningMethod)
         return hook
-    return chosen_hook(module, name)
-
-
-def _check_given(call: PruningCall, mask: Tensor) -> None:
-    """Refuse factors: torch multiplies them in, and a mask on shards only says what is kept."""
-    shard = call.shards[0]
-    if shard.is_sharded:
-        check_binary(local_tensor(mask), shard.name)
+    return last if hook is None else joined(hook, last)
 
 
 # To tell whether a subclass, or an assignment to the class, replaced the mask of a method.

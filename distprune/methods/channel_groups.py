@@ -68,7 +68,7 @@ class ChannelGroup:
 
     Args:
         parts: at least one that is ranked. All have the same number of channels.
-        name: in reports, messages and bounds; by default the name of the first parameter.
+        name: what reports, messages and bounds call it; by default the first parameter's name.
 
     Raises:
         TypeError: parts of another type.

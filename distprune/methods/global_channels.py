@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -28,10 +29,15 @@ from distprune._common.amount import (
 )
 from distprune._common.exact_sums import Normalization, power_of
 from distprune.call.report import ChannelGroupReport
-from distprune.call.request import Decision, LocalMasks, PruningCall
+from distprune.call.request import Decision, PruningCall
 from distprune.methods.channel_groups import ChannelGroup, ChannelPart
-from distprune.methods.channel_norms import ChannelRows, ReadRows, joint_norms
-from distprune.selection.passes import count_live
+from distprune.methods.channels import (
+    ChannelRows,
+    ChannelSlice,
+    count_live_of_channels,
+    joint_norms,
+    masks_without,
+)
 from distprune.shards.shard import LocalShard
 
 Unit = Literal["channels", "elements"]
@@ -61,7 +67,7 @@ def normalized(scores: Floats, live: Sequence[Flags], normalize: Normalization) 
     """The scores of each group, divided by a statistic of its live channels.
 
     Args:
-        scores: of all groups, finite where they are live.
+        scores: the scores of all groups, finite where they are live.
         live: bool, of each group: which channels compete.
         normalize: "rms", "l2" or "mean" of the scores.
 
@@ -184,17 +190,17 @@ class GlobalStructured:
     READS_VALUES = True
 
     def decide(self, call: PruningCall) -> Decision:
-        parts = _numbered(self.groups, call)
-        group_sizes = _group_sizes(self.groups, parts)
-        _check_scores(self.groups, parts, call)
+        by_group = _laid_out(self.groups, call)
+        parts = [part for of_group in by_group for part in of_group]
+        group_sizes = [of_group[0].num_channels for of_group in by_group]
         bounds = self._agree_on_bounds(call, group_sizes)
-        sizes = _channel_sizes(self.groups, parts, group_sizes, ranked_only=False)
-        ranked_sizes = _channel_sizes(self.groups, parts, group_sizes, ranked_only=True)
-        num_live = _count_live(call, parts, sizes)
+        sizes = _channel_sizes(by_group)
+        num_live = count_live_of_channels(parts, sizes, call.communicator)
+        ranked = [[part for part in of_group if part.is_ranked] for of_group in by_group]
         norms = joint_norms(
-            [part.reader(call) for part in parts if part.counts],
+            [partial(_read, call, part) for of_group in ranked for part in of_group],
             self.n,
-            ranked_sizes,
+            _channel_sizes(ranked),
             call.communicator,
         )
         names = [group.label for group in self.groups]
@@ -209,7 +215,7 @@ class GlobalStructured:
         cut = cut_channels(scores, num_live.numpy(), group_sizes, self.amount, self.unit, bounds)
         self._report(names, group_sizes, live, cut, sizes, bounds)
         return Decision(
-            lambda: _write(call, parts, torch.from_numpy(cut.dropped)),
+            lambda: masks_without(call, parts, torch.from_numpy(cut.dropped)),
             threshold=cut.threshold,
             num_ties=cut.num_ties,
             num_ties_pruned=cut.num_ties_pruned,
@@ -262,73 +268,36 @@ class GlobalStructured:
         ]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A ChannelPart of a call.
-
-    Attributes:
-        part: the caller's.
-        position: of its parameter in the call.
-        shard: this rank's part of it.
-        dim: counted from the front.
-        first: number of the group's first channel among those of all groups.
-        num_channels: of the whole parameter.
-    """
-
-    part: ChannelPart
-    position: int
-    shard: LocalShard
-    dim: int
-    first: int
-    num_channels: int
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts for the norm."""
-        return self.part.is_ranked
-
-    @property
-    def channel_size(self) -> int:
-        """Elements of one channel."""
-        return self.shard.numel // max(1, self.num_channels)
-
-    def channels(self, local: Tensor) -> tuple[Tensor, Tensor]:
-        """A local tensor as rows, a view, and the number of the channel of each row."""
-        rows, coordinates = self.shard.channels(local, self.dim)
-        rows = rows.unsqueeze(1) if rows.ndim == 1 else rows
-        return rows, self.first + coordinates // self.part.size
-
-    def reader(self, call: PruningCall) -> ReadRows:
-        """Makes the rows of the scores, those that this rank counts."""
-
-        def read() -> ChannelRows:
-            values = call.score_or_value(self.position).detach()
-            rows, channels = self.channels(values)
-            mask = None if self.shard.mask is None else self.channels(self.shard.mask)[0]
-            if self.shard.replica:
-                return ChannelRows(rows[:0], channels[:0])
-            return ChannelRows(rows, channels, mask)
-
-        return read
-
-
-def _numbered(groups: Sequence[ChannelGroup], call: PruningCall) -> list[_Part]:
-    parts: list[_Part] = []
-    first = 0
+def _laid_out(groups: Sequence[ChannelGroup], call: PruningCall) -> list[list[ChannelSlice]]:
+    """By group, its parts in the parameters of the call; checked."""
+    by_group: list[list[ChannelSlice]] = []
+    positions, first = iter(range(len(call.shards))), 0
     for group in groups:
-        num_channels = 0
+        parts = []
         for part in group.parts:
-            shard = call.shards[len(parts)]
+            position = next(positions)
+            shard = call.shards[position]
             dim = _checked_dim(part, shard)
-            num_channels, rest = divmod(shard.shape[dim], part.size)
-            if rest:
+            if shard.shape[dim] % part.size:
                 raise ValueError(
                     f"{shard.name} in group {group.label}: {shard.shape[dim]} indices along dim "
                     f"{part.dim}; expected a multiple of size={part.size}."
                 )
-            parts.append(_Part(part, len(parts), shard, dim, first, num_channels))
-        first += num_channels
-    return parts
+            parts.append(ChannelSlice(position, shard, dim, part.size, first, part.is_ranked))
+        if len({part.num_channels for part in parts}) > 1:
+            each = ", ".join(
+                f"{part.num_channels} of {part.shard.name} ({part.shard.shape[part.dim]} indices "
+                f"along dim {given.dim}, size={part.size})"
+                for part, given in zip(parts, group.parts, strict=True)
+            )
+            raise ValueError(
+                f"the parts of group {group.label} have different numbers of channels: {each}; "
+                "expected the same. Check dim and size of each part."
+            )
+        _check_scores(group, parts, call)
+        by_group.append(parts)
+        first += parts[0].num_channels
+    return by_group
 
 
 def _checked_dim(part: ChannelPart, shard: LocalShard) -> int:
@@ -341,96 +310,32 @@ def _checked_dim(part: ChannelPart, shard: LocalShard) -> int:
     return part.dim % ndim
 
 
-def _by_group(groups: Sequence[ChannelGroup], parts: Sequence[_Part]) -> list[list[_Part]]:
-    rest = iter(parts)
-    return [[next(rest) for _ in group.parts] for group in groups]
-
-
-def _group_sizes(groups: Sequence[ChannelGroup], parts: Sequence[_Part]) -> list[int]:
-    """The channels of every group."""
-    sizes = []
-    for group, of_group in zip(groups, _by_group(groups, parts), strict=True):
-        if len({part.num_channels for part in of_group}) > 1:
-            each = ", ".join(
-                f"{part.num_channels} of {part.shard.name} ({part.shard.shape[part.dim]} indices "
-                f"along dim {part.part.dim}, size={part.part.size})"
-                for part in of_group
+def _check_scores(group: ChannelGroup, parts: Sequence[ChannelSlice], call: PruningCall) -> None:
+    ranked = [part for part in parts if part.is_ranked]
+    missing = [part.shard.name for part in ranked if call.scores[part.position] is None]
+    if missing and len(missing) < len(ranked):
+        raise ValueError(
+            f"importance_scores has scores of some parameters of group {group.label}, and none "
+            f"of {', '.join(missing)}; expected scores of all that are ranked, or of none. "
+            "is_ranked=False leaves a part out of the norm."
+        )
+    for part in ranked:
+        scores = call.scores[part.position]
+        tensor = scores if isinstance(scores, Tensor) else part.shard.values
+        if not tensor.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"{part.shard.name}: scores of dtype {tensor.dtype}; expected floating point."
             )
-            raise ValueError(
-                f"the parts of group {group.label} have different numbers of channels: {each}; "
-                "expected the same. Check dim and size of each part."
-            )
-        sizes.append(of_group[0].num_channels)
-    return sizes
 
 
-def _channel_sizes(
-    groups: Sequence[ChannelGroup],
-    parts: Sequence[_Part],
-    group_sizes: Sequence[int],
-    *,
-    ranked_only: bool,
-) -> Tensor:
-    """int64 [channels]: elements of each whole channel."""
-    of_groups = [
-        sum(part.channel_size for part in of_group if part.counts or not ranked_only)
-        for of_group in _by_group(groups, parts)
-    ]
-    return torch.tensor(of_groups).repeat_interleave(torch.tensor(group_sizes))
+def _channel_sizes(by_group: Sequence[Sequence[ChannelSlice]]) -> Tensor:
+    """int64 [channels]: elements of each whole channel, in the given parts of its group."""
+    sizes = torch.tensor([sum(part.channel_size for part in parts) for parts in by_group])
+    return sizes.repeat_interleave(torch.tensor([parts[0].num_channels for parts in by_group]))
 
 
-def _check_scores(
-    groups: Sequence[ChannelGroup], parts: Sequence[_Part], call: PruningCall
-) -> None:
-    for group, of_group in zip(groups, _by_group(groups, parts), strict=True):
-        ranked = [part for part in of_group if part.counts]
-        missing = [p.shard.name for p in ranked if call.scores[p.position] is None]
-        if missing and len(missing) < len(ranked):
-            raise ValueError(
-                f"importance_scores has scores of some parameters of group {group.label}, and none "
-                f"of {', '.join(missing)}; expected scores of all that are ranked, or of none. "
-                "is_ranked=False leaves a part out of the norm."
-            )
-        for part in ranked:
-            scores = call.scores[part.position]
-            tensor = scores if isinstance(scores, Tensor) else part.shard.values
-            if not tensor.dtype.is_floating_point:
-                raise NotImplementedError(
-                    f"{part.shard.name}: scores of dtype {tensor.dtype}; expected floating point."
-                )
-
-
-def _count_live(call: PruningCall, parts: Sequence[_Part], sizes: Tensor) -> Tensor:
-    """int64 [channels]: unpruned elements of each, over all ranks."""
-    masked = [part for part in parts if part.shard.mask is not None]
-    if not masked:
-        return sizes
-
-    def count() -> Tensor:
-        counts = torch.zeros(sizes.shape, dtype=torch.int64)
-        for part in masked:
-            mask = part.shard.mask
-            if mask is not None and not part.shard.replica:
-                rows, channels = part.channels(mask)
-                pruned = (rows == 0).flatten(1).sum(1)
-                counts.index_add_(0, channels, pruned.cpu())
-        return counts
-
-    return sizes - call.communicator.reduce(sizes.numel(), count)
-
-
-def _write(call: PruningCall, parts: Sequence[_Part], dropped: Tensor) -> LocalMasks:
-    masks, num_pruned = [], []
-    for part in parts:
-        shard = part.shard
-        mask = call.start_mask(part.position)
-        flat = shard.flat(mask)
-        num_live = count_live(flat, shard.counted)
-        rows, channels = part.channels(mask)
-        rows[dropped[channels].to(mask.device)] = 0
-        masks.append(mask)
-        num_pruned.append(num_live - count_live(shard.flat(mask), shard.counted))
-    return LocalMasks(masks, num_pruned)
+def _read(call: PruningCall, part: ChannelSlice) -> ChannelRows:
+    return part.counted_rows(call.score_or_value(part.position).detach(), part.shard.mask)
 
 
 def _refuse(wrong: Flags, what: str, names: Sequence[str], group_sizes: Sequence[int]) -> None:

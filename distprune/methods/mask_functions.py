@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from distprune._common.memory import INTEGERS
-from distprune.call.request import Decision, LocalMasks, PruningCall
-from distprune.selection.passes import count_live
+from distprune.call.request import Decision, PruningCall
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import local_part, whole_checksum
 
@@ -21,22 +20,16 @@ _ELEMENTWISE_CHUNK = 1 << 20
 def elementwise_decision(call: PruningCall, compute_mask: ComputeMask) -> Decision:
     """Run a method whose mask is a function of each element alone, shard by shard."""
 
-    def finish() -> LocalMasks:
-        masks, num_pruned = [], []
-        for position, shard in enumerate(call.shards):
-            mask = call.start_mask(position)
-            flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(position))
-            num_live = count_live(flat_mask, shard.counted)
-            for start in range(0, flat_mask.numel(), _ELEMENTWISE_CHUNK):
-                chunk = flat_mask[start : start + _ELEMENTWISE_CHUNK]
-                live = chunk == 1
-                scores = flat_scores[start : start + _ELEMENTWISE_CHUNK][live]
-                chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
-            masks.append(mask)
-            num_pruned.append(num_live - count_live(flat_mask, shard.counted))
-        return LocalMasks(masks, num_pruned)
+    def prune(position: int, mask: Tensor) -> None:
+        shard = call.shards[position]
+        flat_mask, flat_scores = shard.flat(mask), shard.flat(call.score_or_value(position))
+        for start in range(0, flat_mask.numel(), _ELEMENTWISE_CHUNK):
+            chunk = flat_mask[start : start + _ELEMENTWISE_CHUNK]
+            live = chunk == 1
+            scores = flat_scores[start : start + _ELEMENTWISE_CHUNK][live]
+            chunk[live] = compute_mask(scores, torch.ones_like(scores)).to(chunk.dtype)
 
-    return Decision(finish)
+    return Decision(lambda: call.changed_masks(prune))
 
 
 def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool) -> Decision:
@@ -94,7 +87,12 @@ def whole_decision(call: PruningCall, compute_mask: ComputeMask, *, gather: bool
             "rank the same mask for the same scores; one that draws random numbers needs the "
             "same seed on all ranks."
         )
-    return Decision(lambda: _masks_without(call, pruned))
+
+    def prune(position: int, mask: Tensor) -> None:
+        shard = call.shards[position]
+        mask.masked_fill_(shard.slice_of(pruned[position].view(shard.shape)), 0)
+
+    return Decision(lambda: call.changed_masks(prune))
 
 
 def fixed_mask_decision(call: PruningCall, whole: Tensor) -> Decision:
@@ -107,14 +105,10 @@ def fixed_mask_decision(call: PruningCall, whole: Tensor) -> Decision:
 
     part = call.communicator.run(lambda: local_part(shard.name, "mask", whole, shard), digest_of)
 
-    def finish() -> LocalMasks:
-        mask = call.start_mask(0)
-        flat = shard.flat(mask)
-        num_live = count_live(flat, shard.counted)
+    def prune(position: int, mask: Tensor) -> None:
         mask.mul_(part.to(mask.dtype))
-        return LocalMasks([mask], [num_live - count_live(flat, shard.counted)])
 
-    return Decision(finish)
+    return Decision(lambda: call.changed_masks(prune))
 
 
 def _whole(call: PruningCall, position: int, local: Tensor, gather: bool) -> Tensor:
@@ -139,15 +133,3 @@ def _pruned(live: Tensor, keep: Tensor) -> Tensor:
     pruned = torch.zeros_like(live)
     pruned[live] = keep == 0
     return pruned
-
-
-def _masks_without(call: PruningCall, pruned: Sequence[Tensor]) -> LocalMasks:
-    masks, num_pruned = [], []
-    for position, (shard, flags) in enumerate(zip(call.shards, pruned, strict=True)):
-        mask = call.start_mask(position)
-        local = shard.slice_of(flags.view(shard.shape))
-        mask.masked_fill_(local, 0)
-        masks.append(mask)
-        counted = shard.flat(local)[shard.counted.start : shard.counted.stop]
-        num_pruned.append(int(torch.count_nonzero(counted)))
-    return LocalMasks(masks, num_pruned)

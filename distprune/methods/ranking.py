@@ -13,11 +13,11 @@ from torch import Tensor
 from distprune._common.amount import Amount, Bounds, bound_met, checked_count
 from distprune._common.collectives import Communicator
 from distprune._common.hashing import draw_seed
-from distprune.budgets.base import Counts, Ranked
+from distprune.budgets.base import RankedShards
 from distprune.call.grouping import Grouping
 from distprune.call.request import Decision, Divided, LocalMasks, PruningCall, Together
 from distprune.methods.tiles import ranked_in_tiles
-from distprune.selection.candidates import Candidates, KeySource, PartCut
+from distprune.selection.candidates import Candidates, KeySource, PartCut, candidates_of
 from distprune.selection.in_blocks import BlockedParts, prune_in_blocks
 from distprune.selection.keys import (
     RANDOM_KEYS,
@@ -87,17 +87,21 @@ class ByScore:
                         for part, scores in zip(scored, tallies, strict=True)
                     ]
             sources = normalized(scored, call.normalize, call.num_live, call.communicator)
-        return lambda: self._keys(self.make_scores(call) if sources is None else sources)
+        return lambda: score_keys(
+            self.make_scores(call) if sources is None else sources, self.order
+        )
 
-    def _keys(self, scores: Sequence[ScoreSource]) -> Keys:
-        dtype = functools.reduce(torch.promote_types, [source.dtype for source in scores])
-        if dtype.is_complex:
-            raise NotImplementedError(
-                f"scores of dtype {dtype} cannot be ranked over several parameters; "
-                "expected real ones. Pass importance_scores=|w| of every parameter."
-            )
-        keys = key_range(dtype, self.order)
-        return keys, [ScoreKeys(source, keys) for source in scores]
+
+def score_keys(scores: Sequence[ScoreSource], order: Order) -> Keys:
+    """The keys of scores that are ranked together: those of the dtype that holds all of them."""
+    dtype = functools.reduce(torch.promote_types, [source.dtype for source in scores])
+    if dtype.is_complex:
+        raise NotImplementedError(
+            f"scores of dtype {dtype} cannot be ranked over several parameters; "
+            "expected real ones. Pass importance_scores=|w| of every parameter."
+        )
+    keys = key_range(dtype, order)
+    return keys, [ScoreKeys(source, keys) for source in scores]
 
 
 class AtRandom:
@@ -116,17 +120,23 @@ class AtRandom:
             raise ValueError(
                 f"normalize={call.normalize!r} of random scores has no meaning; expected None."
             )
-        seed = int(call.communicator.leader_of(1, draw_seed)[0])
+        seed = agree_on_seed(call.communicator)
+        return lambda: (RANDOM_KEYS, random_keys(call.shards, seed))
 
-        def make_keys() -> Keys:
-            sources: list[KeySource] = []
-            offset = 0
-            for shard in call.shards:
-                sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
-                offset += shard.numel
-            return RANDOM_KEYS, sources
 
-        return make_keys
+def agree_on_seed(communicator: Communicator) -> int:
+    """A number that ranks draw from torch's default CPU generator: the leader's. Collective."""
+    return int(communicator.leader_of(1, draw_seed)[0])
+
+
+def random_keys(shards: Sequence[LocalShard], seed: int) -> list[KeySource]:
+    """Keys that are a function of the seed and of the place among all elements."""
+    sources: list[KeySource] = []
+    offset = 0
+    for shard in shards:
+        sources.append(RandomKeys(seed, offset, shard.index, shard.values.device))
+        offset += shard.numel
+    return sources
 
 
 def _scored(call: PruningCall, scores: Sequence[ScoreSource]) -> list[Scored]:
@@ -144,7 +154,7 @@ def scores_or_values(
     """The given scores of every shard, or its values.
 
     Args:
-        shards: of this rank.
+        shards: this rank's part of every parameter.
         scores: laid out like the shards, or factors; None: the values.
         are_signed: whether the order of signed scores matters, or that of |score| only.
     """
@@ -234,11 +244,11 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
     )
     keys, parts, flat = prepared.keys, prepared.parts, prepared.flat_masks
     share = call.share
-    if isinstance(share, Grouping):
-        if share.rule.tile is not None:
-            return ranked_in_tiles(call, share, amount, keys, parts, prepared.masks, flat)
+    if isinstance(share, Grouping) and share.rule.tile is not None:
+        return ranked_in_tiles(call, share, amount, keys, parts, prepared.masks, flat)
+    if isinstance(share, Grouping) and share.rule.needs_input_dim:
         return _ranked_in_groups(call, share, prepared)
-    k, bounds, counts = divide(call, share, amount, parts, keys)
+    k, bounds, wanted = divide(call, amount, parts, keys)
     names = [shard.name for shard in call.shards]
     selection: Selection | None
     if bounds is None:
@@ -257,12 +267,13 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
         return LocalMasks(prepared.masks, write_masks(parts, cuts, flat, drafted))
 
     is_plain = not call.is_limited and call.normalize is None
+    bound_of = [cut.bound for cut in cuts]
+    if wanted is not None and bounds is not None:
+        bound_of = bounds_met(call, bounds.lowest)
     decision = Decision(
         finish,
-        bound_of=[cut.bound for cut in cuts]
-        if counts is None
-        else bounds_met(call, share.bounds, counts),
-        wanted=None if counts is None else counts.wanted,
+        bound_of=bound_of,
+        wanted=wanted,
         is_by_magnitude=ranking is BY_MAGNITUDE
         and is_plain
         and not any(scores is not None for scores in call.scores),
@@ -278,28 +289,8 @@ def rank(call: PruningCall, amount: Amount, ranking: Ranking) -> Decision:
 
 
 def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared) -> Decision:
-    """Rank every group by itself: layers as parameters with exact counts, others group by group."""
+    """Rank every group inside of a parameter by itself: rows, and those of a pattern N:M."""
     names = [shard.name for shard in call.shards]
-    sizes = [shard.numel for shard in call.shards]
-    if not grouping.rule.needs_input_dim:
-        counts = [grouping.rule.counts(size, None)[1] for size in sizes]
-        # What is pruned already counts, and stays.
-        ends = tuple(
-            max(count, size - live)
-            for count, size, live in zip(counts, sizes, call.num_live, strict=True)
-        )
-        k = sum(ends) - sum(sizes) + sum(call.num_live)
-        limits = limits_for(k, Bounds(ends, ends), sizes, call.num_live)
-        cuts, _ = select_within(
-            prepared.parts, names, call.num_live, k, prepared.keys, call.communicator, limits
-        )
-
-        def finish() -> LocalMasks:
-            return LocalMasks(
-                prepared.masks, write_masks(prepared.parts, cuts, prepared.flat_masks)
-            )
-
-        return Decision(finish, bound_of=[None] * len(cuts), wanted=grouping.wanted(len(cuts)))
     grouped = BlockedParts(
         prepared.parts,
         names,
@@ -315,22 +306,6 @@ def _ranked_in_groups(call: PruningCall, grouping: Grouping, prepared: _Prepared
         bound_of=[None] * len(names),
         wanted=grouping.wanted(len(names)),
     )
-
-
-def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:
-    """What selection sees of this rank's shards: the elements that their masks leave compete."""
-    return [
-        Candidates(
-            source,
-            None if shard.mask is None else shard.flat(shard.mask),
-            shard.index,
-            shard.counted,
-            shard.values.numel(),
-            shard.numel,
-            shard.values.device,
-        )
-        for shard, source in zip(shards, sources, strict=True)
-    ]
 
 
 def zero_lowest(mask: Tensor, scores: Tensor, k: int, order: Order) -> None:
@@ -372,31 +347,35 @@ class _Prepared:
 
 
 def divide(
-    call: PruningCall, share: Together, amount: Amount, parts: Sequence[Candidates], keys: KeyRange
-) -> tuple[int, Bounds | None, Counts | None]:
+    call: PruningCall, amount: Amount, parts: Sequence[Candidates], keys: KeyRange
+) -> tuple[int, Bounds | None, Sequence[float] | None]:
     """How many elements to prune, and the bounds of each parameter. Collective.
 
     Args:
-        call: the parameters.
-        share: their bounds and budget.
+        call: the parameters, without groups inside of them.
         amount: how many elements, as a fraction of what is unpruned or a count; not used if the
-            budget gives the total.
+            budget or the scope "layer" gives the total.
         parts: this rank's part of every parameter.
         keys: the range of all keys.
 
     Returns:
-        Elements to prune now; the bounds, or those of the budget, where lowest and highest are
-        equal; and the counts of the budget, if there is one.
+        Elements to prune now; the bounds, or exact counts, where lowest and highest are equal; and
+        with those the sparsity that each parameter is to have.
 
     Raises:
         ValueError: the bounds or the budget do not allow for the amount; on every rank.
 
     Cost: that of the budget.
     """
-    if not isinstance(share, Divided):
-        return checked_count(amount, sum(call.num_live)), share.bounds, None
+    share = call.share
     sizes = [shard.numel for shard in call.shards]
     pruned = [size - live for size, live in zip(sizes, call.num_live, strict=True)]
+    if isinstance(share, Grouping):  # layers; what is pruned already counts, and stays
+        own = [share.rule.counts(size, None)[1] for size in sizes]
+        ends = tuple(map(max, own, pruned))
+        return sum(ends) - sum(pruned), Bounds(ends, ends), share.wanted(len(sizes))
+    if not isinstance(share, Divided):
+        return checked_count(amount, sum(call.num_live)), share.bounds, None
     bounds = share.bounds or Bounds((0,) * len(sizes), tuple(sizes))
     within = Bounds(tuple(map(max, pruned, bounds.lowest)), tuple(map(max, pruned, bounds.highest)))
     if share.has_amount:
@@ -406,18 +385,19 @@ def divide(
         assert total is not None
         k = total - sum(pruned)
     limits_for(k, bounds, sizes, call.num_live)
-    ranked = Ranked(parts, call.num_live, keys, call.communicator)
+    ranked = RankedShards(parts, call.num_live, keys, call.communicator)
     counts = share.division.counts(sum(pruned) + k, within, ranked)
-    return k, Bounds(counts.counts, counts.counts), counts
+    return k, Bounds(counts.counts, counts.counts), counts.wanted
 
 
-def bounds_met(call: PruningCall, bounds: Bounds | None, counts: Counts) -> list[str | None]:
-    """Per parameter, the floor or the ceiling that the count of a budget meets, if any."""
+def bounds_met(call: PruningCall, counts: Sequence[int]) -> list[str | None]:
+    """Per parameter, the floor or the ceiling that its exact count meets, if any."""
+    bounds = call.share.bounds if isinstance(call.share, Together) else None
     if bounds is None:
         return [None] * len(call.shards)
     return [
         bound_met(count, low, high, shard.numel, shard.numel - live)
         for shard, live, count, low, high in zip(
-            call.shards, call.num_live, counts.counts, bounds.lowest, bounds.highest, strict=True
+            call.shards, call.num_live, counts, bounds.lowest, bounds.highest, strict=True
         )
     ]

@@ -12,56 +12,30 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount, checked_count, resolve_count, validate_amount
 from distprune._common.collectives import Communicator
-from distprune.call.request import Decision, LocalMasks, PruningCall
+from distprune.call.request import Decision, PruningCall
 from distprune.methods.base import BasePruningMethod
-from distprune.methods.channel_norms import ChannelRows, joint_norms
+from distprune.methods.channels import (
+    ChannelRows,
+    ChannelSlice,
+    count_live_of_channels,
+    joint_norms,
+    masks_without,
+)
+from distprune.methods.global_channels import cut_channels
 from distprune.methods.ranking import zero_lowest
 from distprune.selection.keys import Order
-from distprune.selection.passes import count_live
 from distprune.shards.shard import LocalShard
 
 # Since 2.14 torch's pruning computes norms with torch.linalg: no n=None, and "fro" for any shape.
 USES_VECTOR_NORM = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 
-def channel_norms(
-    rows: Tensor,
-    n: float,
-    coordinates: Tensor,
-    num_channels: int,
-    channel_size: int,
-    communicator: Communicator,
-    *,
-    counted: bool = True,
-) -> Tensor:
-    """The L_n norm of every channel along a dimension, over all ranks.
-
-    Args:
-        rows: this rank's part, [rows, ...], floating point.
-        n: order of the norm: any number, 0 (non-zero elements) and +-inf included.
-        coordinates: int64 [rows], the channel of each row; several may share one.
-        num_channels: over all ranks.
-        channel_size: elements of one whole channel.
-        communicator: the ranks that hold the parts.
-        counted: False on a rank whose elements another rank counts.
-
-    Returns:
-        float64 [num_channels]; NaN where a channel has one, the same on every rank.
-
-    Cost: two reads; two all-reduces of 8 bytes per channel. See channel_norms.[Note: exact norms].
-    """
-    counted_rows = rows.detach() if counted else rows[:0]
-    part = ChannelRows(counted_rows, coordinates[: counted_rows.shape[0]])
-    sizes = torch.full((num_channels,), channel_size)
-    return joint_norms([lambda: part], n, sizes, communicator)
-
-
 def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Decision:
     """Prune the channels of the smallest norm of one sharded parameter."""
     shard = call.shards[0]
-    channel_dim = checked_dim(shard, dim)
-    refuse_no_order(n)
-    if not is_norm_order(n):
+    part = ChannelSlice(0, shard, checked_dim(shard, dim))
+    order = norm_order(n)
+    if order is None:
         raise NotImplementedError(
             f"{shard.name}: n={n!r} is not supported on a sharded parameter; expected a "
             "number, +-inf included."
@@ -71,26 +45,22 @@ def norm_decision(call: PruningCall, amount: Amount, n: float, dim: int) -> Deci
         raise NotImplementedError(
             f"{shard.name}: scores of dtype {dtype}; expected floating point."
         )
-    rows, coordinates = call.communicator.run(
-        lambda: shard.channels(
-            shard.live_values() if call.scores[0] is None else call.score_or_value(0), channel_dim
-        )
-    )
-    norms = channel_norms(
-        rows,
-        2.0 if n is None else float(n),
-        coordinates,
-        shard.shape[channel_dim],
-        shard.numel // max(shard.shape[channel_dim], 1),
-        call.communicator,
-        counted=shard.replica == 0,
-    ).to(dtype)
+
+    def read() -> ChannelRows:
+        given = call.scores[0] is not None
+        scores = call.score_or_value(0) if given else shard.live_values()
+        return part.counted_rows(scores.detach())
+
+    rows = call.communicator.run(read)
+    sizes = _sizes(part)
+    norms = joint_norms([lambda: rows], order, sizes, call.communicator).to(dtype)
     if norms.isnan().any():
         raise ValueError(
             f"{shard.name}: the scores of channels {norms.isnan().nonzero().squeeze(1).tolist()} "
             f"along dim {dim} contain NaN; expected numbers."
         )
-    return _cut_channels(call, amount, channel_dim, norms)
+    num_live = count_live_of_channels([part], sizes, call.communicator)
+    return _without_lowest_of(call, part, norms, num_live, amount)
 
 
 def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
@@ -99,17 +69,31 @@ def random_decision(call: PruningCall, amount: Amount, dim: int) -> Decision:
     Every rank draws from torch's default CPU generator as one process does; the
     leader's numbers are taken.
     """
-    shard = call.shards[0]
-    channel_dim = checked_dim(shard, dim)
-    live = _live_channels(call, channel_dim)
+    part = ChannelSlice(0, call.shards[0], checked_dim(call.shards[0], dim))
+    num_live = count_live_of_channels([part], _sizes(part), call.communicator)
+    live = num_live > 0
     num_live_channels = int(live.sum())
-    scores = torch.zeros(shard.shape[channel_dim], dtype=torch.float32)
+    scores = torch.zeros(part.num_channels, dtype=torch.float32)
     if resolve_count(amount, num_live_channels):
         drawn = call.communicator.leader_of(
             num_live_channels, lambda: torch.rand(num_live_channels).view(torch.int32).long()
         )
         scores[live] = drawn.int().view(torch.float32)
-    return _cut_channels(call, amount, channel_dim, scores, live)
+    return _without_lowest_of(call, part, scores, num_live, amount)
+
+
+def _sizes(part: ChannelSlice) -> Tensor:
+    return torch.full((part.num_channels,), part.channel_size)
+
+
+def _without_lowest_of(
+    call: PruningCall, part: ChannelSlice, scores: Tensor, num_live: Tensor, amount: Amount
+) -> Decision:
+    """Prune the channels of the lowest scores among those of which something is left."""
+    cut = cut_channels(
+        scores.double().numpy(), num_live.numpy(), [part.num_channels], amount, "channels", None
+    )
+    return Decision(lambda: masks_without(call, [part], torch.from_numpy(cut.dropped)))
 
 
 def checked_dim(t: Tensor | LocalShard, dim: int) -> int:
@@ -149,61 +133,20 @@ def validate_dim(t: Tensor | LocalShard, dim: int) -> None:
         )
 
 
-def refuse_no_order(n: object) -> None:
-    """Raise TypeError for n=None where torch's own pruning does; before, None meant 2."""
-    if n is None and USES_VECTOR_NORM:
-        raise TypeError(
-            f"n=None: torch {torch.__version__} takes no None for the order of a norm; expected a "
-            "number. Pass n=2, which None meant before torch 2.14."
-        )
+def norm_order(n: object) -> float | None:
+    """The order of a norm that is a sum over elements; None if ``n`` names a norm of matrices.
 
-
-def is_norm_order(n: object) -> bool:
-    """Whether torch.norm of this order is a sum over elements (None: 2), not of a matrix."""
-    return n is None or (isinstance(n, numbers.Real) and not math.isnan(n))
-
-
-def drop_lowest_channels(norms: Tensor, amount: Amount) -> Tensor:
-    """bool [channels], True = keep: all but the smallest norms, ties to the lower index."""
-    k = checked_count(amount, norms.numel())
-    keep = torch.ones(norms.shape, dtype=torch.bool, device=norms.device)
-    zero_lowest(keep, norms, k, Order.MAGNITUDE)
-    return keep
-
-
-def _cut_channels(
-    call: PruningCall, amount: Amount, channel_dim: int, norms: Tensor, live: Tensor | None = None
-) -> Decision:
-    shard = call.shards[0]
-    live = _live_channels(call, channel_dim) if live is None else live
-    keep = live.clone()
-    keep[live] = drop_lowest_channels(norms[live], amount)
-
-    def finish() -> LocalMasks:
-        mask = call.start_mask(0)
-        flat = shard.flat(mask)
-        num_live = count_live(flat, shard.counted)
-        rows, coordinates = shard.channels(mask, channel_dim)
-        # Channels that were dead already keep what they have.
-        rows[(live & ~keep)[coordinates].to(mask.device)] = 0
-        return LocalMasks([mask], [num_live - count_live(flat, shard.counted)])
-
-    return Decision(finish)
-
-
-def _live_channels(call: PruningCall, channel_dim: int) -> Tensor:
-    """bool [channels]: which still have an unpruned element, on any rank."""
-    shard = call.shards[0]
-    mask = shard.mask
-    if mask is None:
-        return torch.ones(shard.shape[channel_dim], dtype=torch.bool)
-
-    def count() -> Tensor:
-        counts = torch.zeros(shard.shape[channel_dim], dtype=torch.int64)
-        rows, coordinates = shard.channels(mask, channel_dim)
-        return counts.index_add_(0, coordinates, torch.count_nonzero(rows.flatten(1), dim=1).cpu())
-
-    return call.communicator.reduce(shard.shape[channel_dim], count) > 0
+    Raises:
+        TypeError: ``n`` is None where torch's own pruning refuses it; before, None meant 2.
+    """
+    if n is None:
+        if USES_VECTOR_NORM:
+            raise TypeError(
+                f"n=None: torch {torch.__version__} takes no None for the order of a norm; "
+                "expected a number. Pass n=2, which None meant before torch 2.14."
+            )
+        return 2.0
+    return float(n) if isinstance(n, numbers.Real) and not math.isnan(n) else None
 
 
 class RandomStructured(BasePruningMethod):
@@ -228,8 +171,7 @@ class RandomStructured(BasePruningMethod):
         k = checked_count(self.amount, t.shape[channel_dim])
         if not k:
             return default_mask
-        keep = drop_lowest_channels(torch.rand(t.shape[channel_dim]), k)
-        return _channel_mask(t, channel_dim, keep, default_mask)
+        return _without_lowest(t, channel_dim, torch.rand(t.shape[channel_dim]), k, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[RandomStructured]:
@@ -272,8 +214,7 @@ class LnStructured(BasePruningMethod):
         norms = compute_norm(t, self.n, channel_dim)
         if not k:
             return default_mask
-        keep = drop_lowest_channels(norms, k)
-        return _channel_mask(t, channel_dim, keep, default_mask)
+        return _without_lowest(t, channel_dim, norms, k, default_mask)
 
     def decide(self, call: PruningCall) -> Decision:
         if type(self).compute_mask is not _BUILT_IN[LnStructured]:
@@ -305,16 +246,12 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
         TypeError: ``n`` is None and torch is 2.14 or later, or ``n`` is of no known kind.
     """
     channel_dim = dim % t.ndim
-    refuse_no_order(n)
-    if is_norm_order(n) and t.is_floating_point():
-        exact_norms = channel_norms(
-            t.movedim(channel_dim, 0),
-            2.0 if n is None else float(n),
-            torch.arange(t.shape[channel_dim]),
-            t.shape[channel_dim],
-            t.numel() // max(t.shape[channel_dim], 1),
-            Communicator(()),
-        )
+    order = norm_order(n)
+    if order is not None and t.is_floating_point():
+        num_channels = t.shape[channel_dim]
+        rows = ChannelRows(t.detach().movedim(channel_dim, 0), torch.arange(num_channels))
+        sizes = torch.full((num_channels,), t.numel() // max(num_channels, 1))
+        exact_norms = joint_norms([lambda: rows], order, sizes, Communicator(()))
         return exact_norms.to(device=t.device, dtype=t.dtype)
     dims = [other for other in range(t.ndim) if other != channel_dim]
     norms: Tensor
@@ -328,7 +265,12 @@ def compute_norm(t: Tensor, n: Any, dim: int) -> Tensor:
     return norms
 
 
-def _channel_mask(t: Tensor, channel_dim: int, keep: Tensor, default_mask: Tensor) -> Tensor:
+def _without_lowest(
+    t: Tensor, channel_dim: int, scores: Tensor, k: int, default_mask: Tensor
+) -> Tensor:
+    """A mask without the ``k`` channels of the lowest scores; NaN rank last, as in torch."""
+    keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    zero_lowest(keep, scores, k, Order.MAGNITUDE)
     mask = torch.zeros_like(t)
     where: list[Any] = [slice(None)] * t.dim()
     where[channel_dim] = keep.to(t.device)

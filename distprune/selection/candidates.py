@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from distprune._common.memory import Count, Runs, Scratch
 from distprune.selection.keys import Keys
 from distprune.selection.scores import Tally
 from distprune.shards.geometry import IndexMap
+from distprune.shards.shard import LocalShard
 
 # Closed interval of keys.
 Interval = tuple[int, int]
@@ -58,6 +60,22 @@ class Candidates:
         first = min(max(span.start, self.counted.start), span.stop)
         last = max(min(span.stop, self.counted.stop), first)
         return slice(first - span.start, last - span.start)
+
+
+def candidates_of(shards: Sequence[LocalShard], sources: Sequence[KeySource]) -> list[Candidates]:
+    """What selection sees of this rank's shards: the elements that their masks leave compete."""
+    return [
+        Candidates(
+            source,
+            None if shard.mask is None else shard.flat(shard.mask),
+            shard.index,
+            shard.counted,
+            shard.values.numel(),
+            shard.numel,
+            shard.values.device,
+        )
+        for shard, source in zip(shards, sources, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

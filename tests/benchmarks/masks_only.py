@@ -10,7 +10,7 @@ from torch import nn
 from distprune._common.process_groups import world
 from distprune.call.request import LocalMasks, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters
-from distprune.methods.builtin import L1Unstructured, chosen_hook
+from distprune.methods.builtin import L1Unstructured, hook_for_chosen_mask
 
 
 class _Decided(Exception):
@@ -35,7 +35,9 @@ def decide_only(parameters: Sequence[tuple[nn.Module, str]], amount: float) -> L
     method = _StopsWithMasks(L1Unstructured(amount))
     try:
         prune_parameters(
-            lambda: PruningArguments(parameters=parameters, method=method, make_hook=chosen_hook),
+            lambda: PruningArguments(
+                parameters=parameters, method=method, make_hook=hook_for_chosen_mask
+            ),
             world(),
         )
     except _Decided as decided:

@@ -8,12 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distprune._common.collectives import Communicator
-from distprune.methods.structured import channel_norms, checked_dim, drop_lowest_channels
+from distprune.methods.channels import ChannelRows, joint_norms
+from distprune.methods.structured import LnStructured, checked_dim
 from distprune.shards.geometry import Split, dim_coordinates
 from helpers.sampling import num_examples
 from helpers.virtual_ranks import run_virtual_ranks
 
 NORMS = (0, 0.5, 1, 2, 2.5, 3, -1, math.inf, -math.inf)
+
+
+def channel_norms(rows, n, channel_of_row, num_channels, channel_size, communicator):
+    part = ChannelRows(rows, channel_of_row)
+    sizes = torch.full((num_channels,), channel_size)
+    return joint_norms([lambda: part], n, sizes, communicator)
 
 
 def norms_over(values, dim, n, split_dim, size):
@@ -104,10 +111,13 @@ def test_a_nan_of_one_rank_is_one_of_the_channel(n, split_dim):
 
 
 def test_equal_norms_are_dropped_in_ascending_order():
-    assert drop_lowest_channels(torch.ones(5), 2).tolist() == [False, False, True, True, True]
-    assert drop_lowest_channels(torch.tensor([3.0, 1.0, 1.0, 2.0]), 0.5).tolist() == [
-        True, False, False, True,
-    ]  # fmt: skip
+    def kept(norms, amount):
+        values = torch.tensor(norms).unsqueeze(1)
+        mask = LnStructured(amount, 1, 0).compute_mask(values, torch.ones_like(values))
+        return mask.squeeze(1).tolist()
+
+    assert kept([1.0] * 5, 2) == [0, 0, 1, 1, 1]
+    assert kept([3.0, 1.0, 1.0, 2.0], 0.5) == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distprune as prune
-from distprune import budgets
 from distprune._common import memory
 from distprune.budgets import lamp
-from distprune.budgets.base import Ranked
+from distprune.budgets.base import RankedShards
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from helpers.models import Net, fill
 from helpers.sampling import num_examples
@@ -59,7 +58,7 @@ def lamp_of(tensors, lives, k, lowest, highest, layouts, size, dtype=torch.float
             )[0]
             for tensor, live, layout in zip(tensors, lives, layouts, strict=True)
         ]  # fmt: skip
-        ranked = Ranked(parts, [int(live.sum()) for live in lives], common, communicator)
+        ranked = RankedShards(parts, [int(live.sum()) for live in lives], common, communicator)
         return lamp.num_to_prune(ranked, names, lowest, highest, k)
 
     results = run_virtual_ranks(on_rank, size)
@@ -203,7 +202,7 @@ def test_one_read_and_one_all_reduce():
         parts = [
             candidates(tensor, None, "rows", common, 2, communicator.index)[0] for tensor in tensors
         ]
-        ranked = Ranked(parts, [20_000] * 10, common, communicator)
+        ranked = RankedShards(parts, [20_000] * 10, common, communicator)
         lamp.num_to_prune(ranked, [""] * 10, [0] * 10, [20_000] * 10, 70_000)
         return communicator.num_collectives, communicator.bytes_sent
 
@@ -288,18 +287,3 @@ def test_methods_that_rank_otherwise(method):
     with pytest.raises(NotImplementedError, match="budget='lamp' divides by the squares"):
         pruned(60, model, method, **options)
     assert not prune.is_pruned(model)
-
-
-def test_millions_of_elements():
-    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(3)]
-    with torch.no_grad():
-        for i, layer in enumerate(layers):
-            layer.weight.normal_(generator=torch.Generator().manual_seed(i)).mul_(0.1**i)
-    expected = lamp_in_floats([layer.weight.detach().numpy() for layer in layers], 900_000)
-    report = prune.global_unstructured(
-        [(layer, "weight") for layer in layers], prune.L1Unstructured, amount=900_000,
-        budget=budgets.LAMP(),
-    )  # fmt: skip
-    found = [entry.num_pruned for entry in report.parameters]
-    assert sum(found) == 900_000
-    assert not differ_more_than_documented(found, expected, [10**6] * 3)

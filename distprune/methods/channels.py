@@ -1,4 +1,4 @@
-"""Norms of channels, and of channels that several parameters share, over all ranks.
+"""Channels of parameters over all ranks: their norms, what is unpruned of them, and their masks.
 
 [Note: exact norms] A floating-point sum depends on its order, and so on the
 sharding: two channels whose norms differ in the last digits could change places.
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from distprune._common.collectives import Communicator, Op
 from distprune._common.memory import takes_numpy
+from distprune.call.request import LocalMasks, PruningCall
+from distprune.shards.shard import LocalShard
 
 _BLOCK = 1 << 17  # elements whose float64 terms are held at a time
 
@@ -33,7 +35,7 @@ class ChannelRows:
     Attributes:
         rows: [rows, ...], floating point.
         channels: int64 [rows], the channel of each row; several may share one.
-        mask: of the shape of ``rows``: where it is 0, elements count as 0; None: all count.
+        mask: where it is 0, elements of ``rows`` count as 0; the same shape; None: all count.
     """
 
     rows: Tensor
@@ -51,6 +53,50 @@ class ChannelRows:
             if self.mask is not None:
                 block = block.masked_fill(self.mask[part].flatten(1) == 0, 0.0)
             yield block, self.channels[part]
+
+
+@dataclass(frozen=True)
+class ChannelSlice:
+    """The part that one parameter of a call has in some channels.
+
+    Attributes:
+        position: the position of the parameter in the call.
+        shard: this rank's part of it.
+        dim: the channels' dimension, counted from the front.
+        size: indices along ``dim`` per channel.
+        first: number of its first channel among those of all groups.
+        is_ranked: whether its elements count for the norm.
+    """
+
+    position: int
+    shard: LocalShard
+    dim: int
+    size: int = 1
+    first: int = 0
+    is_ranked: bool = True
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the whole parameter."""
+        return self.shard.shape[self.dim] // self.size
+
+    @property
+    def channel_size(self) -> int:
+        """Elements of one whole channel."""
+        return self.shard.numel // max(1, self.num_channels)
+
+    def rows(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """A local tensor as rows, a view, and the number of the channel of each row."""
+        rows, coordinates = self.shard.channels(local, self.dim)
+        rows = rows.unsqueeze(1) if rows.ndim == 1 else rows
+        return rows, self.first + coordinates // self.size
+
+    def counted_rows(self, local: Tensor, mask: Tensor | None = None) -> ChannelRows:
+        """The rows of a local tensor that this rank counts: none on a further replica."""
+        rows, channels = self.rows(local)
+        if self.shard.replica:
+            return ChannelRows(rows[:0], channels[:0])
+        return ChannelRows(rows, channels, None if mask is None else self.rows(mask)[0])
 
 
 # Makes the rows of one parameter; called once per read, so that one is in memory at a time.
@@ -160,3 +206,36 @@ def _roots(powers: Tensor, n: float) -> Tensor:
 def _power_of_two(exponents: Tensor) -> Tensor:
     """Exact float64 powers; torch.ldexp computes them in float32."""
     return torch.from_numpy(np.ldexp(1.0, exponents.numpy()))
+
+
+def count_live_of_channels(
+    parts: Sequence[ChannelSlice], channel_sizes: Tensor, communicator: Communicator
+) -> Tensor:
+    """int64 [channels]: unpruned elements of each, over all ranks.
+
+    Cost: a read of the masks and an all-reduce of 8 bytes per channel, if there are masks.
+    """
+    masked = [(part, part.shard.mask) for part in parts if part.shard.mask is not None]
+    if not masked:
+        return channel_sizes
+
+    def count() -> Tensor:
+        counts = torch.zeros(channel_sizes.shape, dtype=torch.int64)
+        for part, mask in masked:
+            of_part = part.counted_rows(mask)
+            pruned = (of_part.rows == 0).flatten(1).sum(1)
+            counts.index_add_(0, of_part.channels, pruned.cpu())
+        return counts
+
+    return channel_sizes - communicator.reduce(channel_sizes.numel(), count)
+
+
+def masks_without(call: PruningCall, parts: Sequence[ChannelSlice], dropped: Tensor) -> LocalMasks:
+    """The masks of a call without some channels; bool [channels]. A local step."""
+    part_of = {part.position: part for part in parts}
+
+    def prune(position: int, mask: Tensor) -> None:
+        rows, channels = part_of[position].rows(mask)
+        rows[dropped[channels].to(mask.device)] = 0
+
+    return call.changed_masks(prune)
