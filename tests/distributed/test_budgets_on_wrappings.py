@@ -66,7 +66,7 @@ def differences(wrapping: str, start: int) -> list[str]:
     wrong = []
     sizes = EVEN if wrapping.startswith("fsdp2_dim1") else UNEVEN
     cases = [(plan, data, dtype) for plan in PLANS for data in DATA for dtype in DTYPES]
-    for plan, data, dtype in every(29, cases, start):
+    for plan, data, dtype in every(59, cases, start):
         if wrapping.startswith("fsdp1") and dtype == "mixed":  # a flat parameter has one dtype
             continue
         keeps, expected = alone(plan, data, dtype, sizes)

@@ -11,7 +11,8 @@ from distprune import dynamic
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, wrong_masks
+from helpers.sampling import THOROUGH
 
 WEIGHTS = runs.WEIGHTS
 BATCHES = 7
@@ -121,8 +122,8 @@ def differences(wrapping: str, num_steps: int, interval: int) -> list[str]:
     return wrong
 
 
-def test_rigl_over_200_steps():
-    assert_nothing_wrong(run_ranks(differences, 2, "fsdp2-2", 200, 4))
+def test_rigl_over_many_steps():
+    assert_nothing_wrong_on("fsdp2-2", differences, 200 if THOROUGH else 40, 4)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_rigl_over_200_steps():
      "fsdp2_tp-2x2"],
 )  # fmt: skip
 def test_rigl_on_any_wrapping(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping, 24, 3))
+    assert_nothing_wrong_on(wrapping, differences, 24, 3)
 
 
 def masks_of_set(wrapping: str) -> list[Tensor]:

@@ -9,7 +9,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
 from helpers.collective_traffic import Traffic
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.models import Net, ShapesNet, fill, fqns, target
 from helpers.sampling import every
 
@@ -97,12 +97,7 @@ def test_any_wrapping(wrapping, as_tensors):
     for kind, dtype in every(4, data, number):
         if "fsdp1" in wrapping and dtype == "mixed":
             dtype = "float32"
-        assert_nothing_wrong(
-            run_ranks(
-                differences, wrappings.world_size(wrapping), wrapping, kind, dtype,
-                as_tensors=as_tensors,
-            )
-        )  # fmt: skip
+        assert_nothing_wrong_on(wrapping, differences, kind, dtype, as_tensors=as_tensors)
 
 
 def random_selection(wrapping: str) -> list:

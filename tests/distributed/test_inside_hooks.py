@@ -11,9 +11,8 @@ from torch import nn
 
 import distprune as prune
 from distprune._common.naming import unwrap
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import EVEN_HIDDEN, Net, fill
 from helpers.sampling import every
 
@@ -101,8 +100,7 @@ def refused(wrapping: str, where: str, what: str) -> list[str]:
     ],
 )
 def test_refused_on_shards(wrapping, where, what):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(refused, size, wrapping, where, what))
+    assert_nothing_wrong_on(wrapping, refused, where, what)
 
 
 def right(wrapping: str, where: str, what: str) -> list[str]:
@@ -144,7 +142,7 @@ def right(wrapping: str, where: str, what: str) -> list[str]:
 @pytest.mark.parametrize("where", HOOKS)
 @pytest.mark.parametrize("wrapping", ["ddp-2", "tp-2"])
 def test_right_elsewhere(wrapping, where, what):
-    assert_nothing_wrong(run_ranks(right, 2, wrapping, where, what))
+    assert_nothing_wrong_on(wrapping, right, where, what)
 
 
 def from_the_optimizer(wrapping: str) -> list[str]:
@@ -161,7 +159,7 @@ def from_the_optimizer(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp1-2"])
 def test_hooks_of_the_optimizer(wrapping):
-    assert_nothing_wrong(run_ranks(from_the_optimizer, 2, wrapping))
+    assert_nothing_wrong_on(wrapping, from_the_optimizer)
 
 
 def after_a_forward_that_raised(wrapping: str) -> list[str]:
@@ -172,6 +170,5 @@ def after_a_forward_that_raised(wrapping: str) -> list[str]:
     return [] if prune.is_pruned(model) else ["not pruned"]
 
 
-@pytest.mark.parametrize("wrapping", ["fsdp2-2"])
-def test_after_a_forward_that_raised(wrapping):
-    assert_nothing_wrong(run_ranks(after_a_forward_that_raised, 2, wrapping))
+def test_after_a_forward_that_raised():
+    assert_nothing_wrong_on("fsdp2-2", after_a_forward_that_raised)

@@ -7,7 +7,7 @@ import distprune as prune
 from distprune.call.importance_scores import SignedScores
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
 from helpers.criteria_runs import targets
 from helpers.models import Net, fill
 
@@ -46,8 +46,7 @@ def differences(wrapping: str, data: str, dtype: str) -> list[str]:
 @pytest.mark.parametrize("data", ["normal", "few"])
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_masks_are_those_of_one_process(wrapping, data):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, data, "float32"))
+    assert_nothing_wrong_on(wrapping, differences, data, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int64"])
@@ -76,52 +75,7 @@ def differences_under_bounds(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "fsdp1-2", "fsdp2-3", "fsdp2_tp-2x2"])
 def test_bounds(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_under_bounds, size, wrapping))
-
-
-def differences_of_a_schedule(wrapping: str) -> list[str]:
-    """Two groups of a ScheduledPruner, which asks for scores at each pruning."""
-    model = fill(Net(), "normal", "float32")
-    indices = wrappings.local_indices(model, wrapping)
-    values = {name: model.get_parameter(name).detach().clone() for name in NAMES}
-    model = wrappings.wrap(model, wrapping)
-    pairs = dict(zip(NAMES, targets(model, NAMES), strict=True))
-    step = 0
-
-    def scores_now() -> SignedScores:
-        return SignedScores({pairs[name]: values[name] * (-1) ** step for name in NAMES})
-
-    pruner = prune.schedule.ScheduledPruner(
-        [
-            {"parameters": [pairs["l1.weight"]]},
-            {"parameters": [pairs["l2.weight"], pairs["l3.bias"]]},
-        ],
-        prune.schedule.Linear(begin=0, end=2, frequency=1, final_sparsity=0.5),
-        pruning_method=prune.LowestScore,
-        importance_scores=scores_now,
-    )
-    keeps: dict[str, torch.Tensor] = {}
-    wrong = []
-    for step in range(3):
-        if pruner.step() is None:  # the schedule begins with 0
-            continue
-        for group in (NAMES[:1], NAMES[1:]):
-            scores = [values[name] * (-1) ** step for name in group]
-            masks = [keeps[name] for name in group] if keeps.keys() >= set(group) else None
-            total = sum(score.numel() for score in scores)
-            pruned = 0 if masks is None else sum(int((~mask).sum()) for mask in masks)
-            target = round(total * pruner.sparsity)
-            found = reference.prune(scores, target - pruned, masks, key=signed)
-            keeps.update(zip(group, found, strict=True))
-        wrong += wrong_masks(model, keeps, indices, f"step {step}")
-    return wrong + ([] if pruner.num_steps == 3 and keeps else ["nothing was pruned"])
-
-
-@pytest.mark.parametrize("wrapping", ["plain-1", "fsdp2-2"])
-def test_a_scheduled_pruner(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_of_a_schedule, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_under_bounds)
 
 
 def test_one_parameter_of_a_module():

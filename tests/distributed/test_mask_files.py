@@ -10,13 +10,16 @@ from torch import nn
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import (
+    assert_nothing_wrong,
+    assert_nothing_wrong_on,
+    changes,
+    snapshot,
+    wrong_masks,
+)
 from helpers.models import Net, ShapesNet, fill
 
-WRAPPINGS = [
-    "plain-1", "plain-2", "ddp-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-3", "fsdp1_root-2",
-    "fsdp1_flat-2", "fsdp1_hybrid-2x2", "tp-3", "fsdp2_tp-2x2",
-]  # fmt: skip
+WRAPPINGS = wrappings.sampled(["plain-1", *wrappings.ALL])
 FILE = "distprune/masks.safetensors"
 
 
@@ -34,7 +37,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "saved"
 
 
-def loaded_and_saved(net: type, wrapping: str, folder: Path, out: Path) -> list[str]:
+def loaded_and_saved(wrapping: str, net: type, folder: Path, out: Path) -> list[str]:
     """What is wrong with the masks of a dense model after loading."""
     _, keeps = pruned_net(net)
     model = fill(net(), "normal", "float32", seed=9)
@@ -52,11 +55,11 @@ def loaded_and_saved(net: type, wrapping: str, folder: Path, out: Path) -> list[
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_masks_reach_every_wrapper_and_come_back_to_the_byte(wrapping, tmp_path):
-    size, folder, out = wrappings.world_size(wrapping), tmp_path / "folder", tmp_path / "out"
+    folder, out = tmp_path / "folder", tmp_path / "out"
     # FSDP1 without use_orig_params makes one flat parameter of a layer, whatever its shapes.
     net = Net if wrappings.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
     prune.save_masks(pruned_net(net)[0], folder)
-    assert_nothing_wrong(run_ranks(loaded_and_saved, size, net, wrapping, folder, out))
+    assert_nothing_wrong_on(wrapping, loaded_and_saved, net, folder, out)
     assert (out / FILE).read_bytes() == (folder / FILE).read_bytes()
     assert [path.name for path in (out / "distprune").iterdir()] == ["masks.safetensors"]
 

@@ -8,13 +8,16 @@ from torch import nn
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import (
+    assert_nothing_wrong,
+    assert_nothing_wrong_on,
+    changes,
+    snapshot,
+    wrong_masks,
+)
 from helpers.models import Net, ShapesNet, fill
 
-WRAPPINGS = [
-    "plain-1", "plain-2", "ddp-2", "fsdp2-3", "fsdp2_root-2", "hsdp-2x2", "fsdp1-3", "fsdp1_root-2",
-    "fsdp1_flat-2", "fsdp1_hybrid-2x2", "tp-3", "fsdp2_tp-2x2",
-]  # fmt: skip
+WRAPPINGS = wrappings.sampled(["plain-1", *wrappings.ALL])
 
 
 @torch.no_grad()
@@ -38,7 +41,7 @@ def pairs_of(model: nn.Module) -> list:
     return prune.select(model, include="*", names=("weight", "bias"), everything=True)
 
 
-def problems(net: type, wrapping: str, dtype: str) -> list[str]:
+def problems(wrapping: str, net: type, dtype: str) -> list[str]:
     model = with_zeros(net, dtype)
     keeps, indices = keeps_of(model), wrappings.local_indices(model, wrapping)
     model = wrappings.wrap(model, wrapping)
@@ -62,7 +65,7 @@ def problems(net: type, wrapping: str, dtype: str) -> list[str]:
 def test_masks_are_the_zeros(wrapping, dtype):
     # FSDP1 without use_orig_params makes one flat parameter of a layer, whatever its shapes.
     net = Net if wrappings.kind_of(wrapping) == "fsdp1_flat" else ShapesNet
-    assert_nothing_wrong(run_ranks(problems, wrappings.world_size(wrapping), net, wrapping, dtype))
+    assert_nothing_wrong_on(wrapping, problems, net, dtype)
 
 
 def zeros_after_training(wrapping: str) -> list[str]:
@@ -96,7 +99,7 @@ def zeros_after_training(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["plain-1", "ddp-2", "fsdp2-2", "fsdp1-2", "tp-2"])
 def test_zeros_stay_zero_in_training(wrapping):
-    assert_nothing_wrong(run_ranks(zeros_after_training, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, zeros_after_training)
 
 
 def test_a_model_stands_for_its_matrices_under_any_name():

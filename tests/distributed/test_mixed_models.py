@@ -59,6 +59,18 @@ def whole(mask: torch.Tensor) -> torch.Tensor | None:
     return mask.full_tensor().bool()
 
 
+def is_wrong(model: nn.Module, kind: str, name: str, keep: torch.Tensor) -> bool:
+    """Whether a mask is another one than ``keep``, as far as this rank has it."""
+    module, parameter = target(model, name)
+    mask = getattr(module, parameter + "_mask")
+    if kind.startswith("fsdp1") and name.startswith("l1"):
+        parts = [torch.empty(0, dtype=torch.bool)] * dist.get_world_size()
+        dist.all_gather_object(parts, mask)
+        mask = torch.cat(parts).view(keep.shape)  # one layer, cut in the order of memory
+    mask = whole(mask)
+    return mask is not None and not torch.equal(mask, keep)
+
+
 def problems(kind: str) -> list[str]:
     wrong = []
     for data, amounts in [("normal", (0.5,)), ("few", (0.3, 0.5)), ("equal", (40,))]:
@@ -72,15 +84,11 @@ def problems(kind: str) -> list[str]:
         num_pruned = sum(int((~keep).sum()) for keep in keeps)
         if report.num_pruned != num_pruned:
             wrong.append(f"{data}: {report.num_pruned} are reported, not {num_pruned}")
-        for (module, parameter), name, keep in zip(targets, NAMES, keeps, strict=True):
-            mask = getattr(module, parameter + "_mask")
-            if kind.startswith("fsdp1") and name.startswith("l1"):
-                parts = [torch.empty(0, dtype=torch.bool)] * dist.get_world_size()
-                dist.all_gather_object(parts, mask)
-                mask = torch.cat(parts).view(keep.shape)  # one layer, cut in the order of memory
-            mask = whole(mask)
-            if mask is not None and not torch.equal(mask, keep):
-                wrong.append(f"{data}: {name}")
+        wrong += [
+            f"{data}: {name}"
+            for name, keep in zip(NAMES, keeps, strict=True)
+            if is_wrong(model, kind, name, keep)
+        ]
         if kind != "outside":
             out = model(torch.ones(2, 6))
             if out.requires_grad:
@@ -132,17 +140,11 @@ def problems_of_channels(kind: str) -> list[str]:
             counts = [entry.num_pruned for entry in report.parameters]
             if counts != [entry.num_pruned for entry in expected.parameters]:
                 wrong.append(f"{data}: {counts}")
-        for name in ("l1.weight", "l1.bias", "l2.weight", "l3.weight"):
-            module, parameter = target(model, name)
-            keep = dense.get_buffer(name + "_mask").bool()
-            mask = getattr(module, parameter + "_mask")
-            if kind.startswith("fsdp1") and name.startswith("l1"):
-                parts = [torch.empty(0, dtype=torch.bool)] * dist.get_world_size()
-                dist.all_gather_object(parts, mask)
-                mask = torch.cat(parts).view(keep.shape)
-            mask = whole(mask)
-            if mask is not None and not torch.equal(mask, keep):
-                wrong.append(f"{data}: {name}")
+        wrong += [
+            f"{data}: {name}"
+            for name in ("l1.weight", "l1.bias", "l2.weight", "l3.weight")
+            if is_wrong(model, kind, name, dense.get_buffer(name + "_mask").bool())
+        ]
     return wrong
 
 

@@ -15,7 +15,7 @@ import distprune as prune
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on
 from helpers.models import Net
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "projections.py"
@@ -94,8 +94,7 @@ def test_on_shards_as_in_one_process(method):
     # AC/DC ends in a dense phase here; the others have k elements, or fewer that are not zero.
     assert sparse <= 37 if method != "AC/DC" else sparse > 37
     for wrapping in ("fsdp2-2", "ddp-2", "fsdp2-3"):
-        size = wrappings.world_size(wrapping)
-        assert_nothing_wrong(run_ranks(differences, size, wrapping, method, single))
+        assert_nothing_wrong_on(wrapping, differences, method, single)
 
 
 def test_acdc_under_fsdp1():

@@ -48,18 +48,3 @@ def test_names_do_not_depend_on_the_wrapper(wrapping, checkpointed):
     expected = {(s, pruned): names for s, (_, names) in SELECTIONS.items() for pruned in (0, 1)}
     for found in run_ranks(selected, wrappings.world_size(wrapping), wrapping, checkpointed):
         assert found == expected
-
-
-def unmatched(wrapping: str) -> str:
-    model = wrappings.wrap(fill(ShapesNet(), "normal", "float32"), wrapping)
-    try:
-        prune.select(model, exclude=["l1", "lm_head"])
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp2-2"])
-def test_a_pattern_that_matches_nothing_is_an_error(wrapping):
-    for text in run_ranks(unmatched, 2, wrapping):
-        assert "lm_head" in text

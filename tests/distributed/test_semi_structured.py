@@ -7,9 +7,8 @@ from torch.sparse import semi_structured as torch_semi_structured
 
 import distprune as prune
 from distprune.call.semi_structured import MULTIPLES
-from distprune.testing import run_ranks
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong
+from helpers.comparisons import assert_nothing_wrong_on
 from helpers.models import Net, fill, target
 
 SIZES = (12, 24, 12, 5)
@@ -51,7 +50,7 @@ def differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL + wrappings.FSDP2_DIM1))
 def test_every_wrapper_counts_the_same_groups(wrapping):
-    assert_nothing_wrong(run_ranks(differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, differences)
 
 
 class Shapes(nn.Module):

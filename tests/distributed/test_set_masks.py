@@ -16,7 +16,12 @@ from distprune.masks.hook import find_hook
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import (
+    assert_nothing_wrong_on,
+    changes,
+    snapshot,
+    wrong_masks,
+)
 
 WEIGHTS = runs.WEIGHTS
 
@@ -141,9 +146,7 @@ def differences_of_updates(wrapping: str, kind: str) -> list[str]:
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_updates(wrapping):
     kind = "adam" if len(wrapping) % 2 else "sgd"
-    assert_nothing_wrong(
-        run_ranks(differences_of_updates, wrappings.world_size(wrapping), wrapping, kind)
-    )
+    assert_nothing_wrong_on(wrapping, differences_of_updates, kind)
 
 
 def differences_in_the_form_of_masks(wrapping: str) -> list[str]:
@@ -176,8 +179,7 @@ def differences_in_the_form_of_masks(wrapping: str) -> list[str]:
     "wrapping", ["ddp-3", "fsdp1_root-3", "fsdp1_flat-2", "fsdp2-3", "hsdp-2x2", "fsdp2_tp-2x2"]
 )
 def test_the_form_of_masks(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_in_the_form_of_masks, size, wrapping))
+    assert_nothing_wrong_on(wrapping, differences_in_the_form_of_masks)
 
 
 def save_and_load(wrapping: str, path: str) -> list[str]:
@@ -200,7 +202,7 @@ def save_and_load(wrapping: str, path: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-2", "tp-2"])
 def test_checkpoints_hold_the_masks(wrapping, tmp_path):
-    assert_nothing_wrong(run_ranks(save_and_load, 2, wrapping, str(tmp_path / "saved")))
+    assert_nothing_wrong_on(wrapping, save_and_load, str(tmp_path / "saved"))
 
 
 def refused(wrapping: str, what: str) -> tuple[str, str, list[str]]:

@@ -9,10 +9,12 @@ import torch.nn.utils.prune as torch_prune
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
+from distprune.methods.structured import USES_VECTOR_NORM
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, wrong_masks
+from helpers.comparisons import assert_nothing_wrong, assert_nothing_wrong_on, wrong_masks
 from helpers.models import Net, fill, target
+from helpers.sampling import THOROUGH, every
 
 WRAPPINGS = wrappings.sampled([*wrappings.SHARDED, "ddp-3"])
 WEIGHTS = ["l1.weight", "l2.weight", "l3.weight"]
@@ -27,9 +29,9 @@ def start(wrapping: str, data: str = "normal", dtype: str = "float32"):
 
 
 def l1_differences(wrapping: str) -> list[str]:
-    """In each round every parameter gets another amount; fewer rounds on many ranks."""
+    """In each round every parameter gets another amount; two rounds have them all."""
     wrong = []
-    for turn in range(len(AMOUNTS) if wrappings.world_size(wrapping) <= 2 else 2):
+    for turn in range(len(AMOUNTS) if THOROUGH else 2):
         data, dtype = [("normal", "float32"), ("few", "bfloat16")][turn % 2]
         model, dense, indices = start(wrapping, data, dtype)
         keeps = {}
@@ -43,7 +45,7 @@ def l1_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.SHARDED))
 def test_l1_unstructured(wrapping):
-    assert_nothing_wrong(run_ranks(l1_differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, l1_differences)
 
 
 LN_CASES = list(product((1, 2, math.inf), (0, 1, -1), (1, 0.5)))  # n, dim, amount
@@ -54,7 +56,7 @@ def ln_differences(wrapping: str) -> list[str]:
     wrong = []
     num_rounds = len(LN_CASES) // len(WEIGHTS)
     turns = [(turn, ["normal", "equal", "few"][turn % 3]) for turn in range(2 * num_rounds)]
-    for turn, data in turns if wrappings.world_size(wrapping) <= 2 else turns[::4]:
+    for turn, data in every(4, turns, WRAPPINGS.index(wrapping)):
         model, dense, indices = start(wrapping, data)
         for i, name in enumerate(WEIGHTS):
             n, dim, amount = LN_CASES[turn // 2 + i * num_rounds]
@@ -68,43 +70,30 @@ def ln_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.SHARDED))
 def test_ln_structured(wrapping):
-    assert_nothing_wrong(run_ranks(ln_differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, ln_differences)
 
 
 def other_norm_differences(wrapping: str) -> list[str]:
-    """Every n that torch takes for one dim, and refusals of the matrix norms."""
+    """The count of elements, which torch has as order 0; and refusals."""
+    model, dense, indices = start(wrapping)
+    layer = wrappings.unwrapped(model).l2
+    refused = {"fro": NotImplementedError, "nuc": NotImplementedError}
+    refused |= {None: TypeError} if USES_VECTOR_NORM else {}
     wrong = []
-    for n in (0, 3, 2.5, -math.inf, None):
-        model, dense, indices = start(wrapping)
+    for n, kind in refused.items():
         try:
-            torch_prune.ln_structured(dense.l1, "weight", 0.5, n, 0)
-        except TypeError:  # None, since torch 2.14
-            wrong += none_is_refused(wrappings.unwrapped(model).l1) if n is None else [f"n={n}"]
-            continue
-        prune.ln_structured(wrappings.unwrapped(model).l1, "weight", 0.5, n, 0)
-        wrong += wrong_masks(model, {"l1.weight": dense.l1.weight_mask}, indices, f"n={n}")
-    for n in ("fro", "nuc"):
-        try:
-            prune.ln_structured(wrappings.unwrapped(model).l2, "weight", 0.5, n, 0)
+            prune.ln_structured(layer, "weight", 0.5, n, 0)
             wrong.append(f"n={n} was not refused")
-        except NotImplementedError as error:
-            wrong += [] if n in str(error) else [str(error)]
-    return wrong
+        except kind as error:
+            wrong += [] if f"n={n!r}" in str(error) else [str(error)]
+    torch_prune.ln_structured(dense.l1, "weight", 0.5, 0, 0)
+    prune.ln_structured(wrappings.unwrapped(model).l1, "weight", 0.5, 0, 0)
+    return wrong + wrong_masks(model, {"l1.weight": dense.l1.weight_mask}, indices, "n=0")
 
 
-def none_is_refused(layer: torch.nn.Module) -> list[str]:
-    try:
-        prune.ln_structured(layer, "weight", 0.5, None, 0)
-    except TypeError as error:
-        return [] if "Pass n=2" in str(error) else [str(error)]
-    return ["n=None was not refused"]
-
-
-@pytest.mark.parametrize("wrapping", ["fsdp2-2", "fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
+@pytest.mark.parametrize("wrapping", ["fsdp2-3", "tp-2", "fsdp2_tp-2x2"])
 def test_other_norms(wrapping):
-    assert_nothing_wrong(
-        run_ranks(other_norm_differences, wrappings.world_size(wrapping), wrapping)
-    )
+    assert_nothing_wrong_on(wrapping, other_norm_differences)
 
 
 def random_structured_problems(wrapping: str) -> list[str]:
@@ -123,19 +112,10 @@ def random_structured_problems(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_random_structured_draws_the_channels_of_one_process(wrapping):
-    assert_nothing_wrong(
-        run_ranks(random_structured_problems, wrappings.world_size(wrapping), wrapping)
-    )
+    assert_nothing_wrong_on(wrapping, random_structured_problems)
 
 
-def custom_mask_differences(wrapping: str) -> list[str]:
-    return [
-        *custom_mask_differences_given(wrapping, as_dtensor=False),
-        *custom_mask_differences_given(wrapping, as_dtensor=True),
-    ]
-
-
-def custom_mask_differences_given(wrapping: str, as_dtensor: bool) -> list[str]:
+def custom_mask_differences(wrapping: str, as_dtensor: bool) -> list[str]:
     model, dense, indices = start(wrapping)
     generator = torch.Generator().manual_seed(3)
     keeps = {
@@ -158,10 +138,10 @@ def custom_mask_differences_given(wrapping: str, as_dtensor: bool) -> list[str]:
     return wrong_masks(model, keeps, indices, "sharded mask" if as_dtensor else "whole mask")
 
 
+@pytest.mark.parametrize("as_dtensor", [False, True])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_custom_from_mask(wrapping):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(custom_mask_differences, size, wrapping))
+def test_custom_from_mask(wrapping, as_dtensor):
+    assert_nothing_wrong_on(wrapping, custom_mask_differences, as_dtensor)
 
 
 def sequence_differences(wrapping: str) -> list[str]:
@@ -192,7 +172,7 @@ def sequence_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_sequences_of_methods_equal_torch(wrapping):
-    assert_nothing_wrong(run_ranks(sequence_differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, sequence_differences)
 
 
 def life_cycle_problems(wrapping: str) -> list[str]:

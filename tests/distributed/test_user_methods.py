@@ -10,7 +10,7 @@ import torch.nn.utils.prune as torch_prune
 import distprune as prune
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
-from helpers.comparisons import assert_nothing_wrong, changes, snapshot, wrong_masks
+from helpers.comparisons import assert_nothing_wrong_on, changes, snapshot, wrong_masks
 from helpers.models import Net, fill, target
 
 NAMES = ["l1.weight", "l3.bias", "l2.weight"]
@@ -111,9 +111,7 @@ def elementwise_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_elementwise(wrapping):
-    assert_nothing_wrong(
-        run_ranks(elementwise_differences, wrappings.world_size(wrapping), wrapping)
-    )
+    assert_nothing_wrong_on(wrapping, elementwise_differences)
 
 
 def scores_differences(wrapping: str) -> list[str]:
@@ -131,7 +129,7 @@ def scores_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_scores(wrapping):
-    assert_nothing_wrong(run_ranks(scores_differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, scores_differences)
 
 
 def gather_differences(wrapping: str) -> list[str]:
@@ -150,7 +148,7 @@ def gather_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_gather_sees_what_one_process_sees(wrapping):
-    assert_nothing_wrong(run_ranks(gather_differences, wrappings.world_size(wrapping), wrapping))
+    assert_nothing_wrong_on(wrapping, gather_differences)
 
 
 def error(wrapping: str, method: type, arguments: dict, single: bool):
@@ -187,9 +185,7 @@ def undeclared_differences(wrapping: str) -> list[str]:
 
 @pytest.mark.parametrize("wrapping", wrappings.REPLICATED)
 def test_undeclared_on_replicas_runs_as_in_torch(wrapping):
-    assert_nothing_wrong(
-        run_ranks(undeclared_differences, wrappings.world_size(wrapping), wrapping)
-    )
+    assert_nothing_wrong_on(wrapping, undeclared_differences)
 
 
 @pytest.mark.parametrize("wrapping", ["plain-2", "ddp-3"])

@@ -3,13 +3,14 @@
 They do not raise: a rank that raised during a test would leave the others in a collective.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from distprune.testing import run_ranks
 from helpers.models import target
-from helpers.wrappings import local, my_part, unwrapped
+from helpers.wrappings import local, my_part, unwrapped, world_size
 
 
 def wrong_masks(
@@ -38,6 +39,14 @@ def assert_nothing_wrong(per_rank: Iterable[list[str]]) -> None:
         f"[rank {rank}] {message}" for rank, wrong in enumerate(per_rank) for message in wrong
     )
     assert not text, text[:5000]
+
+
+def assert_nothing_wrong_on(
+    wrapping: str, differences: Callable[..., list[str]], *args: object, **kwargs: object
+) -> None:
+    """Fail with what ``differences(wrapping, ...)`` finds on the ranks of a wrapping."""
+    __tracebackhide__ = True
+    assert_nothing_wrong(run_ranks(differences, world_size(wrapping), wrapping, *args, **kwargs))
 
 
 def assembled(parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, ...]) -> Tensor:

@@ -153,16 +153,7 @@ def test_more_elements_than_are_collected_outright():
 
 def test_searches_in_batches(monkeypatch):
     monkeypatch.setattr(within_bounds, "_STORED", 100)
-    tensors = scaled(12, 0.1, 10)
-    assert [len(batch) for batch in within_bounds._batches(
-        [Part(40), Part(40), Part(40), Part(500), Part(20)], [0, 1, 2, 3, 4]
-    )] == [2, 1, 1, 1]  # fmt: skip
-    check(tensors, None, 180, [0.5] * 12, [0.5] * 12, ["rows"] * 12, 3)
-
-
-class Part:
-    def __init__(self, numel):
-        self.numel = numel
+    check(scaled(12, 0.1, 10), None, 180, [0.5] * 12, [0.5] * 12, ["rows"] * 12, 3)
 
 
 @pytest.mark.parametrize(
@@ -228,15 +219,27 @@ def test_keys_of_a_mapping():
 class Half(prune.BasePruningMethod):
     PRUNING_TYPE = "unstructured"
 
+    def __init__(self, amount=0):
+        pass
+
     def compute_mask(self, t, default_mask):
         return default_mask * (t > 0)
 
 
-@pytest.mark.parametrize("method", [prune.Identity, Half])
-def test_methods_that_do_not_rank(method):
+@pytest.mark.parametrize(
+    ("method", "options", "what"),
+    [
+        (prune.Identity, {"max_sparsity": 0.9}, "min_sparsity and max_sparsity have"),
+        (Half, {"min_sparsity": 0.1}, "min_sparsity and max_sparsity have"),
+        (prune.Identity, {"budget": "uniform"}, "budget has"),
+        (Half, {"scope": "row", "amount": 0.5}, "scope and pattern have"),
+        (prune.Identity, {"normalize": "rms"}, "normalize='rms' has"),
+    ],
+)
+def test_methods_that_do_not_rank(method, options, what):
     model = fill(Net(), "normal", "float32")
-    with pytest.raises(NotImplementedError, match=f"{method.__name__} does not rank"):
-        prune.global_unstructured(prune.select(model), method, max_sparsity=0.9)
+    with pytest.raises(NotImplementedError, match=f"{method.__name__} does not rank .*{what}"):
+        prune.global_unstructured(prune.select(model), method, **options)
     assert not prune.is_pruned(model)
     prune.global_unstructured(prune.select(model), method, max_sparsity=1.0)
 

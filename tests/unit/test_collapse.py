@@ -1,4 +1,4 @@
-"""The warning of layers that a ranking has emptied, and where there is none."""
+"""Layers that a ranking has emptied: the rule, for live models and files, and the warning."""
 
 import warnings
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import distprune as prune
+from distprune._common.amount import collapsed
 from distprune.schedule import Linear, ScheduledPruner
 
 
@@ -104,3 +105,21 @@ def test_a_schedule_warns_at_the_step_that_empties_a_layer():
         ("0.weight",)
     ]
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([(1000, 500), (1000, 500)], []),
+        ([(10_000, 5_000), (1000, 989)], []),
+        ([(10_000, 5_000), (1000, 990)], [1]),
+        ([(9000, 8010), (1000, 990)], [1]),  # 90 % of all
+        ([(9000, 8011), (1000, 990)], []),
+        ([(8, 8), (1_000_000, 300_000), (4, 4)], [0, 2]),
+        ([(100, 100), (100, 100)], []),
+        ([(0, 0), (10, 5)], []),
+        ([], []),
+    ],
+)
+def test_a_parameter_collapses_that_keeps_nothing_of_what_others_keep(counts, expected):
+    assert collapsed(counts) == expected

@@ -64,23 +64,6 @@ def test_modules_of_transformers_that_say_it_need_none():
     assert (module.gate_up_proj_mask.sum(1) == 2).all()
 
 
-class Elementwise(prune.BasePruningMethod):
-    PRUNING_TYPE = "unstructured"
-    DISTRIBUTED = "elementwise"
-
-    def __init__(self, amount):
-        self.amount = amount
-
-    def compute_mask(self, t, default_mask):
-        return default_mask * (t > 0)
-
-
-def test_a_method_that_does_not_rank_is_refused():
-    _, pairs = layers()
-    with pytest.raises(NotImplementedError, match="does not rank elements by a score"):
-        prune.global_unstructured(pairs, Elementwise, scope="row", amount=0.5)
-
-
 def test_rounding_of_layers_is_each_for_itself_and_that_of_a_budget_of_the_total():
     pairs = [(nn.Linear(1, 1), "weight") for _ in range(3)]
     report = prune.global_unstructured(pairs, prune.L1Unstructured, scope="layer", amount=0.6)
