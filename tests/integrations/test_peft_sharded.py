@@ -11,7 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 peft = pytest.importorskip("peft")
 
-from test_peft import TOKENS, close, llama, lora, outputs, pruned, same_zeros, zeros  # noqa: E402
+from test_peft import (  # noqa: E402
+    TOKENS,
+    close,
+    llama,
+    lora,
+    outputs,
+    pruned,
+    same_zeros,
+    train,
+    zeros,
+)
 from transformers import LlamaForCausalLM  # noqa: E402
 
 import distprune as prune  # noqa: E402
@@ -35,18 +45,10 @@ def shard(model, blocks, kind, root_is_base):
     return model
 
 
-def train(model, steps=3):
+def train_on_ranks(model):
     """Steps on a batch that is divided over the ranks, if it can be."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    tokens = TOKENS.chunk(size)[rank] if 4 % size == 0 else TOKENS
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
-    for _ in range(steps):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
+    train(model, steps=3, tokens=TOKENS.chunk(size)[rank] if 4 % size == 0 else TOKENS)
 
 
 def trained_with_lora(kind, permanent, order, folder):
@@ -69,7 +71,7 @@ def trained_with_lora(kind, permanent, order, folder):
         model = shard(model, blocks, kind, root_is_base)
         if order == "hold_last":
             hold_zeros(model)
-    train(model)
+    train_on_ranks(model)
     before = outputs(model)
     save_adapter(model, f"{folder}/adapter")
     merged = merge_and_unload(model)
@@ -114,7 +116,7 @@ def trained_fully(folder):
     model = LlamaForCausalLM.from_pretrained(f"{folder}/pruned")
     model = shard(model, model.model.layers, "fsdp2", None)
     prune.masks_from_zeros(model)
-    train(model)
+    train_on_ranks(model)
     prune.checkpoint.save_pretrained(model, f"{folder}/trained")
     return outputs(model)
 

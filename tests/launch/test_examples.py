@@ -77,6 +77,7 @@ def test_snip_at_initialisation():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_prune_wanda_fsdp2():
     """Better than by magnitude, which prunes nearly the same trained model."""
     example = ROOT / "examples" / "prune_wanda_fsdp2.py"
