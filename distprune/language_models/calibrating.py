@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distprune._common.naming import NamedParameter, full_name, named_modules, unwrap
-from distprune._common.process_groups import is_distributed, world
+from distprune._common.process_groups import world
 from distprune._common.pruned_form import orig_key
 from distprune._transformers.building import decoder_layers
 from distprune.api.select import head_of, select
@@ -52,7 +52,7 @@ from distprune.language_models.running import (
 from distprune.language_models.text import TokenWindows
 from distprune.statistics.activation import ActivationStatistics, prune_sequentially
 from distprune.statistics.layers import layout_of
-from distprune.torch_private.wrapper import is_piece_of_flat, managed_parameters
+from distprune.torch_private.wrapper import is_piece_of_flat
 
 
 def calibrate(
@@ -224,7 +224,7 @@ def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> N
             "GradientMagnitude, Movement, GraSP, Custom, or ActivationStatistics."
         )
     is_of_rank = isinstance(collected, GradientMoment) and collected.unit == "rank_batch"
-    if ranks.size > 1 and not is_of_rank and not _averages_gradients(model):
+    if not is_of_rank and not ranks.averages_gradients:
         raise NotImplementedError(
             f"{kind} reads averaged gradients, and the model is a plain one on {ranks.size} ranks, "
             "whose gradients nothing averages; expected DistributedDataParallel(model), or FSDP."
@@ -235,15 +235,6 @@ def _check_collected(model: nn.Module, collected: object, ranks: DataRanks) -> N
             f"{name} has a gradient already, and calibration drops gradients; expected none. Call "
             "model.zero_grad() before."
         )
-
-
-def _averages_gradients(model: nn.Module) -> bool:
-    if not is_distributed() or any(
-        isinstance(module, DistributedDataParallel) for module in model.modules()
-    ):
-        return True
-    modules = {id(module) for _, module in named_modules(model)}
-    return any(module in modules for module, _ in managed_parameters(model))
 
 
 @contextlib.contextmanager

@@ -74,11 +74,13 @@ class DataRanks:
         index: this rank's place among them.
         size: how many there are.
         is_counted: whether this rank's results count; of ranks that run the same windows, one's.
+        averages_gradients: whether the wrapper of the model averages gradients over them.
     """
 
     index: int
     size: int
     is_counted: bool
+    averages_gradients: bool = True
 
 
 def data_ranks(model: nn.Module) -> DataRanks:
@@ -123,7 +125,7 @@ def data_ranks(model: nn.Module) -> DataRanks:
                     "replicas; expected tensor parallelism over all ranks, or FSDP or DDP too."
                 )
             return _among((dist.get_rank(),), everyone)
-    return _among(tuple(everyone), everyone)
+    return DataRanks(dist.get_rank(), len(everyone), True, averages_gradients=len(everyone) == 1)
 
 
 def _among(ranks: tuple[int, ...], everyone: list[int]) -> DataRanks:

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def adamw(
+    model: nn.Module, learning_rate: float, *, beta2: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW of what is trained, one parameter at a time.
+
+    Its form for lists of parameters refuses the mix of sharded and plain ones that tensor
+    parallelism leaves.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        trained, lr=learning_rate, betas=(0.9, beta2), weight_decay=weight_decay, foreach=False
+    )
 
 
 def relative_rate(step: int, steps: int) -> float:

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from distprune.language_models import BatchLosses, DataRanks, TokenWindows, data_ranks
 from distprune.schedule import ScheduledPruner
 from jobs.checkpoints import Checkpoints
 from jobs.processes import Job
-from jobs.training import mean_over_ranks, relative_rate
+from jobs.training import adamw, mean_over_ranks, relative_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ def recover(
     """
     has_adapters = hasattr(model, "peft_config")
     ranks = data_ranks(model)
-    if ranks.size > 1 and not (has_adapters or _averages_gradients(model)):
+    if not (has_adapters or ranks.averages_gradients):
         raise ValueError(
             f"--wrap none has no means to train on {job.num_ranks} ranks: nothing averages their "
             "gradients. Expected --wrap ddp."
@@ -68,7 +66,7 @@ def recover(
             f"--recovery-batch {recovery.batch} cannot be split over {ranks.size} "
             f"data-parallel ranks; expected a multiple of {ranks.size}."
         )
-    optimizer = make_optimizer(model, recovery.learning_rate)
+    optimizer = adamw(model, recovery.learning_rate, beta2=0.95, weight_decay=0.0)
     first, events = 0, []
     if checkpoints is not None:
         first, events = checkpoints.load(model, optimizer, pruner)
@@ -96,20 +94,6 @@ def recover(
             checkpoints.save(step, model, optimizer, pruner, events)
     model.eval()
     return events
-
-
-def _averages_gradients(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel) or any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    )
-
-
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW, one parameter at a time: lists of parameters may not mix sharded and plain ones."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
-    )
 
 
 def _average_gradients(model: nn.Module, ranks: DataRanks) -> None:

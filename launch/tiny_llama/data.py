@@ -1,27 +1,18 @@
-"""Bytes of the Python standard library: real text that every machine already has."""
+"""Bytes of the Python standard library, as text to train on."""
 
 from __future__ import annotations
 
-import hashlib
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from jobs.standard_library import ROOT, is_held_out, source_files
+
 WINDOW = 128  # bytes in one sequence
 BATCH = 24  # sequences in one step over all ranks: splits over 1, 2, 3, 4, 6 and 8 ranks
 HELD_OUT_WINDOWS = 240  # as BATCH, and by 10: see training.mean_loss
-SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +28,16 @@ class Corpus:
 def load_corpus(num_held_out_windows: int = HELD_OUT_WINDOWS) -> Corpus:
     """Read the interpreter's own sources; the same on every rank of one machine.
 
-    About one file in ten is held out. A hash of the file's name decides, so that a file
-    stays on its side when other files come and go between Python versions.
+    About one file in ten is held out.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
-    )
-    train_files = [path for path in files if not _is_held_out(path.relative_to(root))]
-    held_out_files = [path for path in files if _is_held_out(path.relative_to(root))]
+    files = source_files("idlelib", "lib2to3")
+    train_files = [file for file in files if not is_held_out(file, 10)]
+    held_out_files = [file for file in files if is_held_out(file, 10)]
 
     train, held_out = _join_bytes(train_files), _join_bytes(held_out_files)
     if len(train) <= WINDOW or len(held_out) < num_held_out_windows * WINDOW:
         raise ValueError(
-            f"{root}: {len(train)} training and {len(held_out)} held-out bytes are too few; "
+            f"{ROOT}: {len(train)} training and {len(held_out)} held-out bytes are too few; "
             f"expected a Python whose standard library is installed as .py files."
         )
     starts = torch.linspace(
@@ -86,10 +71,6 @@ def batches(
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(train) - WINDOW, (num_steps, BATCH), generator=generator)
     return [_windows(train, step_starts.chunk(num_shards)[shard]) for step_starts in starts]
-
-
-def _is_held_out(file: Path) -> bool:
-    return hashlib.sha256(file.as_posix().encode()).digest()[0] % 10 == 0
 
 
 def _join_bytes(files: list[Path]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jobs.processes import Job
-from jobs.training import mean_over_ranks, relative_rate
+from jobs.training import adamw, mean_over_ranks, relative_rate
 
 from .data import Corpus, batches
 
@@ -19,14 +19,8 @@ EVALUATED_AT_ONCE = 10  # windows in one forward pass
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW, one parameter at a time.
-
-    Its form for lists of parameters refuses the mix of sharded and plain ones that tensor
-    parallelism leaves.
-    """
-    return torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1, foreach=False
-    )
+    """The optimizer of all trainings of this job."""
+    return adamw(model, learning_rate, beta2=0.98, weight_decay=0.1)
 
 
 @dataclass(frozen=True, slots=True)
