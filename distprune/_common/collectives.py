@@ -451,6 +451,13 @@ def resolved(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
     return tensor.to_local()
 
 
+def whole(tensor: DTensor) -> Tensor:
+    """A DTensor on every rank as a whole, by :func:`resolved`."""
+    from torch.distributed.tensor import Replicate
+
+    return resolved(tensor, [Replicate()] * tensor.device_mesh.ndim)
+
+
 def _takes(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's backend communicates tensors on a device."""
     return f"{device.type}:" in str(dist.get_backend_config(group))

@@ -153,12 +153,7 @@ class PruningCallback(PlannedPruning, Callback):
         self._before_step()
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         """Prune if an optimizer has made a step, and a pruning is due."""
         pruner = self.pruner

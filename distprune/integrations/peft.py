@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distprune._common.collectives import Communicator, resolved
+from distprune._common.collectives import Communicator, resolved, whole
 from distprune._common.memory import on_host
 from distprune._common.naming import full_name, named_modules, unwrap
 from distprune._common.process_groups import over_mesh, world
@@ -169,7 +169,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str], **kwargs: Any) 
 
     def gather_and_write() -> None:
         state = {
-            name: _whole(value)
+            name: whole(value).cpu() if is_dtensor(value) else value
             for name, value in tuned.state_dict().items()
             if "lora_" in name or "modules_to_save." in name
         }
@@ -312,15 +312,6 @@ def _resolve(layer: Any, held: HeldDelta, **kwargs: Any) -> HeldDelta:
             "added to a layer that holds its zeros; expected plain LoRA."
         )
     return held
-
-
-def _whole(value: Tensor) -> Tensor:
-    if not is_dtensor(value):
-        return value
-    from torch.distributed.tensor import Replicate
-
-    replicated: Sequence[Any] = [Replicate()] * value.device_mesh.ndim
-    return resolved(value, replicated).cpu()
 
 
 def _shortened(texts: Sequence[str], separator: str) -> str:

@@ -125,15 +125,11 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
         return {"args": {}, "attributes": attributes}
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Refuse settings that cannot work, and prepare the model for loading masks."""
         _check_arguments(args)
+        model: nn.Module | None = kwargs.get("model")
         if model is not None:
             register: Callable[[Callable[..., None]], object] = (
                 model.register_load_state_dict_pre_hook
@@ -141,15 +137,10 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             register(_add_masks)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Make the pruner, and load its state from the checkpoint of a resumed run."""
-        assert model is not None
+        model: nn.Module = kwargs["model"]
         if args.fsdp and args.save_strategy != "no" and not self._is_attached:
             raise NotImplementedError(
                 "under FSDP the Trainer loads a checkpoint in one go with wrapping the model, and "
@@ -209,29 +200,21 @@ class PruningCallback(PlannedPruning, TrainerCallback, ExportableState):
             logger.info("step %d: pruned to %.4f\n%s", state.global_step, report.sparsity, report)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Add the sparsity to the logged values."""
-        if self.pruner is None or logs is None or "loss" not in logs:
+        logs: dict[str, Any] = kwargs.get("logs") or {}
+        if self.pruner is None or "loss" not in logs:
             return
         logs["sparsity"] = self.pruner.sparsity
         if state.log_history:
             state.log_history[-1]["sparsity"] = self.pruner.sparsity
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Make the zeros permanent if ``permanent``; else warn how the model has to be saved."""
+        model: nn.Module | None = kwargs.get("model")
         if self._permanent:
             self.make_permanent()
         elif model is not None and is_pruned(model) and state.is_world_process_zero:

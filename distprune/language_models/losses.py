@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from distprune._common.collectives import resolved
+from distprune._common.collectives import whole
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import is_dtensor
 from distprune.api.select import head_of
@@ -241,8 +241,4 @@ def _logits_of(output: Any) -> Tensor:
             f"the model returns a {type(output).__name__}; expected logits, or an object with "
             "logits [windows, length, vocabulary], as causal language models of transformers do."
         )
-    if is_dtensor(logits):
-        from torch.distributed.tensor import Replicate
-
-        return resolved(logits, [Replicate()] * logits.device_mesh.ndim)
-    return logits
+    return whole(logits) if is_dtensor(logits) else logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -93,18 +93,15 @@ def _gathered(model: nn.Module, read: set[int]) -> tuple[int, int]:
     weights, gradients = [0], [0]
     for module in reversed(groups):  # inner ones first
         own = [p for p in module.parameters() if id(p) not in seen and is_dtensor(p)]
-        seen |= {id(p) for p in own}
-        weights.append(_whole(own))
-        gradients.append(_whole(p for p in own if id(p) in read))
+        sizes = {id(p): p.numel() * p.itemsize for p in own}
+        seen |= sizes.keys()
+        weights.append(sum(sizes.values()))
+        gradients.append(sum(size for key, size in sizes.items() if key in read))
     # The root is the last one.
     return (
         2 * (weights[-1] + max(weights[:-1], default=0)),
         2 * (gradients[-1] + max(gradients[:-1], default=0)),
     )
-
-
-def _whole(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in parameters)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -258,16 +258,10 @@ def _with_dtype(config: dict[str, Any], model: Any) -> dict[str, Any]:
     dtype = str(model.dtype).removeprefix("torch.")
 
     def changed(part: dict[str, Any]) -> dict[str, Any]:
-        result = {}
-        for key, value in part.items():
-            if key in ("dtype", "torch_dtype") and isinstance(value, str):
-                value = dtype
-            elif isinstance(value, dict):
-                value = changed(value)
-            result[key] = value
-        return result
+        said = {k for k in ("dtype", "torch_dtype") if isinstance(part.get(k), str)}
+        return part | dict.fromkeys(said, dtype)
 
-    config = changed(config)
+    config = json.loads(json.dumps(config), object_hook=changed)
     if not config.keys() & {"dtype", "torch_dtype"}:
         config["dtype"] = dtype
     return config
@@ -417,6 +411,8 @@ def _lay_out(
     from huggingface_hub import split_state_dict_into_shards_factory
 
     try:
+        if isinstance(max_shard_size, int) and max_shard_size < 1:
+            raise ValueError("it is not positive")
         split = split_state_dict_into_shards_factory(
             dict(tensors),
             get_storage_size=_num_bytes,

@@ -208,9 +208,8 @@ def run(ranks: Ranks, report: Report) -> Iterator[list[Result]]:
     """
     began = time.perf_counter()
     for wrapping in WRAPPINGS:
-        num_before, names = len(report.results), list(CHECKS)
-        if ranks.size == 1:
-            names.remove(NEEDS_TWO_RANKS)
+        num_before = len(report.results)
+        names = [name for name in CHECKS if ranks.size > 1 or name != NEEDS_TWO_RANKS]
         if ranks.size < wrapping.min_ranks or ranks.size % wrapping.num_axes:
             is_odd = ranks.size >= wrapping.min_ranks
             reason = f"needs {'an even number of' if is_odd else wrapping.min_ranks} ranks"
