@@ -28,8 +28,7 @@ from distprune.api.global_mask_arguments import (
     start_of,
 )
 from distprune.call.importance_scores import check_signed
-from distprune.call.reading import agree_on_copies
-from distprune.call.replicas import count_live_and_compare
+from distprune.call.replicas import agree_on_copies, count_live_and_compare
 from distprune.methods.ranking import (
     Keys,
     agree_on_seed,

@@ -12,10 +12,9 @@ from torch import nn
 from distprune._common.amount import Bounded, Bounds, to_bounds
 from distprune._common.collectives import Communicator
 from distprune._common.naming import checked_pair, label_of, tied_places
-from distprune.call import pipeline_parallel as stages
 from distprune.call.grouping import Grouping, agree_on_grouping
 from distprune.call.importance_scores import by_parameter, local_scores
-from distprune.call.replicas import count_copies_on_other_meshes
+from distprune.call.replicas import agree_on_copies
 from distprune.call.request import (
     ByBudget,
     Divided,
@@ -50,7 +49,7 @@ def read_parameters(
         ValueError: ranks have different parameters or facts.
 
     Cost: an all-reduce of 40 bytes; more where parameters lie on several meshes (replicas.py) or
-    under ``pipeline_parallel`` (pipeline_parallel.join).
+    under ``pipeline_parallel`` (replicas.join).
     """
 
     def read() -> tuple[A, list[Target]]:
@@ -66,23 +65,6 @@ def read_parameters(
     return arguments, agree_on_copies(
         targets, communicator, "parameters", pipeline_parallel=arguments.pipeline_parallel
     )
-
-
-def agree_on_copies(
-    targets: list[Target], communicator: Communicator, what: str, *, pipeline_parallel: bool
-) -> list[Target]:
-    """The parameters of all ranks, the same list on each, with the number of their replicas.
-
-    Args:
-        targets: this rank's; all ranks have the same, except in a pipeline.
-        what: the name of the argument, for messages.
-    """
-    if not pipeline_parallel:
-        return count_copies_on_other_meshes(targets, communicator)
-    targets = stages.join(targets, communicator)
-    if not targets:
-        raise ValueError(f"{what} is empty on every rank; expected at least one {what[:-1]}.")
-    return targets
 
 
 def agree_on_share(
