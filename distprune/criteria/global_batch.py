@@ -205,9 +205,10 @@ class Custom(GlobalBatchCriterion):
         self, parts: Sequence[Part], gradients: list[Tensor], weight: float
     ) -> list[Tensor]:
         """The new states: the caller's function may raise."""
-        update = self._update
-        if weight != 1.0:
-            update = lambda w, g, state: self._update(w, g * weight, state)  # noqa: E731
+
+        def update(w: Tensor, g: Tensor, state: Tensor) -> Tensor:
+            return self._update(w, g if weight == 1.0 else g * weight, state)
+
         return [
             self._applied(update, "update", part, gradient)
             for part, gradient in zip(parts, gradients, strict=True)

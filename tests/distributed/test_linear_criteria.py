@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import distprune as prune
-from distprune.criteria import SNIP, Custom, GradientMagnitude, Movement
+from distprune.criteria import SNIP, Custom, Fisher, GradientMagnitude, Movement
 from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import reference, wrappings
@@ -34,6 +34,10 @@ def custom(pairs):
     )
 
 
+def fisher(pairs):
+    return Fisher(pairs, unit="global_batch")
+
+
 CRITERIA = {"SNIP": SNIP, "Movement": Movement, "GradientMagnitude": GradientMagnitude}
 CRITERIA |= {"Custom": custom}
 
@@ -42,10 +46,16 @@ class OneProcess:
     """Weights, masks and units of a single process that sees every batch whole."""
 
     def __init__(self, wrapping: str):
+        self.wrapping = wrapping
         self.model = runs.integer_net(wrapping)
+        self.indices = wrappings.local_indices(self.model, wrapping)
         self.batches = runs.batches(self.model, NUM_UNITS)
         self.masks: list[Tensor] | None = None
         self.units: list[list[tuple[Tensor, Tensor]]] = []  # (w, g) of each parameter
+
+    def wrapped(self) -> nn.Module:
+        """The same model under the wrapping."""
+        return wrappings.wrap(copy.deepcopy(self.model), self.wrapping)
 
     def weights(self) -> list[Tensor]:
         return [self.model.get_parameter(name).detach().clone() for name in runs.WEIGHTS]
@@ -59,8 +69,8 @@ class OneProcess:
         gradients = torch.autograd.grad(runs.loss(masked, *self.batches[number]), leaves)
         self.units.append(list(zip(weights, gradients, strict=True)))
 
-    def scores(self, kind: str) -> list[Tensor]:
-        found = []
+    def scores(self, kind: str) -> dict[str, Tensor]:
+        found: list[Tensor] = []
         for position, now in enumerate(self.weights()):
             units = [unit[position] for unit in self.units]
             total = sum(gradient for _, gradient in units)
@@ -71,20 +81,23 @@ class OneProcess:
                     found.append(-sum(weight * gradient for weight, gradient in units))
                 case "GradientMagnitude":  # arXiv 1911.11134: |gradient of the loss|
                     found.append(total.abs())
+                case "Fisher":
+                    squares = sum(gradient**2 for _, gradient in units)
+                    mean = squares / torch.tensor(float(len(units)))
+                    found.append(mean * now.abs() * now.abs() / 2)
                 case "Custom":
                     found.append(now.abs() * sum((w * g) ** 2 for w, g in units))
-        return found
+        return dict(zip(runs.WEIGHTS, found, strict=True))
 
     def prune(self, kind: str, amount: float) -> None:
         key = (lambda score: score + 0.0) if kind == "Movement" else abs
-        self.masks = reference.prune(self.scores(kind), amount, self.masks, key=key)
+        self.masks = reference.prune(list(self.scores(kind).values()), amount, self.masks, key=key)
 
 
 def differences(wrapping: str, kind: str) -> list[str]:
     """Units with other weights each, and after each of them dense gradients and a pruning."""
     one = OneProcess(wrapping)
-    indices = wrappings.local_indices(one.model, wrapping)
-    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    model = one.wrapped()
     pairs = runs.named_targets(model, runs.WEIGHTS)
     criterion, wrong = CRITERIA[kind](pairs), []
     for number, batch in enumerate(one.batches):
@@ -99,18 +112,17 @@ def differences(wrapping: str, kind: str) -> list[str]:
             scores = criterion.scores()
         if traffic.num_bytes > 40:
             wrong.append(f"scores sent {traffic.num_bytes} bytes")
-        expected = dict(zip(runs.WEIGHTS, one.scores(kind), strict=True))
-        wrong += runs.differing(scores, expected, indices, f"unit {number}")
+        wrong += runs.differing(scores, one.scores(kind), one.indices, f"unit {number}")
         one.prune(kind, 0.25)
         prune.global_unstructured(pairs, criterion.pruning_method, scores, amount=0.25)
         masks = dict(zip(runs.WEIGHTS, one.masks, strict=True))
-        wrong += wrong_masks(model, masks, indices, f"unit {number}")
+        wrong += wrong_masks(model, masks, one.indices, f"unit {number}")
         model.zero_grad()
         # In place of the optimizer's step, because its weights would be no integers.
         one.model = runs.integer_net(wrapping, seed=10 + number)
-        for name, mine in indices.items():
+        for name, mine in one.indices.items():
             part = wrappings.my_part(one.model.get_parameter(name).detach(), mine)
-            wrappings.shard(model, name, indices).copy_(part)
+            wrappings.shard(model, name, one.indices).copy_(part)
     return wrong
 
 
@@ -124,8 +136,7 @@ def test_scores_and_masks(wrapping, kind):
 def differences_when_accumulating(wrapping: str) -> list[str]:
     """One step of three micro-batches, the first two without synchronisation."""
     one = OneProcess(wrapping)
-    indices = wrappings.local_indices(one.model, wrapping)
-    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    model = one.wrapped()
     criterion = SNIP(runs.named_targets(model, runs.WEIGHTS))
     wrong = []
     with criterion.calibrating(), criterion.batch():
@@ -137,9 +148,8 @@ def differences_when_accumulating(wrapping: str) -> list[str]:
             if not is_last and runs.knows_unreduced(model):
                 with pytest.raises(RuntimeError, match="without gradient synchronisation"):
                     criterion.update()
-    expected = dict(zip(runs.WEIGHTS, one.scores("SNIP"), strict=True))
     wrong += [] if criterion.num_updates == 1 else [f"{criterion.num_updates} updates"]
-    return wrong + runs.differing(criterion.scores(), expected, indices)
+    return wrong + runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
 
 
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
@@ -151,7 +161,7 @@ def test_accumulation_and_no_sync(wrapping):
 def read_before_the_ranks_agree() -> str:
     """DDP leaves local gradients after no_sync, which look like averaged ones."""
     one = OneProcess("ddp-2")
-    model = wrappings.wrap(copy.deepcopy(one.model), "ddp-2")
+    model = one.wrapped()
     pairs = runs.named_targets(model, runs.WEIGHTS)
     criterion = SNIP(pairs)
     with runs.synchronised(model, False):
@@ -173,8 +183,7 @@ def differences_of_weighted_tokens(wrapping: str) -> list[str]:
     """Ranks with unequal numbers of rows weight the loss: the mean over all rows."""
     part, num_parts = wrappings.data_rank(wrapping)
     one = OneProcess(wrapping)
-    indices = wrappings.local_indices(one.model, wrapping)
-    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    model = one.wrapped()
     x, factors = one.batches[0]
     cuts = [0, *(1 << number for number in range(num_parts - 1)), len(x)]  # 1, 1, 2, ... rows
     rows = slice(cuts[part], cuts[part + 1])
@@ -185,9 +194,9 @@ def differences_of_weighted_tokens(wrapping: str) -> list[str]:
     criterion.update(weight=len(x))
     one.backward(0)
     wrong = []
-    expected = zip(criterion.scores().values(), runs.WEIGHTS, one.scores("SNIP"), strict=True)
-    for score, name, whole in expected:
-        mine = wrappings.my_part(whole, indices[name])
+    pairs = zip(criterion.scores().values(), one.scores("SNIP").items(), strict=True)
+    for score, (name, whole) in pairs:
+        mine = wrappings.my_part(whole, one.indices[name])
         if not torch.allclose(wrappings.local(score), mine, rtol=1e-6, atol=1e-4):
             wrong.append(f"{name}: {score} is not {mine}")
     return wrong
@@ -202,15 +211,14 @@ def test_unequal_token_counts(wrapping):
 def non_finite(wrapping: str, how: str) -> tuple[str, int, int, list[str]]:
     """A step whose gradient is infinite in one element, which only one rank of FSDP has."""
     one = OneProcess(wrapping)
-    indices = wrappings.local_indices(one.model, wrapping)
-    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    model = one.wrapped()
     criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite=how)
     message = ""
     for number, batch in enumerate(one.batches):
         runs.backward(model, batch, *wrappings.data_rank(wrapping))
         if number == 1:
-            gradient = wrappings.gradient(model, "l2.weight", indices)
-            at = (indices["l2.weight"] == 7).nonzero()
+            gradient = wrappings.gradient(model, "l2.weight", one.indices)
+            at = (one.indices["l2.weight"] == 7).nonzero()
             if len(at):
                 gradient[tuple(at[0])] = torch.inf
         else:
@@ -219,8 +227,7 @@ def non_finite(wrapping: str, how: str) -> tuple[str, int, int, list[str]]:
         model.zero_grad()
     wrong = []
     if how == "skip":
-        expected = dict(zip(runs.WEIGHTS, one.scores("SNIP"), strict=True))
-        wrong = runs.differing(criterion.scores(), expected, indices)
+        wrong = runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
     else:
         with pytest.raises(ValueError) as error:
             criterion.scores()
@@ -258,8 +265,7 @@ def test_ranks_with_different_numbers_of_updates():
 def scaled(wrapping: str, how: str) -> tuple[list[str], int]:
     """A gradient scaler that halves its scale after an infinite loss, in the second of 4 steps."""
     one = OneProcess(wrapping)
-    indices = wrappings.local_indices(one.model, wrapping)
-    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    model = one.wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     criterion = SNIP(runs.named_targets(model, runs.WEIGHTS), non_finite="skip")
@@ -280,8 +286,8 @@ def scaled(wrapping: str, how: str) -> tuple[list[str], int]:
         if number is not None:
             one.backward(number)
     assert scaler.get_scale() == 2.0**9
-    expected = dict(zip(runs.WEIGHTS, one.scores("SNIP"), strict=True))
-    return runs.differing(criterion.scores(), expected, indices), criterion.num_skipped
+    wrong = runs.differing(criterion.scores(), one.scores("SNIP"), one.indices)
+    return wrong, criterion.num_skipped
 
 
 @pytest.mark.parametrize("how", ["unscale", "weight"])
@@ -321,13 +327,9 @@ def test_gradients_that_fsdp2_has_not_reduced_are_refused(kind):
 def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
     """A loop without zero_grad, with a batch that fails in the middle."""
     one = OneProcess(wrapping)
-    indices = wrappings.local_indices(one.model, wrapping)
-    model = wrappings.wrap(copy.deepcopy(one.model), wrapping)
+    model = one.wrapped()
     pairs = runs.named_targets(model, runs.WEIGHTS)
-    if kind == "Fisher":
-        criterion = prune.criteria.Fisher(pairs, unit="global_batch")
-    else:
-        criterion = CRITERIA[kind](pairs)
+    criterion = (CRITERIA | {"Fisher": fisher})[kind](pairs)
     part = wrappings.data_rank(wrapping)
     with criterion.calibrating():
         for number, batch in enumerate(one.batches):
@@ -337,18 +339,7 @@ def differences_of_a_calibration(wrapping: str, kind: str) -> list[str]:
             with contextlib.suppress(KeyError), criterion.batch():
                 runs.backward(model, batch, *part)
                 raise KeyError
-    if kind == "Fisher":
-        squares = [
-            sum(unit[position][1] ** 2 for unit in one.units) / torch.tensor(float(NUM_UNITS))
-            for position in range(len(runs.WEIGHTS))
-        ]
-        scores = [
-            square * w.abs() * w.abs() / 2 for square, w in zip(squares, one.weights(), strict=True)
-        ]
-    else:
-        scores = one.scores(kind)
-    expected = dict(zip(runs.WEIGHTS, scores, strict=True))
-    wrong = runs.differing(criterion.scores(), expected, indices)
+    wrong = runs.differing(criterion.scores(), one.scores(kind), one.indices)
     for refused in ("a gradient is left", "inside of itself"):
         with contextlib.ExitStack() as stack:
             if refused == "inside of itself":

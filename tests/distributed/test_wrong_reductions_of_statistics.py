@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distprune as prune
-from distprune._common.collectives import Communicator
 from distprune.statistics import ActivationStatistics, collected, collecting, input_parts
 from distprune.testing import run_ranks
 
@@ -36,11 +35,6 @@ def local_columns_at_the_beginning():
         return right(replace(parameter, seen=seen), peers, rank)
 
     return [mock.patch.object(collected, "_packed", at_zero)]
-
-
-def one_rank_only():
-    """No sum over data-parallel ranks: each rank uses its own share of the data."""
-    return [mock.patch.object(Communicator, "reduce_floats", lambda self, size, step: step())]
 
 
 def mean_of_means():
@@ -101,8 +95,6 @@ F32, BF16 = torch.float32, torch.bfloat16
         (sum_over_tensor_parallel_ranks, 2, ("tp-2", 1, False, F32)),
         (sum_over_tensor_parallel_ranks, 4, ("fsdp2_tp-2x2", 1, False, F32)),
         (local_columns_at_the_beginning, 2, ("tp-2", 1, False, F32)),
-        (one_rank_only, 3, ("ddp-3", 1, False, F32)),
-        (one_rank_only, 2, ("tp-2", 1, False, F32)),
         (mean_of_means, 3, ("fsdp2-3", 1, False, F32)),
         (replicas_averaged, 4, ("hsdp-2x2", 1, False, F32)),
         (padding_counted, 2, ("fsdp1-2", 3, True, F32)),
