@@ -2,7 +2,7 @@
 
 A mask has the name of a tensor of a checkpoint, or of a parameter of the model from which it was
 saved. :func:`match_masks` finds the parameter by this name alone; the changes that a library makes
-to names and tensors when it loads a checkpoint are :class:`LoadingRules` (see names.py).
+to names and tensors when it loads a checkpoint are :class:`LoadingRules` (see loading.py).
 """
 
 from __future__ import annotations

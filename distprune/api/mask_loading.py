@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from distprune._common.naming import NamedParameter, checked_pair, label_of
 from distprune._common.process_groups import world
+from distprune._transformers.loading import rules_for
 from distprune._transformers.mask_matching import (
     MaskSource,
     Matching,
     match_masks,
     with_close_names,
 )
-from distprune._transformers.names import rules_for
 from distprune.call.report import MaskLoadingReport
 from distprune.call.request import Decision, LocalMasks, PruningArguments, PruningCall
 from distprune.call.run import prune_parameters

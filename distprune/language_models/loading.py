@@ -36,8 +36,8 @@ from distprune._transformers.building import (
     put_tensor,
     tensors_of_checkpoints,
 )
+from distprune._transformers.loading import Converted, TransformersRules
 from distprune._transformers.mask_matching import MaskSource, SameTensor
-from distprune._transformers.names import Converted, TransformersRules
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.locating import locate
