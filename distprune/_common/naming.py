@@ -117,6 +117,18 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from walk(root, "")
 
 
+def registered_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(full name, module, registered name, parameter) of what the modules of a model register.
+
+    A tied parameter comes once for each of its names. What a wrapper has taken away, or gathered,
+    comes as the wrapper registers it; ``shards.parameter_places`` knows better.
+    """
+    for path, module in named_modules(root):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield full_name(path, name), module, name, parameter
+
+
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),

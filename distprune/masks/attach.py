@@ -24,7 +24,8 @@ from distprune.masks import guards
 from distprune.masks.hook import PruningHook, find_hook, hooks_on
 from distprune.torch_private import masked_value
 from distprune.torch_private.dtensor import rebind
-from distprune.torch_private.managed import Managed, ShardMask
+from distprune.torch_private.managed import Managed
+from distprune.torch_private.masked_value import ShardMask
 from distprune.torch_private.wrapper import masked_by
 
 
@@ -103,6 +104,7 @@ class Transaction:
             for owner, owned_name in [(module, name), *others]:
                 self._remember([owner], owned_name, None)
                 _restore_parameter(owner, owned_name)
+                _refresh_flat_weights(owner, owned_name)
         for owner, owned_name in others:
             unregister(owner, owned_name)
 
@@ -210,11 +212,10 @@ def _restore_parameter(module: nn.Module, name: str) -> None:
     if masked_value.is_live(module, name):
         masked_value.end_live(module, name)
     module.__dict__.pop(name, None)
-    del module._buffers[mask_key(name)]
+    delattr(module, mask_key(name))
     guards.stop_keeping(module)
     _stop_updating(module)
     _rename_parameter(module, orig_key(name), name)
-    _refresh_flat_weights(module, name)
 
 
 def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Managed) -> None:
@@ -223,7 +224,7 @@ def _mask_shards(owners: list[nn.Module], name: str, mask: Tensor, managed: Mana
     # A gathered copy was made without this mask.
     managed.reshard()
     previous = owners[0].__dict__.get(key)
-    shard_mask = masked_by(managed, mask)
+    shard_mask = masked_by(managed)
     # A parameter that was pruned before it was wrapped has its new name already.
     is_renamed = _is_renamed(managed, name)
     for owner in owners:
@@ -249,12 +250,8 @@ def _unmask_shards(owners: list[nn.Module], name: str, managed: Managed) -> None
     owners[0].__dict__[key].detach()
     managed.rename(orig_key(name), name)
     for owner in owners:
-        masked_value.end_live(owner, name)
         del owner.__dict__[key]
-        delattr(owner, mask_key(name))
-        guards.stop_keeping(owner)
-        _stop_updating(owner)
-        _rename_parameter(owner, orig_key(name), name)
+        _restore_parameter(owner, name)
 
 
 def _rename_parameter(module: nn.Module, old: str, new: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distprune._common.naming import Pair, full_name, named_modules
+from distprune._common.naming import Pair, registered_parameters
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import (
     is_dtensor,
@@ -28,8 +28,7 @@ from distprune._common.pruned_form import (
     name_without_orig,
     orig_key,
 )
-from distprune.masks import hook as hooks
-from distprune.masks.hook import PruningHook, find_hook
+from distprune.masks.hook import PruningHook, find_hook, hooks_on, new_modules
 from distprune.torch_private.dtensor import doubtful_box
 from distprune.torch_private.masked_value import shard_mask_key
 from distprune.torch_private.wrapper import managed_parameters
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 _CALL = nn.Module._call_impl.__code__
 # The modules on which a parameter is pruned.
-_pruned_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_pruned_on: MutableMapping[Tensor, weakref.WeakSet[nn.Module]] = WeakIdKeyDictionary()
 
 
 def check_state(module: nn.Module, name: str) -> None:
@@ -158,17 +157,14 @@ def check_ties(model: nn.Module) -> None:
         ValueError: names both.
     """
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
-    for path, module in named_modules(model):
-        for registered, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = name_without_orig(registered)
-            if name == registered or find_hook(module, name) is None:
-                name = registered
-            else:
-                check_state(module, name)
-            fqn = full_name(path, name)
-            places.setdefault(id(parameter), []).append((fqn, module, name))
+    for fqn, module, registered, parameter in registered_parameters(model):
+        name = name_without_orig(registered)
+        if name != registered and find_hook(module, name) is not None:
+            check_state(module, name)
+            fqn = name_without_orig(fqn)
+        else:
+            name = registered
+        places.setdefault(id(parameter), []).append((fqn, module, name))
     for tied in places.values():
         _check_equal(tied)
 
@@ -213,22 +209,16 @@ def _different(label: str, other: str) -> ValueError:
 
 def _pruned_places(parameter: Tensor) -> list[Pair]:
     """Every (module, name) in this process under which a plain parameter is pruned."""
-    for module in hooks.new_modules():
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, PruningHook):
-                original = module._parameters.get(orig_key(hook._tensor_name))
-                if original is not None:
-                    if original not in _pruned_on:
-                        _pruned_on[original] = weakref.WeakSet()
-                    _pruned_on[original].add(module)
-    if parameter not in _pruned_on:
-        return []
+    for module in new_modules():
+        for hook in hooks_on(module):
+            original = module._parameters.get(orig_key(hook._tensor_name))
+            if original is not None:
+                _pruned_on.setdefault(original, weakref.WeakSet()).add(module)
     return [
         (module, hook._tensor_name)
-        for module in _pruned_on[parameter]
-        for hook in module._forward_pre_hooks.values()
-        if isinstance(hook, PruningHook)
-        and module._parameters.get(orig_key(hook._tensor_name)) is parameter
+        for module in _pruned_on.get(parameter, ())
+        for hook in hooks_on(module)
+        if module._parameters.get(orig_key(hook._tensor_name)) is parameter
     ]
 
 
@@ -259,17 +249,14 @@ def check_writable(model: nn.Module, *, group: ProcessGroup | None = None) -> No
 def _check_boxes(model: nn.Module) -> None:
     managed = managed_parameters(model)
     wrong = []
-    for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            # What is registered may be the gathered copy; FSDP1's records have no DTensor.
-            record = managed.get((id(module), name))
-            parameter = getattr(record, "sharded", parameter)
-            if is_dtensor(parameter) and is_misplaced(name, parameter):
-                fqn = full_name(path, name)
-                wrong.append(
-                    f"{fqn} (shape {tuple(parameter.shape)}, {parameter.placements} "
-                    f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
-                )
+    for fqn, module, name, registered in registered_parameters(model):
+        # What is registered may be the gathered copy; FSDP1's records have no DTensor.
+        parameter = getattr(managed.get((id(module), name)), "sharded", registered)
+        if is_dtensor(parameter) and is_misplaced(name, parameter):
+            wrong.append(
+                f"{fqn} (shape {tuple(parameter.shape)}, {parameter.placements} "
+                f"on a mesh of shape {tuple(parameter.device_mesh.shape)})"
+            )
     if wrong:
         raise NotImplementedError(
             f"torch {torch.__version__} cannot save or load uneven shards that FSDP2 cut out of "

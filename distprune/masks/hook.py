@@ -16,7 +16,7 @@ from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, maske
 from distprune.masks.guards import guard_merges
 from distprune.masks.record import CallRecord, MaskRecord, Member
 from distprune.torch_private import masked_value
-from distprune.torch_private.managed import ShardMask
+from distprune.torch_private.masked_value import ShardMask
 from distprune.torch_private.wrapper import active_ddp, ignore_buffers, is_managed
 
 # Modules that got a hook, or were copied with one, and that new_modules has not yielded yet.
@@ -150,12 +150,8 @@ class PruningHook:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_module_ref", None)
-        state.pop("_ddp_ref", None)
-        state.pop("_last_original_id", None)
-        state.pop("_parameter_id", None)
-        return state
+        own = ("_module_ref", "_ddp_ref", "_last_original_id", "_parameter_id")
+        return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PruningHook:
         # [Note: deepcopy] ``module.<name>`` is a product inside the autograd graph,

@@ -14,7 +14,6 @@ from distprune._common.process_groups import is_distributed
 from distprune._common.pruned_form import is_dtensor
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import GradientSource, Managed, ManagedRun, ParameterSource
-from distprune.torch_private.wrapper import gradients_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -138,7 +137,7 @@ def unaveraged_gradients(
                     shard.parameter, _replicas_of(shard, group)
                 )
             else:
-                source = gradients_of(record)
+                source = record.gradient_source()
             leaf = leaves[key] = LocalGradients(source)
         leaf.runs[position] = run
     return list(leaves.values())

@@ -21,8 +21,8 @@ from distprune._common.pruned_form import is_dtensor, local_tensor, mask_key, or
 from distprune.shards.checksum import checksums
 from distprune.shards.geometry import dim_coordinates, index_map, memory_order, run_index_map
 from distprune.shards.shard import FlatShard, LocalShard
-from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
-from distprune.torch_private.masked_value import shard_mask_key
+from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
+from distprune.torch_private.masked_value import ShardMask, shard_mask_key
 from distprune.torch_private.wrapper import is_flattened, managed_parameters
 
 

@@ -36,10 +36,9 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
-from torch.utils.hooks import RemovableHandle
 
 from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.managed import GradientSource, ManagedRun, Receive
+from distprune.torch_private.managed import GradientSource, ManagedRun, Receive, padded_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -83,6 +82,7 @@ class FlatPiece(ManagedRun):
 
     wrapper: FullyShardedDataParallel
     number: int
+    persists_mask = False  # hooks put the mask into state dicts
 
     @property
     def handle(self) -> FlatParamHandle:
@@ -116,10 +116,6 @@ class FlatPiece(ManagedRun):
             if other.prim_module is info.module and other.prim_param_name == info.param_name
         ]
         return [(info.module, info.param_name), *shared]
-
-    @property
-    def persists_mask(self) -> bool:
-        return False  # hooks put the mask into state dicts
 
     @property
     def unsupported(self) -> str | None:
@@ -226,15 +222,12 @@ class FlatPiece(ManagedRun):
     @property
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         flat_param, (offset, size) = self.handle.flat_param, self.span
-        if flat_param._params is None:
+        if flat_param._params is None:  # without use_orig_params
             return flat_param, slice(offset, offset + size)
         return flat_param._params[self.number], None
 
-    @property
-    def requires_grad(self) -> bool:
-        flat_param = self.handle.flat_param
-        params = flat_param._params  # None without use_orig_params
-        return (flat_param if params is None else params[self.number]).requires_grad
+    def gradient_source(self) -> FlatSource:
+        return FlatSource(self)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -318,33 +311,15 @@ class FlatSource(GradientSource):
 
     def __init__(self, piece: FlatPiece) -> None:
         self._flat_handle = piece.handle
-        self._hook_handle: RemovableHandle | None = None
-        shards, *replicas = piece.groups
-        self.shard_group = shards
+        self.shard_group, *replicas = piece.groups
         self.replica_groups = tuple(replicas)
 
     def attach(self, receive: Receive) -> None:
-        def hook(gradient: Tensor) -> None:
-            with torch.no_grad():
-                receive(gradient)
-
-        flat_param: Tensor = self._flat_handle.flat_param
-        self._hook_handle = flat_param.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def detach(self) -> None:
-        if self._hook_handle is not None:
-            self._hook_handle.remove()
-            self._hook_handle = None
+        self.hook(self._flat_handle.flat_param, receive)
 
     def pieces(self, gradient: Tensor) -> Tensor:
         num_ranks = self._flat_handle.process_group.size()
-        pieces = gradient.new_empty(
-            (num_ranks, local_slice(self._flat_handle).numel()), dtype=torch.float32
-        )
-        flat = pieces.view(-1)
-        flat[: gradient.numel()].copy_(gradient.reshape(-1))
-        flat[gradient.numel() :].zero_()
-        return pieces
+        return padded_pieces(gradient, num_ranks, local_slice(self._flat_handle).numel())
 
 
 # (offsets, sizes) in the whole tensor.

@@ -17,7 +17,8 @@ module that owns the parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from distprune._common import mask_bits
 from distprune._common.mask_values import write_product
 from distprune._common.process_groups import over_groups
 from distprune._common.pruned_form import (
-    lost_mask,
     mask_key,
     masked_product,
     name_without_orig,
@@ -42,146 +42,10 @@ from distprune._common.pruned_form import (
 )
 from distprune.torch_private import masked_value
 from distprune.torch_private.fsdp1 import FlatPiece, is_summoned, local_slice
-from distprune.torch_private.managed import ShardMask
+from distprune.torch_private.masked_value import ShardMask
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-
-class SaveHook:
-    """Puts a mask into the state dict of its module, in the form that FSDP1 was told to use.
-
-    Args:
-        piece: the parameter.
-        key: of the mask in its module.
-        mask: returns this rank's run of the mask, bool, 1-d, as it is now.
-    """
-
-    def __init__(self, piece: FlatPiece, key: str, mask: Callable[[], Tensor]) -> None:
-        self._piece, self._key, self._mask = piece, key, mask
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-    ) -> None:
-        wrapper, config = self._piece.wrapper, self._piece.wrapper._state_dict_config
-        key = prefix + self._key
-        if wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT:
-            state_dict[key] = self._mask()
-            return
-        whole = whole_mask(self._piece, self._mask())
-        if wrapper._state_dict_type == StateDictType.FULL_STATE_DICT:
-            if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank:
-                return
-            state_dict[key] = whole.cpu() if config.offload_to_cpu else whole
-            return
-        part: DTensor | ShardedTensor
-        if wrapper._device_mesh is not None and getattr(config, "_use_dtensor", False):
-            part = shard_utils._create_chunk_dtensor(whole, wrapper.rank, wrapper._device_mesh)
-        else:
-            assert wrapper.process_group is not None
-            part = shard_utils._create_chunk_sharded_tensor(
-                whole,
-                wrapper.rank,
-                wrapper.world_size,
-                wrapper._device_handle.device_count(),
-                wrapper.process_group,
-            )
-        state_dict[key] = part.cpu() if config.offload_to_cpu else part
-
-
-class LoadHook:
-    """Takes a mask out of a state dict, before its module loads the rest.
-
-    Args:
-        piece, key, mask: as for :class:`SaveHook`.
-    """
-
-    def __init__(self, piece: FlatPiece, key: str, mask: Callable[[], Tensor]) -> None:
-        self._piece, self._key, self._mask = piece, key, mask
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + self._key
-        if key in state_dict:
-            value, shape = state_dict.pop(key), self._piece.shape
-            if self._piece.wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT:
-                num_elements = self._mask().numel()
-                if torch.Size(value.size()) == (num_elements,):
-                    self._load_run(value)
-                else:
-                    error_msgs.append(
-                        f"size mismatch for {key}: the state dict has {tuple(value.size())}, "
-                        f"expected this rank's {num_elements} elements of the mask, as "
-                        "LOCAL_STATE_DICT has them of a model that is sharded in the same way."
-                    )
-            elif torch.Size(value.size()) == shape:
-                whole = value if type(value) is Tensor else _whole_of(value, self._piece)
-                self._load_run(_run_of(whole, self._piece, self._mask().numel()))
-            else:
-                error_msgs.append(
-                    f"size mismatch for {key}: the state dict has {tuple(value.size())}, expected "
-                    f"the mask of a parameter of shape {tuple(shape)}."
-                )
-        elif strict:
-            missing_keys.append(key)
-
-    def _load_run(self, run: Tensor) -> None:
-        self._mask().copy_(run != 0)
-        if not is_summoned(self._piece.handle):
-            self._piece.free_gathered()
-
-
-def whole_mask(piece: FlatPiece, run: Tensor) -> Tensor:
-    """The whole mask, bool, of the parameter's shape. Collective over the shards.
-
-    Args:
-        run: this rank's run of it.
-
-    Cost: one all-reduce of one bit per element.
-    """
-    flat = np.zeros(piece.shape.numel(), dtype=bool)
-    flat[piece.start : piece.start + run.numel()] = run.cpu().numpy()
-    joined = torch.from_numpy(_joined(flat, piece.groups[0]))
-    return joined.as_strided(piece.shape, piece.stride).contiguous().to(run.device)
-
-
-def _run_of(whole: Tensor, piece: FlatPiece, num_elements: int) -> Tensor:
-    """This rank's run of a whole mask."""
-    in_memory = torch.empty_strided(piece.shape, piece.stride, dtype=torch.bool)
-    in_memory.copy_(whole != 0)
-    flat = in_memory.as_strided((piece.shape.numel(),), (1,))
-    return flat[piece.start : piece.start + num_elements]
-
-
-def _joined(flags: np.ndarray, group: ProcessGroup) -> np.ndarray:
-    """The union of the ranks' flags; no two ranks may set the same one."""
-    words = torch.from_numpy(mask_bits.pack_words(flags))
-    return mask_bits.unpack_words(over_groups([group]).sum(words).numpy(), len(flags))
-
-
-def _whole_of(value: DTensor | ShardedTensor, piece: FlatPiece) -> Tensor:
-    """A whole mask from the rows that each rank has of it, as FSDP1 shards state dicts."""
-    group, shape = piece.groups[0], piece.shape
-    rows = -(-shape[0] // group.size())
-    if isinstance(value, DTensor):
-        local = value.to_local()
-    else:
-        shards = value.local_shards()
-        local = shards[0].tensor if shards else torch.zeros(0, dtype=torch.bool)
-    flags = np.zeros((shape[0], shape.numel() // max(shape[0], 1)), dtype=bool)
-    first = min(rows * group.rank(), shape[0])
-    if local.numel():
-        flags[first : first + local.shape[0]] = (local != 0).cpu().reshape(local.shape[0], -1)
-    return torch.from_numpy(_joined(flags.reshape(-1), group)).view(shape)
 
 
 _REPLACED = ("needs_unshard", "_all_gather_flat_param", "prepare_gradient_for_optim")
@@ -199,34 +63,24 @@ class FlatMask(ShardMask):
         self._piece = piece
         self._hooks: list[RemovableHandle] = []
 
-    def run(self) -> Tensor:
-        """This rank's run of the mask, bool, 1-d: the buffer of the module as it is now."""
-        module, name = self._piece.owners[0]
-        name = name_without_orig(name)
-        mask = module._buffers.get(mask_key(name))
-        if mask is None:
-            raise lost_mask(module, name)
-        return mask
-
-    def has_dense_gradient(self) -> bool:
-        """Whether the gradient is not to be masked for now."""
-        module, name = self._piece.owners[0]
-        return masked_value.has_dense_gradient(module, name_without_orig(name))
-
     def managed(self) -> FlatPiece:
         return self._piece
 
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        module, registered = self._piece.owners[0]
+        return module, name_without_orig(registered)
+
     def attach(self) -> None:
-        piece = self._piece
-        _MaskedPieces.of(piece.handle).add(self._piece.number, self)
-        for module, name in piece.owners:
+        _MaskedPieces.of(self._piece.handle).add(self._piece.number, self)
+        for module, name in self._piece.owners:
             key = mask_key(name_without_orig(name))
             self._hooks += [
                 module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-                    SaveHook(piece, key, self.run)
+                    partial(self._save, key)
                 ),
                 module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                    LoadHook(piece, key, self.run)
+                    partial(self._load, key)
                 ),
             ]
 
@@ -254,8 +108,86 @@ class FlatMask(ShardMask):
                 "or remove() the pruning first."
             )
         if isinstance(original, nn.Parameter):  # use_orig_params=True, outside of forward
-            return masked_value.product(module, name, original, self.run())
+            return masked_value.product(module, name, original, self.buffer)
         return original
+
+    def _save(
+        self,
+        key: str,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+    ) -> None:
+        """Put the mask into the state dict of its module, in the form that FSDP1 was told to use.
+
+        Args:
+            key: of the mask in the module.
+        """
+        wrapper, config = self._piece.wrapper, self._piece.wrapper._state_dict_config
+        key = prefix + key
+        if wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT:
+            state_dict[key] = self.buffer
+            return
+        whole = whole_mask(self._piece, self.buffer)
+        if wrapper._state_dict_type == StateDictType.FULL_STATE_DICT:
+            if isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank:
+                return
+            state_dict[key] = whole.cpu() if config.offload_to_cpu else whole
+            return
+        part: DTensor | ShardedTensor
+        if wrapper._device_mesh is not None and getattr(config, "_use_dtensor", False):
+            part = shard_utils._create_chunk_dtensor(whole, wrapper.rank, wrapper._device_mesh)
+        else:
+            assert wrapper.process_group is not None
+            part = shard_utils._create_chunk_sharded_tensor(
+                whole,
+                wrapper.rank,
+                wrapper.world_size,
+                wrapper._device_handle.device_count(),
+                wrapper.process_group,
+            )
+        state_dict[key] = part.cpu() if config.offload_to_cpu else part
+
+    def _load(
+        self,
+        key: str,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take the mask out of a state dict, before its module loads the rest."""
+        key, piece = prefix + key, self._piece
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+            return
+        value, num_elements = state_dict.pop(key), self.buffer.numel()
+        is_local = piece.wrapper._state_dict_type == StateDictType.LOCAL_STATE_DICT
+        expected = torch.Size((num_elements,)) if is_local else piece.shape
+        if torch.Size(value.size()) != expected:
+            what = (
+                f"this rank's {num_elements} elements of the mask, as LOCAL_STATE_DICT has them of "
+                "a model that is sharded in the same way"
+                if is_local
+                else f"the mask of a parameter of shape {tuple(expected)}"
+            )
+            error_msgs.append(
+                f"size mismatch for {key}: the state dict has {tuple(value.size())}, expected "
+                f"{what}."
+            )
+            return
+        if not is_local:
+            whole = value if type(value) is Tensor else _whole_of(value, piece)
+            value = _run_of(whole, piece, num_elements)
+        self.buffer.copy_(value != 0)
+        if not is_summoned(piece.handle):
+            piece.free_gathered()
 
 
 class _MaskedPieces:
@@ -343,5 +275,49 @@ class _MaskedPieces:
     def _spans(self, with_dense_gradients: bool = True) -> Iterator[tuple[slice, Tensor]]:
         for mask in self.masks.values():
             offset, size = mask._piece.span
-            if size and (with_dense_gradients or not mask.has_dense_gradient()):
-                yield slice(offset, offset + size), mask.run()
+            if size and (with_dense_gradients or not mask.has_dense_gradient):
+                yield slice(offset, offset + size), mask.buffer
+
+
+def whole_mask(piece: FlatPiece, run: Tensor) -> Tensor:
+    """The whole mask, bool, of the parameter's shape. Collective over the shards.
+
+    Args:
+        run: this rank's run of it.
+
+    Cost: one all-reduce of one bit per element.
+    """
+    flat = np.zeros(piece.shape.numel(), dtype=bool)
+    flat[piece.start : piece.start + run.numel()] = run.cpu().numpy()
+    joined = torch.from_numpy(_joined(flat, piece.groups[0]))
+    return joined.as_strided(piece.shape, piece.stride).contiguous().to(run.device)
+
+
+def _run_of(whole: Tensor, piece: FlatPiece, num_elements: int) -> Tensor:
+    """This rank's run of a whole mask."""
+    in_memory = torch.empty_strided(piece.shape, piece.stride, dtype=torch.bool)
+    in_memory.copy_(whole != 0)
+    flat = in_memory.as_strided((piece.shape.numel(),), (1,))
+    return flat[piece.start : piece.start + num_elements]
+
+
+def _joined(flags: np.ndarray, group: ProcessGroup) -> np.ndarray:
+    """The union of the ranks' flags; no two ranks may set the same one."""
+    words = torch.from_numpy(mask_bits.pack_words(flags))
+    return mask_bits.unpack_words(over_groups([group]).sum(words).numpy(), len(flags))
+
+
+def _whole_of(value: DTensor | ShardedTensor, piece: FlatPiece) -> Tensor:
+    """A whole mask from the rows that each rank has of it, as FSDP1 shards state dicts."""
+    group, shape = piece.groups[0], piece.shape
+    rows = -(-shape[0] // group.size())
+    if isinstance(value, DTensor):
+        local = value.to_local()
+    else:
+        shards = value.local_shards()
+        local = shards[0].tensor if shards else torch.zeros(0, dtype=torch.bool)
+    flags = np.zeros((shape[0], shape.numel() // max(shape[0], 1)), dtype=bool)
+    first = min(rows * group.rank(), shape[0])
+    if local.numel():
+        flags[first : first + local.shape[0]] = (local != 0).cpu().reshape(local.shape[0], -1)
+    return torch.from_numpy(_joined(flags.reshape(-1), group)).view(shape)

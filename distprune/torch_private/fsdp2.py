@@ -1,11 +1,18 @@
-"""FSDP2 (``fully_shard``): its record of a parameter, in its private fields.
+"""FSDP2 (``fully_shard``): its record of a parameter and how a mask acts on it; its private fields.
 
-How a mask acts on it: fsdp2_mask. :meth:`ManagedParameter.check_fields` names a private field that
-a new torch version lacks.
+:meth:`ManagedParameter.check_fields` names a private field that a new torch version lacks.
+
+[Note: masking in shard space] A product ``mask * weight`` inside forward would be
+kept by autograd, and FSDP could free nothing between forward and backward. So
+the mask acts on the shard, just before it is all-gathered: FSDP2 asks the local
+tensor for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, a documented
+extension point. The gathered weight is masked on every rank and is freed as a
+dense one is; the gradient is masked on the shard after its reduce-scatter.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -21,8 +28,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from distprune.torch_private import live_graphs, private_fields
-from distprune.torch_private.managed import GradientSource, ManagedDTensor, Receive
+from distprune._common.mask_values import write_product
+from distprune._common.pruned_form import mask_key, name_without_orig, orig_key
+from distprune.torch_private import live_graphs, masked_value, private_fields
+from distprune.torch_private.managed import GradientSource, ManagedDTensor, Receive, padded_pieces
+from distprune.torch_private.masked_value import ShardMask
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -40,6 +50,7 @@ class ManagedParameter(ManagedDTensor):
 
     fsdp_param: FSDPParam
     group: FSDPParamGroup
+    persists_mask = True  # a mask is a DTensor like the parameter, and is saved and loaded like it
 
     @property
     def sharded(self) -> DTensor:
@@ -61,14 +72,8 @@ class ManagedParameter(ManagedDTensor):
         return self.fsdp_param.sharded_param.shape
 
     @property
-    def persists_mask(self) -> bool:
-        return True  # a mask is a DTensor like the parameter, and is saved and loaded like it
-
-    @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        info = self.fsdp_param._module_info
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        return [(info.module, info.param_name), *shared]
+        return _owners(self.fsdp_param)
 
     @property
     def unsupported(self) -> str | None:
@@ -127,9 +132,8 @@ class ManagedParameter(ManagedDTensor):
     def optimizer_tensor(self) -> tuple[Tensor, slice | None]:
         return self.sharded, None
 
-    @property
-    def requires_grad(self) -> bool:
-        return self.sharded.requires_grad
+    def gradient_source(self) -> GatheredSource:
+        return GatheredSource(self)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -167,33 +171,25 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
     for group in _groups():
         for fsdp_param in group.fsdp_params:
             managed = ManagedParameter(fsdp_param, group)
-            info = fsdp_param._module_info
-            records[id(info.module), info.param_name] = managed
-            if info.shared_modules:
-                records |= {(id(module), name): managed for module, name in managed.owners}
+            for module, name in _owners(fsdp_param):
+                records[id(module), name] = managed
     return records
 
 
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether FSDP2 shards what it registers on a module under a name."""
-    for group in _groups():
-        for fsdp_param in group.fsdp_params:
-            info = fsdp_param._module_info
-            if info.module is module and info.param_name == name:
-                return True
-            if info.shared_modules:
-                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                if any(owner is module and n == name for owner, n in shared):
-                    return True
-    return False
+    return any(
+        owner is module and own_name == name
+        for group in _groups()
+        for fsdp_param in group.fsdp_params
+        for owner, own_name in _owners(fsdp_param)
+    )
 
 
-def subclass_attributes(cls: type) -> dict[str, Any]:
-    """Class attributes that keep a subclass of an FSDPModule class working."""
-    # FSDPModule.__new__ finds the user's class by its place in the MRO.
-    if issubclass(cls, FSDPModule) and hasattr(cls, "_orig_cls_mro_index"):
-        return {"_orig_cls_mro_index": cls._orig_cls_mro_index + 1}
-    return {}
+def _owners(fsdp_param: FSDPParam) -> list[tuple[nn.Module, str]]:
+    info = fsdp_param._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
 
 
 def plain_class(cls: type) -> type:
@@ -230,7 +226,6 @@ class GatheredSource(GradientSource):
         self._fsdp_param: FSDPParam = managed.fsdp_param
         self._receive: Receive | None = None
         self._hooked: weakref.ref[Tensor] | None = None
-        self._handle: RemovableHandle | None = None
         info = self._fsdp_param.mesh_info
         assert isinstance(info, FSDPMeshInfo)  # ManagedParameter.unsupported says so otherwise
         if info.shard_mesh_size > 1:
@@ -244,46 +239,41 @@ class GatheredSource(GradientSource):
         _Gathers.of(self._fsdp_param).add(self)
 
     def detach(self) -> None:
-        self._receive = None
         _Gathers.of(self._fsdp_param).drop(self)
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._hooked = None
+        super().detach()
+        self._receive = self._hooked = None
 
     def hook_gathered(self) -> None:
         """Put the hook on the gathered copy, if there is one and the hook is not there yet."""
         gathered: Tensor | None = getattr(self._fsdp_param, "_unsharded_param", None)
         if gathered is None or (self._hooked is not None and self._hooked() is gathered):
             return
+        assert self._receive is not None  # it is attached
         # FSDP2 gives the copy the parameter's requires_grad only when it registers it.
         requires_grad = gathered.requires_grad
         gathered.requires_grad_(True)
-        self._handle = gathered.register_hook(self._hook)  # type: ignore[no-untyped-call]
+        self.hook(gathered, self._receive)
         gathered.requires_grad_(requires_grad)
         self._hooked = weakref.ref(gathered)
 
-    def _hook(self, gradient: Tensor) -> None:
-        if self._receive is not None:
-            with torch.no_grad():
-                # Under TP: this rank's part, after the sum that sequence parallelism leaves open.
-                self._receive(self._fsdp_param._get_grad_inner_tensor(gradient))
+    def own_part(self, gradient: Tensor) -> Tensor:
+        # Under TP: this rank's part, after the sum that sequence parallelism leaves open.
+        return self._fsdp_param._get_grad_inner_tensor(gradient)
 
     def pieces(self, gradient: Tensor) -> Tensor:
         fsdp_param, info = self._fsdp_param, self._fsdp_param.mesh_info
         assert isinstance(info, FSDPMeshInfo)
         num_ranks, dim = info.shard_mesh_size, fsdp_param.fsdp_placement.dim
-        shape = (num_ranks, fsdp_param.padded_sharded_param_size.numel())
-        pieces = gradient.new_empty(shape, dtype=torch.float32)
+        num_elements = fsdp_param.padded_sharded_param_size.numel()
         if dim == 0:
             # Rows are cut into equal pieces but for the last ones: padding comes at the end.
-            flat = pieces.view(-1)
-            flat[: gradient.numel()].view(gradient.shape).copy_(gradient)
-            flat[gradient.numel() :].zero_()
-        else:  # FSDP2 shards other dimensions only if they are even
-            sizes = gradient.shape
-            cut = (*sizes[:dim], num_ranks, sizes[dim] // num_ranks, *sizes[dim + 1 :])
-            by_rank = gradient.reshape(cut).movedim(dim, 0)
-            pieces.view(by_rank.shape).copy_(by_rank)
+            return padded_pieces(gradient, num_ranks, num_elements)
+        # FSDP2 shards other dimensions only if they are even.
+        pieces = gradient.new_empty((num_ranks, num_elements), dtype=torch.float32)
+        sizes = gradient.shape
+        cut = (*sizes[:dim], num_ranks, sizes[dim] // num_ranks, *sizes[dim + 1 :])
+        by_rank = gradient.reshape(cut).movedim(dim, 0)
+        pieces.view(by_rank.shape).copy_(by_rank)
         return pieces
 
 
@@ -321,3 +311,184 @@ class _Gathers:
         type(fsdp_param).init_unsharded_param(fsdp_param)  # type: ignore[no-untyped-call]
         for source in self._sources:
             source.hook_gathered()
+
+
+class DTensorMask(ShardMask):
+    """The mask of one sharded parameter at work: see [Note: masking in shard space].
+
+    The mask is the module's buffer ``<name>_mask``, a DTensor with the parameter's mesh and
+    placements, as it is at each all-gather: whatever is loaded into it or put in its place acts.
+
+    [Note: swapped tensors] ``load_state_dict(assign=True)`` puts another parameter on the
+    module, and ``.to()`` and ``to_empty()`` another local tensor into it, without a mask. FSDP2
+    has to take notice of the new tensor as well, in ``reset_sharded_param``: that method is
+    replaced, and attaches the mask to the new tensor before any forward.
+
+    Args:
+        managed: the parameter.
+    """
+
+    def __init__(self, managed: ManagedParameter) -> None:
+        # The tensor refers to this object; a reference back would be a cycle through
+        # C++ that the garbage collector cannot see.
+        self._fsdp_param_ref = weakref.ref(managed.fsdp_param)
+        self._group_ref = weakref.ref(managed.group)
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def _fsdp_param(self) -> FSDPParam:
+        fsdp_param = self._fsdp_param_ref()
+        assert fsdp_param is not None  # it owns what calls this
+        return fsdp_param
+
+    @property
+    def _local_shard(self) -> Tensor:
+        parameter: Tensor = self._fsdp_param.sharded_param
+        assert isinstance(parameter, DTensor)
+        return parameter._local_tensor
+
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        info = self._fsdp_param._module_info
+        return info.module, name_without_orig(info.param_name)
+
+    @property
+    def _mask(self) -> Tensor:
+        mask = self.buffer
+        local = mask._local_tensor if isinstance(mask, DTensor) else None
+        if local is None or local.shape != self._local_shard.shape:
+            module, name = self.place
+            raise RuntimeError(
+                f"the mask of {type(module).__name__}.{orig_key(name)} was replaced by a "
+                f"{type(mask).__name__} of shape {tuple(mask.shape)}; expected a DTensor laid out "
+                "like the parameter. Pass a whole mask to custom_from_mask."
+            )
+        return local
+
+    def managed(self) -> ManagedParameter | None:
+        fsdp_param, group = self._fsdp_param_ref(), self._group_ref()
+        if fsdp_param is None or group is None:
+            return None
+        return ManagedParameter(fsdp_param, group)
+
+    def attach(self) -> None:
+        self._mark_tensor()
+        self._fsdp_param.__dict__["reset_sharded_param"] = self._reset_sharded_param
+
+    def detach(self) -> None:
+        local = self._local_shard
+        if self.is_attached():
+            del local.__dict__["fsdp_pre_all_gather"], local.__dict__["fsdp_post_all_gather"]
+        self._fsdp_param._init_extensions()
+        self._fsdp_param.__dict__.pop("reset_sharded_param", None)
+        if self._handle is not None:
+            self._handle.remove()
+
+    def is_attached(self) -> bool:
+        # Not, if the tensor was swapped without a call of reset_sharded_param.
+        local = self._local_shard
+        extension = getattr(local, "fsdp_pre_all_gather", None)
+        return getattr(extension, "shard_mask", None) is self
+
+    def _mark_tensor(self) -> None:
+        parameter = self._fsdp_param.sharded_param
+        local = self._local_shard
+        local.__dict__["fsdp_pre_all_gather"] = _PreAllGather(self)
+        local.__dict__["fsdp_post_all_gather"] = _post_all_gather
+        # FSDP2 searches for extensions at construction only.
+        self._fsdp_param._init_extensions()
+        if self._handle is not None:
+            self._handle.remove()
+        # A frozen parameter refuses hooks, but it may be unfrozen later.
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._mask_gradient
+        )
+        parameter.requires_grad_(requires_grad)
+
+    def _reset_sharded_param(self) -> None:
+        """Replaces the method of FSDP2's record; see [Note: swapped tensors]."""
+        fsdp_param = self._fsdp_param
+        type(fsdp_param).reset_sharded_param(fsdp_param)  # type: ignore[no-untyped-call]
+        if not self.is_attached():
+            self._mark_tensor()
+
+    def value(self, module: nn.Module, name: str) -> Tensor:
+        original = module._parameters[orig_key(name)]
+        mask = module._buffers[mask_key(name)]
+        assert original is not None and mask is not None
+        if _is_gathered_copy(original, mask):
+            return original
+        return masked_value.product(module, name, original, mask)
+
+    def masked_shard(self, param_dtype: torch.dtype | None) -> Tensor:
+        """What to gather: the masked shard, padded with zero rows to the size of every rank's.
+
+        Args:
+            param_dtype: of the gathered parameter, if it is a float; None for the shard's own.
+        """
+        local = self._local_shard
+        if param_dtype is None or not local.is_floating_point():
+            param_dtype = local.dtype
+        padded = local.new_empty(self._fsdp_param.padded_sharded_param_size, dtype=param_dtype)
+        num_rows = local.size(0)
+        write_product(local, self._mask, out=padded[:num_rows])
+        padded[num_rows:].zero_()
+        return padded
+
+    def _mask_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and not self.has_dense_gradient:
+            assert isinstance(parameter.grad, DTensor)
+            gradient = parameter.grad._local_tensor
+            write_product(gradient, self._mask, out=gradient)
+
+
+class _PreAllGather:
+    """A shard's ``fsdp_pre_all_gather``.
+
+    An object, because FSDP2 inspects the signature at every all-gather, which for a method takes
+    several times as long as masking a small shard.
+    """
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
+        ]
+    )
+
+    def __init__(self, shard_mask: DTensorMask) -> None:
+        self.shard_mask = shard_mask
+
+    def __call__(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        return (self.shard_mask.masked_shard(mp_policy.param_dtype),), None
+
+
+def _post_all_gather(
+    all_gather_outputs: tuple[Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """A shard's ``fsdp_post_all_gather``."""
+    if out is not None:
+        return None  # ``out`` is a view of the gathered buffer
+    # No inner tensors: FSDP2 frees the buffer as it frees a dense one.
+    return all_gather_outputs[0], ()
+
+
+def _is_gathered_copy(registered: Tensor, mask: Tensor) -> bool:
+    """Whether a registered parameter is the gathered one: that one is masked already."""
+    if not isinstance(registered, DTensor):
+        return True
+    assert isinstance(mask, DTensor)
+    return registered.device_mesh != mask.device_mesh or registered.placements != mask.placements

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,14 @@ def backward_to_come(module: nn.Module, name: str) -> RuntimeError:
 
 
 class Managed(ABC):
-    """One parameter that a wrapper shards and gathers."""
+    """One parameter that a wrapper shards and gathers.
+
+    Attributes:
+        persists_mask: whether the mask is an ordinary buffer of the state dict; if not, the
+            wrapper's :class:`~distprune.torch_private.masked_value.ShardMask` puts it there.
+    """
+
+    persists_mask: ClassVar[bool]
 
     @property
     @abstractmethod
@@ -78,14 +85,6 @@ class Managed(ABC):
     @abstractmethod
     def unsupported(self) -> str | None:
         """Why a mask cannot act on this parameter; None if it can."""
-
-    @property
-    @abstractmethod
-    def persists_mask(self) -> bool:
-        """Whether the mask is an ordinary buffer of the state dict.
-
-        If not, the wrapper's :class:`ShardMask` puts it there.
-        """
 
     @abstractmethod
     def check_fields(self) -> None:
@@ -138,9 +137,13 @@ class Managed(ABC):
         """
 
     @property
-    @abstractmethod
     def requires_grad(self) -> bool:
         """Whether a backward gives the parameter a gradient."""
+        return self.optimizer_tensor[0].requires_grad
+
+    @abstractmethod
+    def gradient_source(self) -> GradientSource:
+        """Where the un-averaged gradients of the parameter are seen."""
 
     @property
     @abstractmethod
@@ -232,30 +235,6 @@ class ManagedRun(Managed):
         """How the parameter is sharded, for messages and for comparing ranks."""
 
 
-class ShardMask(ABC):
-    """The mask of one managed parameter at work."""
-
-    @abstractmethod
-    def attach(self) -> None:
-        """Let the next all-gather, and the gradient, see the mask."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Undo :meth:`attach`."""
-
-    @abstractmethod
-    def is_attached(self) -> bool:
-        """Whether the mask still acts."""
-
-    @abstractmethod
-    def value(self, module: nn.Module, name: str) -> Tensor:
-        """``module.<name>`` as the mask leaves it, in whatever state the wrapper has it."""
-
-    @abstractmethod
-    def managed(self) -> Managed | None:
-        """The wrapper's record of the parameter; None if the wrapper is gone."""
-
-
 Receive = Callable[[Tensor], None]
 
 
@@ -271,6 +250,8 @@ class GradientSource(ABC):
     shard_group: dist.ProcessGroup | None = None
     replica_groups: tuple[dist.ProcessGroup, ...] = ()
 
+    _handle: RemovableHandle | None = None
+
     @abstractmethod
     def attach(self, receive: Receive) -> None:
         """Call ``receive`` with the gradient of every backward, until :meth:`detach`.
@@ -279,9 +260,24 @@ class GradientSource(ABC):
         the same order on all ranks that run the same model. What it gets belongs to autograd.
         """
 
-    @abstractmethod
     def detach(self) -> None:
         """Undo :meth:`attach`, also if that failed half-way. A second call does nothing."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def own_part(self, gradient: Tensor) -> Tensor:
+        """What :meth:`attach` promises of the gradient that autograd gives a hook of the leaf."""
+        return gradient
+
+    def hook(self, leaf: Tensor, receive: Receive) -> None:
+        """Put the hook on the leaf."""
+
+        def pass_on(gradient: Tensor) -> None:
+            with torch.no_grad():
+                receive(self.own_part(gradient))
+
+        self._handle = leaf.register_hook(pass_on)  # type: ignore[no-untyped-call]
 
     def pieces(self, gradient: Tensor) -> Tensor:
         """A gradient as the pieces that the ranks of ``shard_group`` have: a copy, fp32.
@@ -293,6 +289,15 @@ class GradientSource(ABC):
             [ranks, n]. A piece that is shorter than n elements ends with zeros.
         """
         raise NotImplementedError("a leaf without a shard_group has no pieces")
+
+
+def padded_pieces(gradient: Tensor, num_ranks: int, num_elements: int) -> Tensor:
+    """Equal pieces of a row-major gradient, fp32 [ranks, elements], that end with zeros."""
+    pieces = gradient.new_empty((num_ranks, num_elements), dtype=torch.float32)
+    flat = pieces.view(-1)
+    flat[: gradient.numel()].view(gradient.shape).copy_(gradient)
+    flat[gradient.numel() :].zero_()
+    return pieces
 
 
 class ParameterSource(GradientSource):
@@ -308,29 +313,14 @@ class ParameterSource(GradientSource):
     ) -> None:
         self.replica_groups = replica_groups
         self._parameter = parameter
-        self._handle: RemovableHandle | None = None
 
     def attach(self, receive: Receive) -> None:
-        parameter = self._parameter
+        self.hook(self._parameter, receive)
 
-        def hook(gradient: Tensor) -> None:
-            with torch.no_grad():
-                receive(_local(gradient, parameter))
-
-        self._handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def detach(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-
-def _local(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a gradient, laid out like the parameter.
-
-    Under sequence parallelism the gradient of a replicated parameter is a sum over the TP ranks
-    that is still pending (``Partial``). It is made here, before anything non-linear is done to it.
-    """
-    if is_dtensor(gradient) and is_dtensor(parameter):
-        return resolved(gradient, parameter.placements)
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+    def own_part(self, gradient: Tensor) -> Tensor:
+        # Under sequence parallelism the gradient of a replicated parameter is a sum over the TP
+        # ranks that is still pending (``Partial``). It is made here, before anything non-linear is
+        # done to it.
+        if is_dtensor(gradient) and is_dtensor(self._parameter):
+            return resolved(gradient, self._parameter.placements)
+        return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -13,20 +13,21 @@ names, as ``torch.nn.utils.parametrize`` does. Every other module keeps its clas
 A dense gradient leaves the value as it is, bit for bit; only the backward differs. On plain modules
 and under tensor parallelism it passes the gradient of ``mask * weight_orig`` on as it is. Under
 FSDP the mask is not part of the graph, and the adapters leave the gradient as it is (fsdp1_mask,
-fsdp2_mask).
+fsdp2).
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from distprune._common.pruned_form import is_dtensor, mask_key, masked_product, orig_key
-from distprune.torch_private.managed import ShardMask
+from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
+from distprune.torch_private.managed import Managed
 
 _NAMES = "_distprune_live_names"
 _BASE = "_distprune_base"
@@ -62,6 +63,53 @@ def end_live(module: nn.Module, name: str) -> None:
     module.__class__ = _live_class(base, tuple(sorted(names))) if names else base
 
 
+class ShardMask(ABC):
+    """The mask of one managed parameter at work."""
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Let the next all-gather, and the gradient, see the mask."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+
+    @abstractmethod
+    def is_attached(self) -> bool:
+        """Whether the mask still acts."""
+
+    @abstractmethod
+    def value(self, module: nn.Module, name: str) -> Tensor:
+        """``module.<name>`` as the mask leaves it, in whatever state the wrapper has it."""
+
+    @abstractmethod
+    def managed(self) -> Managed | None:
+        """The wrapper's record of the parameter; None if the wrapper is gone."""
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[nn.Module, str]:
+        """The module and the name, without "_orig", of the parameter; the first if it is tied."""
+
+    @property
+    def buffer(self) -> Tensor:
+        """The mask as the module has it now: whatever is loaded into it or put in its place.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        module, name = self.place
+        mask = module._buffers.get(mask_key(name))
+        if mask is None:
+            raise lost_mask(module, name)
+        return mask
+
+    @property
+    def has_dense_gradient(self) -> bool:
+        """Whether the gradient is not to be masked for now."""
+        return has_dense_gradient(*self.place)
+
+
 def masked_value(module: nn.Module, name: str) -> Tensor:
     """The parameter as the mask leaves it, in whatever state a wrapper has it."""
     shard_mask: ShardMask | None = module.__dict__.get(shard_mask_key(name))
@@ -90,10 +138,8 @@ def _live_class(base: type, names: tuple[str, ...]) -> type:
         "__reduce_ex__": _reduce,
     }
     attributes |= {name: _live_value(name) for name in names}
-    if hasattr(base, "_orig_cls_mro_index"):
-        from distprune.torch_private import fsdp2
-
-        attributes |= fsdp2.subclass_attributes(base)
+    if hasattr(base, "_orig_cls_mro_index"):  # where FSDPModule.__new__ finds the user's class
+        attributes["_orig_cls_mro_index"] = base._orig_cls_mro_index + 1
     return type(base.__name__, (base,), attributes)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from distprune._common.pruned_form import is_dtensor, orig_key
+from distprune._common.pruned_form import orig_key
 from distprune.torch_private import masked_value
-from distprune.torch_private.managed import GradientSource, Managed, ManagedRun, ShardMask
+from distprune.torch_private.managed import Managed
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -40,34 +40,18 @@ def managed_parameters(
     return records
 
 
-def masked_by(managed: Managed, mask: Tensor) -> ShardMask:
-    """The object that lets a mask act on a managed parameter; :meth:`ShardMask.attach` it.
+def masked_by(managed: Managed) -> masked_value.ShardMask:
+    """The object that lets a mask act on a managed parameter; :meth:`attach` it.
 
-    Args:
-        mask: laid out like this rank's shard: a DTensor under FSDP2, a run under FSDP1.
+    The mask is what the module has as its buffer, laid out like this rank's shard: a DTensor under
+    FSDP2, a run under FSDP1.
     """
-    if isinstance(managed, ManagedRun):
-        from distprune.torch_private import fsdp1, fsdp1_mask
+    from distprune.torch_private import fsdp1, fsdp1_mask, fsdp2
 
-        assert isinstance(managed, fsdp1.FlatPiece)
+    if isinstance(managed, fsdp1.FlatPiece):
         return fsdp1_mask.FlatMask(managed)
-    from distprune.torch_private import fsdp2, fsdp2_mask
-
-    assert isinstance(managed, fsdp2.ManagedParameter) and is_dtensor(mask)
-    return fsdp2_mask.DTensorMask(managed)
-
-
-def gradients_of(managed: Managed) -> GradientSource:
-    """Where the un-averaged gradients of a managed parameter are seen."""
-    if isinstance(managed, ManagedRun):
-        from distprune.torch_private import fsdp1
-
-        assert isinstance(managed, fsdp1.FlatPiece)
-        return fsdp1.FlatSource(managed)
-    from distprune.torch_private import fsdp2
-
     assert isinstance(managed, fsdp2.ManagedParameter)
-    return fsdp2.GatheredSource(managed)
+    return fsdp2.DTensorMask(managed)
 
 
 def plain_class(module: nn.Module) -> type:

@@ -19,7 +19,7 @@ from distprune._common.attempts import Failed, attempt
 from distprune._common.collectives import Communicator
 from distprune._common.mask_values import is_one, is_zero
 from distprune._common.memory import Array
-from distprune._common.naming import full_name, named_modules
+from distprune._common.naming import full_name, named_modules, registered_parameters
 from distprune._common.pruned_form import is_dtensor, orig_key
 from distprune.masks.hook import PruningHook
 from distprune.masks.record import MaskRecord, Member, fingerprint_part
@@ -285,14 +285,13 @@ def find_dense_places(model: nn.Module, findings: LocalFindings) -> None:
         checked |= {(id(place.module), orig_key(place.name)), (id(place.module), place.name)}
         if isinstance(place.original, nn.Parameter):
             path_of_original.setdefault(id(place.original), place.path)
-    for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
-            pruned_path = path_of_original.get(id(parameter))
-            if pruned_path is None or (id(module), name) in checked:
-                continue
-            text = f"it is registered as {full_name(path, name)} too, and acts there unmasked"
-            entry = findings.entries.get(pruned_path)
-            (findings.problems if entry is None else entry.problems).append(text)
+    for fqn, module, name, parameter in registered_parameters(model):
+        pruned_path = path_of_original.get(id(parameter))
+        if pruned_path is None or (id(module), name) in checked:
+            continue
+        text = f"it is registered as {fqn} too, and acts there unmasked"
+        entry = findings.entries.get(pruned_path)
+        (findings.problems if entry is None else entry.problems).append(text)
 
 
 def missing_members(model: nn.Module, places: Sequence[Place], *, forget: bool) -> list[str]:

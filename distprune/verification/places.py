@@ -20,7 +20,8 @@ from distprune.masks import guards
 from distprune.masks.hook import PruningHook, hooks_on, layout_of
 from distprune.shards.reader import ShardReader
 from distprune.torch_private import masked_value
-from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun, ShardMask
+from distprune.torch_private.managed import Managed, ManagedDTensor, ManagedRun
+from distprune.torch_private.masked_value import ShardMask
 
 
 @dataclass
