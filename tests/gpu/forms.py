@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
-from stage import NotTried
+from stage import NotTried, Stage
 
 from distprune._common import memory
 from distprune.selection import kernels, passes
@@ -21,10 +22,20 @@ OPERATIONS, TRITON = "torch operations", "Triton kernels"
 FORMS = (OPERATIONS, TRITON)
 
 
-def interpret_without_gpu(device: torch.device) -> None:
+def interpret_without_gpu() -> None:
     """Before Triton is imported."""
-    if device.type == "cpu":
+    if "cpu" in sys.argv:
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def each_form(stage: Stage, names: Sequence[str] = FORMS) -> Iterator[str]:
+    """The names of the forms, each in use until the next one; one that cannot be tried is said."""
+    for name in names:
+        try:
+            with form(name, stage.device):
+                yield name
+        except NotTried as reason:
+            stage.say(f"{name}: not tried: {reason}")
 
 
 @contextlib.contextmanager

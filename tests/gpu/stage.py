@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 from measuring import Table
+from torch import nn
+
+import distprune
 
 OK, FAILED, NOT_TRIED, UNFINISHED = "ok", "failed", "not tried", "not finished"
 
@@ -95,6 +98,12 @@ class Stage:
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(self.parts))
         partial.replace(self._path)
+
+
+def prune(model: nn.Module, amount: float = 0.5) -> None:
+    """Prune all weights of a model by magnitude."""
+    parameters = distprune.select(model, everything=True)
+    distprune.global_unstructured(parameters, distprune.L1Unstructured, amount=amount)
 
 
 def main(*parts: Callable[[Stage], None]) -> None:

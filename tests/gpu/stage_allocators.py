@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from device_clock import allocated, release
-from stage import NotTried, Stage, main
+from stage import NotTried, Stage, main, prune
 from torch import nn
 
 import distprune
@@ -23,19 +23,13 @@ def network(stage: Stage, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
 
 
-def prune(model: nn.Module, amount: float = 0.3) -> None:
-    distprune.global_unstructured(
-        distprune.select(model, everything=True), distprune.L1Unstructured, amount=amount
-    )
-
-
 def repeated_calls(stage: Stage) -> None:
     """Memory after a call does not grow with the number of calls."""
     model = network(stage).to(stage.device)
     sizes = []
     number = 4 if stage.quick else 20
     for _ in range(number):
-        prune(model)
+        prune(model, 0.3)
         for module, name in distprune.select(model, everything=True):
             distprune.remove(module, name)
         release(stage.device)
@@ -59,7 +53,7 @@ def too_little_memory(stage: Stage) -> None:
     torch.cuda.set_per_process_memory_fraction(limit / total, stage.device)
     raised = None
     try:
-        prune(model)
+        prune(model, 0.3)
     except Exception as error:  # the type is what is looked at
         raised = error
     finally:
@@ -70,7 +64,7 @@ def too_little_memory(stage: Stage) -> None:
     same = same and list(state) == list(before)
     same = same and all(torch.equal(state[key], before[key]) for key in before)
     stage.check("the model is as it was", same)
-    prune(model)
+    prune(model, 0.3)
     zeros = sum(int((layer.weight == 0).sum()) for layer in model)
     n = sum(layer.weight.numel() for layer in model)
     stage.check("a later call prunes exactly", zeros == round(0.3 * n), f"{zeros} of {n}")
@@ -85,13 +79,13 @@ def pinned_memory(stage: Stage) -> None:
     for parameter in pinned.parameters():
         parameter.data = parameter.data.pin_memory()
     for model in (plain, pinned):
-        prune(model)
+        prune(model, 0.3)
     for one, other in zip(plain, pinned, strict=True):
         stage.check("masks are equal", torch.equal(one.weight_mask, other.weight_mask))
         stage.check("the weight is still pinned", other.weight_orig.is_pinned())
     on_device = copy.deepcopy(pinned).to(stage.device, non_blocking=True)
-    prune(on_device)
-    prune(plain)
+    prune(on_device, 0.3)
+    prune(plain, 0.3)
     for one, other in zip(plain, on_device, strict=True):
         same = torch.equal(one.weight_mask, other.weight_mask.cpu())
         stage.check("masks that came along, and the next ones, are equal", same)

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from stage import NotTried, Stage, main
+from stage import NotTried, Stage, main, prune
 from torch import Tensor, nn
-
-import distprune
 
 
 def network(stage: Stage) -> tuple[nn.Sequential, Tensor]:
@@ -20,9 +18,7 @@ def network(stage: Stage) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     model.to(stage.device)
-    distprune.global_unstructured(
-        distprune.select(model, everything=True), distprune.L1Unstructured, amount=0.5
-    )
+    prune(model)
     return model, torch.randn(8, width, device=stage.device)
 
 
@@ -116,9 +112,7 @@ def pruned_after_capture(stage: Stage) -> None:
     with torch.no_grad():
         replay, out = captured(stage, lambda: model(x))
         old = model(x)
-        distprune.global_unstructured(
-            distprune.select(model, everything=True), distprune.L1Unstructured, amount=0.5
-        )
+        prune(model)
         new = model(x)
         replay()
         stage.check("the pruning changed the output", not torch.equal(old, new))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from forms import FORMS, TRITON, form, interpret_without_gpu
+from forms import TRITON, each_form, interpret_without_gpu
 from measuring import Table
-from stage import NotTried, Stage, main
+from stage import Stage, main
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,13 +56,8 @@ def compare(
     before: Callable[[list[nn.Module]], None] = lambda modules: None,
 ) -> None:
     few, many = QUICK if stage.quick else (FEW, MANY)
-    for name in FORMS:
-        try:
-            with form(name, stage.device):
-                found = [counts(stage, number, call, before) for number in (few, many)]
-        except NotTried as reason:
-            stage.say(f"{name}: {reason}")
-            continue
+    for name in each_form(stage):
+        found = [counts(stage, number, call, before) for number in (few, many)]
         keys = sorted(set(found[0]) | set(found[1]))
         per = {key: (found[1][key] - found[0][key]) / (many - few) for key in keys}
         rows: list[list[Any]] = [[key, found[0][key], found[1][key], per[key]] for key in keys]
@@ -117,5 +111,5 @@ def counts(
 
 
 if __name__ == "__main__":
-    interpret_without_gpu(torch.device("cpu" if "cpu" in sys.argv else "cuda"))
+    interpret_without_gpu()
     main(ranking, whole_call, ranking_of_pruned_modules)

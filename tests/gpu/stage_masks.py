@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from forms import FORMS, form, interpret_without_gpu
-from stage import NotTried, Stage, main
+from forms import each_form, interpret_without_gpu
+from stage import Stage, main
 from torch import Tensor, nn
 
 import distprune
@@ -116,13 +116,8 @@ def compare(
     """Run cases on copies of a model on the CPU and on the device, and compare masks."""
     for name, calls in cases.items():
         expected = list(after_each(model, torch.device("cpu"), calls))
-        for form_name in FORMS:
-            try:
-                with form(form_name, stage.device):
-                    found = list(after_each(model, stage.device, calls))
-            except NotTried as reason:
-                stage.say(f"{form_name}: not tried: {reason}")
-                continue
+        for form_name in each_form(stage):
+            found = list(after_each(model, stage.device, calls))
             differing = differences(found, expected)
             stage.check(
                 f"{name}, {form_name}, {about}", differing == 0, f"{differing} elements differ"
@@ -157,7 +152,5 @@ def differences(found: list[list[Tensor]], expected: list[list[Tensor]]) -> int:
 
 
 if __name__ == "__main__":
-    import sys
-
-    interpret_without_gpu(torch.device("cpu" if "cpu" in sys.argv else "cuda"))
+    interpret_without_gpu()
     main(many_chunks, dtypes_together, small_layers)

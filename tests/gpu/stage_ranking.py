@@ -7,14 +7,13 @@ is that of a copy of 4 GB on the same device in the same process.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import device_clock
 import torch
 from device_clock import copy_bandwidth, timed
-from forms import FORMS, TRITON, form, interpret_without_gpu
+from forms import FORMS, TRITON, each_form, form, interpret_without_gpu
 from llama_shapes import check_cut, weights
 from measuring import Table
 from stage import NotTried, Stage, main
@@ -70,13 +69,8 @@ def measure(stage: Stage, dtype: torch.dtype, **options: Any) -> None:
     columns = ["", "first s", "median s", "ns/element", "share of copy", "extra B/element"]
     rows: list[list[Any]] = []
     masks: list[Tensor] = []
-    for name in FORMS[::-1]:
-        try:
-            with form(name, stage.device):
-                found, first, times, extra = run_all(stage, tensors, n, options)
-        except NotTried as reason:
-            stage.say(f"{name}: {reason}")
-            continue
+    for name in each_form(stage, FORMS[::-1]):
+        found, first, times, extra = run_all(stage, tensors, n, options)
         median = statistics.median(times)
         rows.append([
             name, first, median, 1e9 * median / n, must_move / median / bandwidth,
@@ -167,7 +161,7 @@ def whole_call(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    interpret_without_gpu(torch.device("cpu" if "cpu" in sys.argv else "cuda"))
+    interpret_without_gpu()
     main(
         copy, reading_pass, bfloat16_by_magnitude, float32_by_magnitude, bfloat16_random, whole_call
     )

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from on_ranks import run_on_ranks
-from stage import Stage, main
+from stage import Stage, main, prune
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-import distprune
 
 NUM_LAYERS = 8
 
@@ -124,8 +122,7 @@ def stress(
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    pairs = [(layer, "weight") for layer in model]
-    distprune.global_unstructured(pairs, distprune.L1Unstructured, amount=0.5)
+    prune(model)
     masks = [layer.weight_mask.full_tensor().clone() for layer in model]
     wrong = torch.zeros(3, dtype=torch.int64, device=device)
     for layer in model:

@@ -18,16 +18,14 @@ from decoder import QUICK, Decoder, Sizes, build, loss_of, wrap
 from device_clock import timed
 from measuring import Table, interleaved
 from on_ranks import run_on_ranks
-from stage import Stage, main
+from stage import Stage, main, prune
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import distprune
 from distprune.torch_private import fsdp2
 
 LARGE = Sizes(2048, num_blocks=16, head=128, vocabulary=32_000, sequences=4, length=1024)
 SMALL = Sizes(1024, num_blocks=4, head=128, vocabulary=8_000, sequences=2, length=512)
-AMOUNT = 0.5
 BF16 = "FSDP2, bf16 policy, fused AdamW"
 FP32 = "FSDP2, fused AdamW"
 NAMES = ("dense", "dense, with an extension that copies", "pruned")
@@ -136,11 +134,6 @@ def make(way: str, sizes: Sizes, device: torch.device) -> nn.Module:
     with device:
         model: Decoder = build(sizes)
     return wrap(model, way, device.type)
-
-
-def prune(model: nn.Module) -> None:
-    targets = distprune.select(model, everything=True)
-    distprune.global_unstructured(targets, distprune.L1Unstructured, amount=AMOUNT)
 
 
 def masked(model: nn.Module) -> Iterator[tuple[nn.Module, DTensor, DTensor]]:
