@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from distprune._common.naming import Pair, checked_pair, label_of, tied_places, unwrap
+from distprune._common.naming import (
+    NamedParameter,
+    Pair,
+    checked_pair,
+    is_pair,
+    label_of,
+    tied_places,
+    unwrap,
+)
 from distprune._common.process_groups import world
 from distprune.call.report import MaskUpdate, MaskUpdateReport
 from distprune.call.request import Decision, LocalMasks, PruningArguments, PruningCall
@@ -241,13 +249,13 @@ def _by_pair(pairs: Sequence[Pair], masks: Any) -> dict[Pair, Tensor]:
     """The masks by (module, name)."""
     places = [checked_pair(pair, f"parameters[{i}]") for i, pair in enumerate(pairs)]
     if isinstance(masks, Mapping):
-        by_name = {getattr(pair, "fqn", None): pair for pair in pairs}
-        by_place = {(id(module), name): p for (module, name), p in zip(places, pairs, strict=True)}
+        own: dict[Any, Pair] = {
+            pair.fqn: pair for pair in pairs if isinstance(pair, NamedParameter)
+        }
+        own |= {(id(module), name): p for (module, name), p in zip(places, pairs, strict=True)}
         found: dict[Pair, Any] = {}
         for key, mask in masks.items():
-            pair = by_name.get(key) if isinstance(key, str) else None
-            if pair is None and isinstance(key, tuple) and len(key) == 2:
-                pair = by_place.get((id(unwrap(key[0])), key[1]))
+            pair = own.get((id(unwrap(key[0])), key[1]) if is_pair(key) else key)
             if pair is None:
                 raise ValueError(
                     f"masks has the key {key!r:.100}, which is none of the parameters; expected "

@@ -220,12 +220,6 @@ class OneRanking:
         """Whether single parameters may be bounded."""
         return self.min_sparsity is not None or self.max_sparsity is not None
 
-    @property
-    def facts(self) -> list[Fact]:
-        """What must be equal on all ranks before the parameters are known."""
-        bounds = "given" if self.has_bounds else "none"
-        return [("bounds on the sparsity of parameters", bounds), ("budget", "none"), _NO_SCOPE]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ByBudget(OneRanking):
@@ -239,11 +233,6 @@ class ByBudget(OneRanking):
     budget: Budget
     has_amount: bool = True
 
-    @property
-    def facts(self) -> list[Fact]:
-        bounds, _, scope = super().facts
-        return [bounds, ("budget", repr(self.budget)), scope]
-
 
 @dataclass(frozen=True)
 class InGroups:
@@ -256,15 +245,6 @@ class InGroups:
 
     rule: BlockRule
     input_dims: InputDims | None = None
-
-    @property
-    def facts(self) -> list[Fact]:
-        """What must be equal on all ranks before the parameters are known."""
-        bounds, budget, _ = OneRanking().facts
-        return [bounds, budget, (_NO_SCOPE[0], str(self.rule))]
-
-
-_NO_SCOPE: Fact = ("scope or pattern", "None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,4 +267,14 @@ class PruningArguments(ParameterArguments):
 
     def all_facts(self) -> list[Fact]:
         """Everything that must be equal on all ranks, but for the parameters themselves."""
-        return [*super().all_facts(), ("normalize", str(self.normalize)), *self.share.facts]
+        share = self.share
+        has_bounds = isinstance(share, OneRanking) and share.has_bounds
+        budget = repr(share.budget) if isinstance(share, ByBudget) else "none"
+        rule = str(share.rule) if isinstance(share, InGroups) else "None"
+        return [
+            *super().all_facts(),
+            ("normalize", str(self.normalize)),
+            ("bounds on the sparsity of parameters", "given" if has_bounds else "none"),
+            ("budget", budget),
+            ("scope or pattern", rule),
+        ]
