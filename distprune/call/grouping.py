@@ -15,7 +15,7 @@ from distprune._common.blocks import BlockRule, Layout, Pattern, Scope, layout_a
 from distprune._common.collectives import Communicator
 from distprune._common.selecting import matcher
 from distprune.selection.block_cuts import BlockedParameter
-from distprune.selection.tile_places import Tiling
+from distprune.selection.tiles import Tiling
 from distprune.shards.parameters import Target
 
 # By (module, name), or a pattern for full names: the dimensions that an output sums over.

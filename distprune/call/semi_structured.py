@@ -22,10 +22,9 @@ from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.masks.hook import find_hook
 from distprune.selection.candidates import candidates_of
-from distprune.selection.in_tiles import TiledParts, rank_tiles
 from distprune.selection.keys import Order, ScoreKeys, key_range
 from distprune.selection.scores import TensorScores
-from distprune.selection.tile_places import Tiling
+from distprune.selection.tiles import TiledParts, Tiling, rank_tiles
 from distprune.shards.parameters import Target, find_places
 
 if TYPE_CHECKING:

@@ -5,12 +5,11 @@ A tensor is a sequence of bands of whole tiles. With kernel 1, height 2 and widt
     a a a b b b c c c        elements of the same letter are one tile; the tiles a, b, c are
     a a a b b b c c c        numbers 0, 1, 2 of the band
 
-So tiles are in the row-major order of their grid, as in ``selection.tile_places``.
+So tiles are in the row-major order of their grid, as in ``selection.tiles``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from distprune._common.blocks import Layout
 from distprune._common.memory import Array, Runs, Scratch
-from distprune._common.tile_sums import added, sums_of_tiles
 from distprune.selection.scores import ScoreSource
+from distprune.selection.tile_sums import added, num_bits_of, sums_of_tiles
+from distprune.selection.tiles import boxes_of_run
 
 _SUMMED = 1 << 16  # elements whose tiles are summed at a time: they stay in the cache
 
@@ -71,48 +71,22 @@ class Bands:
         return self.length // self.width * self.kernel
 
     def sums(self, values: Array, num_bits: int) -> Array:
-        """The sums of tiles' |scores|, float64; NaN of tiles with a NaN.
+        """The sums of tiles' |scores|, float64, 1-d; NaN of tiles with a NaN.
 
         Args:
-            values: float64, of whole bands, or of whole tiles of one band of this height.
+            values: float64 [bands, height, columns of tiles * width, kernel].
             num_bits: of the significand of a score.
 
         Memory: about 40 bytes for each element.
         """
-        values = np.abs(values).reshape(-1, self.height, self.length, self.kernel)
-        sizes = (1, self.height, self.width, 1)
+        values, sizes = np.abs(values), (1, self.height, self.width, 1)
         is_nan = np.isnan(values)
-        if is_nan.any():
-            values[is_nan] = 0.0
-            sums = sums_of_tiles(values, sizes, num_bits)
-            sums[added(is_nan.astype(np.int64), sizes) > 0] = np.nan
-        else:
-            sums = sums_of_tiles(values, sizes, num_bits)
-        flat: Array = np.ascontiguousarray(sums).reshape(-1)
-        return flat
-
-    def strip(self, num_columns: int) -> Bands:
-        """Bands of ``num_columns`` columns of tiles."""
-        return Bands(self.height, num_columns * self.width, self.width, self.kernel)
-
-    def split(self, first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-        """Cut tiles [first, last) into whole bands, or into columns of tiles of one band.
-
-        Args:
-            first, last: tiles; columns of tiles are not cut.
-            most: elements of a piece, unless one column of tiles has more.
-        """
-        own = self.num_tiles
-        while first < last:
-            inside = first % own
-            num_bands = 0 if inside else (last - first) // own
-            if num_bands and self.size <= most:
-                stop = first + min(num_bands, most // self.size) * own
-            else:
-                num_columns = max(1, most // (self.tile_size * self.kernel))
-                stop = min(first + num_columns * self.kernel, first - inside + own, last)
-            yield first, stop
-            first = stop
+        if not is_nan.any():
+            return sums_of_tiles(values, sizes, num_bits).reshape(-1)
+        values[is_nan] = 0.0
+        sums = sums_of_tiles(values, sizes, num_bits)
+        sums[added(is_nan.astype(np.int64), sizes) > 0] = np.nan
+        return sums.reshape(-1)
 
     def spread(self, flags: Array, first: int, most: int) -> Iterator[tuple[int, Array]]:
         """Flags of the elements of whole bands, from flags of their tiles.
@@ -156,33 +130,46 @@ class TileScores:
         self.is_thread_safe = scores.is_thread_safe
         self._scores = scores
         self._bands = bands
-        self._num_bits = 1 - int(math.log2(torch.finfo(scores.dtype).eps))
+        self._num_bits = num_bits_of(scores.dtype)
 
     def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
         """The sums of the tiles [start, stop), about a chunk of elements at a time."""
-        kernel = self._bands.kernel  # columns of tiles are not cut
-        first, last = start // kernel * kernel, -(-stop // kernel) * kernel
-        pieces = [self._sums(*piece) for piece in self._bands.split(first, last, _SUMMED)]
-        sums = np.concatenate(pieces)
-        return torch.from_numpy(sums[start - first : stop - first])
+        bands = self._bands
+        grid = (stop, bands.length // bands.width, bands.kernel)
+        sums = [
+            self._sums(*piece)
+            for box in boxes_of_run(grid, start, stop)
+            for piece in _cut(bands, *box)
+        ]
+        return torch.from_numpy(np.concatenate(sums))
 
     def gather(self, runs: Runs) -> Tensor:
         starts = (runs.start + runs.numbers * runs.length).tolist()
         return torch.cat([self.load(start, start + runs.length) for start in starts])
 
-    def _sums(self, first: int, last: int) -> Array:
-        """The sums of tiles that :meth:`Bands.split` yields."""
+    def _sums(self, rows: range, columns: range, kernel: range) -> Array:
+        """The sums of a box of the grid [bands, columns, kernel]."""
         bands = self._bands
-        number, inside = divmod(first, bands.num_tiles)
-        num_bands, rest = divmod(last - first, bands.num_tiles)
-        start = number * bands.size
-        if not inside and not rest:
-            values = self._scores.load(start, start + num_bands * bands.size)
-            return bands.sums(values.double().numpy(), self._num_bits)
-        strip = bands.strip((last - first) // bands.kernel)
-        start += inside // bands.kernel * bands.width * bands.kernel
-        rows = [
-            self._scores.load(row, row + strip.row_size).double()
-            for row in range(start, start + bands.size, bands.row_size)
-        ]
-        return strip.sums(torch.cat(rows).numpy(), self._num_bits)
+        lines = range(rows.start * bands.height, rows.stop * bands.height)
+        step = bands.width * bands.kernel
+        first, last = columns.start * step, columns.stop * step
+        if last - first == bands.row_size:  # whole lines are one run
+            last = len(lines) * bands.row_size
+            lines = lines[:1]
+        starts = [line * bands.row_size for line in lines]
+        loaded = [self._scores.load(start + first, start + last).double() for start in starts]
+        values = torch.cat(loaded).view(len(rows), bands.height, -1, bands.kernel)
+        return bands.sums(values[..., kernel.start : kernel.stop].numpy(), self._num_bits)
+
+
+def _cut(bands: Bands, rows: range, columns: range, kernel: range) -> Iterator[tuple[range, ...]]:
+    """Boxes of a few bands, or of a few columns of one band, from a box of the grid."""
+    num_columns = max(1, _SUMMED // (bands.tile_size * bands.kernel))
+    num_rows = max(1, num_columns // len(columns))
+    for row in range(rows.start, rows.stop, num_rows):
+        for column in range(columns.start, columns.stop, num_columns):
+            yield (
+                range(row, min(row + num_rows, rows.stop)),
+                range(column, min(column + num_columns, columns.stop)),
+                kernel,
+            )

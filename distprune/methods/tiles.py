@@ -12,10 +12,10 @@ from distprune.call.grouping import Grouping
 from distprune.call.request import Decision, LocalMasks, PruningCall
 from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.in_blocks import BlockedParts, prune_in_blocks
-from distprune.selection.in_tiles import RankedTiles, TiledParts, rank_tiles
 from distprune.selection.keys import RANDOM_KEYS, KeyRange
 from distprune.selection.passes import write_masks
 from distprune.selection.search import Selection, select_lowest
+from distprune.selection.tiles import RankedTiles, TiledParts, rank_tiles
 from distprune.selection.within_bounds import limits_for, select_within
 
 
@@ -45,32 +45,19 @@ def ranked_in_tiles(
     Cost: that of ``rank_tiles``, and of a selection among the tiles.
     """
     names = [shard.name for shard in call.shards]
-    tiles = rank_tiles(
-        TiledParts(
-            parts,
-            names,
-            grouping.tilings,
-            grouping.rule.tile_size,
-            call.num_live,
-            [shard.replica == 0 for shard in call.shards],
-            keys,
-            call.communicator,
-        )
-    )
+    tiled = TiledParts(
+        parts, names, grouping.tilings, grouping.rule.tile_size, call.num_live,
+        [shard.replica == 0 for shard in call.shards], keys, call.communicator,
+    )  # fmt: skip
+    tiles = rank_tiles(tiled)
     keeps = tiles.new_masks()
     selection: Selection | None = None
     if grouping.rule.scope == "row":
-        prune_in_blocks(
-            BlockedParts(
-                tiles.parts,
-                names,
-                grouping.parameters,
-                tiles.num_live,
-                keeps,
-                tiles.keys,
-                call.communicator,
-            )
-        )
+        rows = BlockedParts(
+            tiles.parts, names, grouping.parameters, tiles.num_live, keeps, tiles.keys,
+            call.communicator,
+        )  # fmt: skip
+        prune_in_blocks(rows)
     else:
         if grouping.rule.scope == "layer":
             cuts = _cuts_of_layers(call, grouping, names, tiles)
@@ -83,10 +70,10 @@ def ranked_in_tiles(
             cuts = [PartCut(i, selection.cut) for i in range(len(names))]
             selection = selection if k else None
         call.communicator.run(lambda: write_masks(tiles.parts, cuts, keeps))
-    loose = tiles.share_loose(keeps)
+    flags = tiles.share_cut(keeps)
 
     def finish() -> LocalMasks:
-        return LocalMasks(masks, tiles.write(keeps, loose, flat_masks))
+        return LocalMasks(masks, tiles.write(flags, flat_masks))
 
     wanted = grouping.wanted(len(names))
     decision = Decision(finish, bound_of=[None] * len(names), wanted=wanted)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from distprune._common import tile_sums
-from distprune.selection.tile_places import Tiling, tile_places
+from distprune.selection import tile_sums
+from distprune.selection.tiles import Tiling, tiles_of
 from distprune.shards.geometry import dim_coordinates, index_map, run_index_map
 
 RNG = np.random.default_rng(0)
@@ -54,17 +54,19 @@ def test_infinite_scores():
     assert sums[0, :3].tolist() == [np.inf, 5, -np.inf] and np.isnan(sums[0, 3])
 
 
-def test_limbs_that_are_added_in_parts():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_limbs_that_are_added_in_parts(dtype):
     """As ranks do it: each has some of the elements."""
-    scores = random_scores((5, 40), "wide", is_signed=True)
-    exponent = math.frexp(np.abs(scores).max())[1]
-    count = tile_sums.num_limbs(exponent, tile_sums.lowest_bit(np.abs(scores).min(), 53))
-    limbs, left = [], scores
-    for number in range(count):
-        limb, left = tile_sums.cut_limb(left, exponent, number)
-        limbs.append(limb.astype(np.int64).sum(1))
-    assert not left.any()
-    whole = [math.fsum(row) for row in scores]
+    spread = "wide" if dtype is torch.float32 else "all"
+    scores = random_scores((5, 40), spread, is_signed=True)
+    scores = torch.from_numpy(scores).to(dtype).double().numpy()
+    exponent, count = tile_sums.limbs_for(dtype)
+    parts = [
+        tile_sums.limbs_of_tiles(part, (1, part.shape[1]), exponent, count)
+        for part in (scores[:, :13], scores[:, 13:])
+    ]
+    limbs = [first + second for first, second in zip(*parts, strict=True)]
+    whole = [[math.fsum(row)] for row in scores]
     assert tile_sums.rounded(limbs, exponent).tolist() == whole
 
 
@@ -98,22 +100,18 @@ def test_every_element_is_in_one_place(shape):
         maps.append((run_index_map(shape, turned.stride(), first), elements.numel() - first))
         maps.append((index_map(shape, dim_coordinates(shape, ()), order), elements.numel()))
         for index, count in maps:
-            places = tile_places(index, count, tiling)
+            tiles = tiles_of(index, count, tiling)
             own = number[index(torch.arange(count)).numpy()]
-            seen = []
-            for chunk in places.chunks:
-                span = own[chunk.positions.start : chunk.positions.stop]
-                tiles = np.full(len(span), -1)
-                if chunk.has_loose:
-                    where, loose = places.loose_in(chunk)
-                    tiles[where] = loose
-                if chunk.inner is not None:
-                    stop = chunk.first + places.num_inner(chunk)
-                    inner = places.numbers[chunk.first : stop].reshape(places.inner_shape(chunk))
-                    for dim, size in enumerate(places.sizes):
-                        inner = inner.repeat(size, axis=dim)
-                    places.inner_of(chunk, tiles)[...] = inner
-                assert (tiles == span).all(), (shape, sizes, index)
-                seen += tiles.tolist()
-            assert seen == own.tolist()
-            assert not set(places.numbers.tolist()) & set(places.loose.tolist())
+            seen: list[int] = []
+            for chunk in tiles.chunks:
+                assert chunk.positions.start == len(seen)
+                seen += chunk.spread(tiles.numbers[chunk.places], tiles.sizes).tolist()
+            assert seen == own.tolist(), (shape, sizes, index)
+            # Whole are the tiles that have all of their elements in one chunk.
+            whole = tiles.numbers[tiles.is_whole].tolist()
+            assert len(set(whole)) == len(whole)
+            assert (np.bincount(own)[whole] == math.prod(sizes)).all()
+            # A tile is ranked where its first element is.
+            firsts = {int(np.flatnonzero(number == each)[0]) for each in np.unique(number)}
+            here = [int(i) for i in index(torch.arange(count)) if int(i) in firsts]
+            assert sorted(number[here]) == tiles.ranked(tiles.numbers).tolist()

@@ -20,14 +20,26 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-Array = np.ndarray
+from distprune._common.memory import Array
 
-LIMB_BITS = 34
+_LIMB_BITS = 34
 # Slices are added instead of summing along an axis that is short: it is five times as fast.
 _SHORT = 16
 # Powers of two that float64 has.
 _LARGEST_SHIFT = 1000
+
+
+def num_bits_of(dtype: torch.dtype) -> int:
+    """Bits that the significand of a score has, at most."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps)) if dtype.is_floating_point else 53
+
+
+def limbs_for(dtype: torch.dtype) -> tuple[int, int]:
+    """The exponent and the number of limbs that hold every score of a dtype; see [Note: limbs]."""
+    top, lowest = (1024, -1074) if dtype is torch.float64 else (128, -149)
+    return top, _num_limbs(top, lowest)
 
 
 def sums_of_tiles(scores: Array, sizes: Sequence[int], num_bits: int) -> Array:
@@ -36,7 +48,7 @@ def sums_of_tiles(scores: Array, sizes: Sequence[int], num_bits: int) -> Array:
     Args:
         scores: float64, finite or infinite, no NaN; each dimension a multiple of its size.
         sizes: of a tile, per dimension.
-        num_bits: of a score's significand, at most: 8 for bfloat16, 24 for float32, 53.
+        num_bits: :func:`num_bits_of` the scores.
 
     Returns:
         float64, one element per tile; NaN where a tile has both infinities.
@@ -55,38 +67,33 @@ def sums_of_tiles(scores: Array, sizes: Sequence[int], num_bits: int) -> Array:
         return added(magnitudes, sizes)
     exponent = math.frexp(top)[1]
     magnitudes[magnitudes == 0.0] = top
-    lowest = lowest_bit(float(magnitudes.min()), num_bits)
+    # The exponent of the lowest bit that a score may have.
+    lowest = max(math.frexp(float(magnitudes.min()))[1] - num_bits, -1074)
     if exponent - lowest + (math.prod(sizes) - 1).bit_length() <= 53:
         with np.errstate(over="ignore"):
             return added(scores, sizes)  # every partial sum is exact
-    limbs = []
-    for number in range(num_limbs(exponent, lowest)):
-        limb, scores = cut_limb(scores, exponent, number)
-        limbs.append(added(limb.astype(np.int64), sizes))
+    limbs = limbs_of_tiles(scores, sizes, exponent, _num_limbs(exponent, lowest))
     return rounded(limbs, exponent)
 
 
-def lowest_bit(smallest: float, num_bits: int) -> int:
-    """The exponent of the lowest bit that scores may have, given the smallest one that is not 0."""
-    return max(math.frexp(smallest)[1] - num_bits, -1074)
-
-
-def num_limbs(exponent: int, lowest: int) -> int:
-    """How many limbs hold all bits from 2**lowest up to 2**exponent."""
-    return max(1, -(-(exponent - lowest) // LIMB_BITS))
-
-
-def cut_limb(scores: Array, exponent: int, number: int) -> tuple[Array, Array]:
-    """One limb of scores, as whole numbers in float64, and what is left of them.
+def limbs_of_tiles(
+    scores: Array, sizes: Sequence[int], exponent: int, num_limbs: int
+) -> list[Array]:
+    """The sums of the limbs of every tile's scores, the highest limb first: int64.
 
     Args:
-        scores: float64, without the limbs before this one.
+        scores: float64, finite; each dimension a multiple of its size.
+        sizes: of a tile, per dimension.
         exponent: e of [Note: limbs].
-        number: of the limb.
+        num_limbs: as many as hold all bits of the scores.
     """
-    shift = LIMB_BITS * (number + 1) - exponent
-    limb = np.trunc(_scaled(scores, shift))
-    return limb, scores - _scaled(limb, -shift)
+    limbs = []
+    for number in range(num_limbs):
+        shift = _LIMB_BITS * (number + 1) - exponent
+        limb = np.trunc(_scaled(scores, shift))
+        scores = scores - _scaled(limb, -shift)
+        limbs.append(added(limb.astype(np.int64), sizes))
+    return limbs
 
 
 def rounded(limbs: Sequence[Array], exponent: int) -> Array:
@@ -110,12 +117,12 @@ def rounded(limbs: Sequence[Array], exponent: int) -> Array:
     high, middle, low = (np.take_along_axis(sums, (first + i)[None], axis=0)[0] for i in range(3))
     lower = np.arange(len(sums)).reshape(-1, *(1,) * first.ndim) > first + 2
     low |= ((sums != 0) & lower).any(axis=0)
-    x, y = high.astype(np.float64) * 2.0 ** (2 * LIMB_BITS), middle * 2.0**LIMB_BITS
+    x, y = high.astype(np.float64) * 2.0 ** (2 * _LIMB_BITS), middle * 2.0**_LIMB_BITS
     total = x + y
     # What that rounding lost is exact, and so is its sum with the rest, which has 49 bits.
     total += (y - (total - x)) + low
     with np.errstate(over="ignore"):
-        total = np.ldexp(total, exponent - LIMB_BITS * (first + 2))
+        total = np.ldexp(total, exponent - _LIMB_BITS * (first + 2))
     result: Array = np.where(is_negative, -total, total)
     return result
 
@@ -139,11 +146,16 @@ def added(values: Array, sizes: Sequence[int]) -> Array:
     return values
 
 
+def _num_limbs(exponent: int, lowest: int) -> int:
+    """How many limbs hold all bits from 2**lowest up to 2**exponent."""
+    return max(1, -(-(exponent - lowest) // _LIMB_BITS))
+
+
 def _carry(sums: Array) -> None:
     """Bring all limbs but the first into [0, 2**34), in place."""
     for number in range(len(sums) - 1, 0, -1):
-        carried = sums[number] >> LIMB_BITS
-        sums[number] -= carried << LIMB_BITS
+        carried = sums[number] >> _LIMB_BITS
+        sums[number] -= carried << _LIMB_BITS
         sums[number - 1] += carried
 
 
