@@ -34,8 +34,16 @@ from distprune.selection.radix import Descent, Search, binning, descent_over, na
 _SIGMAS = 5.0
 # Up to so many elements in all are collected outright: a sample would not pay.
 COLLECT_ALL = 1 << 16
-# A key with more than this fraction of the sample is counted, not collected.
+# A key with more than this fraction of the sample, or of all elements, is counted, not collected.
 _HEAVY = 0.01
+# Neighbours that are sampled together, as a cache line brings them anyway; one by one from
+# parameters of fewer elements than the second number.
+_RUN, _SMALL = 16, 4096
+# Which fraction of all elements the interval of a start is to hold; and the most, after large
+# moves.
+_SHARE, _LARGEST_SHARE = 0.005, 0.03
+# Elements that a rank samples to see whether that interval still holds as few as it did.
+_FEW = 4096
 
 
 @dataclass
@@ -52,7 +60,8 @@ class Around:
     Attributes:
         pivots: keys to count up to.
         interval: of keys to collect, if any.
-        sample: the sample that suggested the interval, if one did.
+        sample: the sample that suggested the interval, if one did ...
+        start: ... or the earlier search that did.
         share: about which fraction of the elements of all ranks lies in the interval.
     """
 
@@ -60,6 +69,7 @@ class Around:
     interval: Interval | None
     sample: _Sample | None = None
     share: float = 1.0
+    start: Start | None = None
 
     def most_of(self, total: int) -> float:
         """How many of so many elements lie in the interval, about; the same on all ranks."""
@@ -73,6 +83,19 @@ class Around:
             return self.share
         inside = within(self.sample.keys, *self.interval)
         return inside.numel() / max(1, self.sample.keys.numel())
+
+    def is_crowded(self, parts: Sequence[Candidates]) -> bool:
+        """Whether this rank would collect many more elements than the start says.
+
+        Cost: a few thousand elements are read, if there is a start.
+        """
+        num_counted = sum(len(part.counted) for part in parts)
+        if self.start is None or self.interval is None or not num_counted:
+            return False
+        rate = min(1.0, _FEW / num_counted)
+        drawn = sample(parts, rate, self.start.keys.high + 1, np.random.default_rng(0))
+        share = within(drawn, *self.interval).numel() / max(1, drawn.numel())
+        return share > max(2 * _LARGEST_SHARE, 4 * self.share)
 
 
 def bracket(
@@ -175,11 +198,6 @@ def _eight_pivots(low: int, high: int) -> set[int]:
     return {low + step * i - 1 for i in range(1, 8) if low <= low + step * i - 1 < high}
 
 
-# Neighbours that are sampled together, as a cache line brings them anyway; one by one from
-# parameters of fewer elements than the second number.
-_RUN, _SMALL = 16, 4096
-
-
 def sample(
     parts: Sequence[Candidates], rate: float, dead: int, generator: np.random.Generator
 ) -> Tensor:
@@ -213,14 +231,6 @@ def _runs(counted: range, rate: float, generator: np.random.Generator) -> Runs:
     return Runs(counted.start, counted.stop, length, torch.from_numpy(numbers))
 
 
-# Which fraction of all elements the interval is to hold; and the most, after large moves.
-_SHARE, _LARGEST_SHARE = 0.005, 0.03
-# A key with more than this fraction of all elements is counted, not collected.
-_HEAVY = 0.01
-# Elements that a rank samples to see whether the interval still holds as few as it did.
-_SAMPLE = 4096
-
-
 @dataclass(frozen=True)
 class Start:
     """The outcome of a search, for the next one of the same kind; the same on all ranks.
@@ -246,25 +256,17 @@ class Start:
             return 0.0
         return min(1.0, self.density * (2 * self.half + 1) / max(1, self.total))
 
-    def interval_in(self, low: int, high: int) -> Interval | None:
-        """The keys of [low, high] to collect, if any."""
-        if self.half is None:
-            return None
-        first, last = max(low, self.threshold - self.half), min(high, self.threshold + self.half)
-        return (first, last) if first <= last else None
-
-    def is_crowded(self, parts: Sequence[Candidates], interval: Interval) -> bool:
-        """Whether this rank would collect many more elements than expected.
-
-        Cost: a few thousand elements are read.
-        """
-        num_counted = sum(len(part.counted) for part in parts)
-        if not num_counted:
-            return False
-        rate = min(1.0, _SAMPLE / num_counted)
-        drawn = sample(parts, rate, self.keys.high + 1, np.random.default_rng(0))
-        share = within(drawn, *interval).numel() / max(1, drawn.numel())
-        return share > max(2 * _LARGEST_SHARE, 4 * self.share)
+    def around(self, low: int, high: int) -> Around:
+        """What to count and collect of the keys in [low, high]."""
+        first, last = self.threshold, self.threshold
+        interval = None
+        if self.half is not None:
+            first, last = max(low, first - self.half), min(high, last + self.half)
+            interval = (first, last) if first <= last else None
+        if interval is None:
+            first, last = self.threshold, self.threshold
+        pivots = {pivot for pivot in (first - 1, last) if low <= pivot < high}
+        return Around(pivots, interval, share=self.share, start=self)
 
 
 def next_start(

@@ -37,7 +37,7 @@ from distprune.selection.block_cuts import (
 from distprune.selection.candidates import Candidates
 from distprune.selection.kernels import call_all, kernels_on, num_threads_for, spans_of
 from distprune.selection.keys import KeyRange
-from distprune.selection.search import refuse_nan_in
+from distprune.selection.kth_key import refuse_nan_in
 
 # As much as a pass needs for its chunks, to rank some has twice the memory for each element.
 _MEMORY_OF_RANKING = 2

@@ -130,17 +130,12 @@ class TalliedScores:
     """
 
     def __init__(self, scores: ScoreSource, tally: Tally) -> None:
-        self._scores = scores
         self.tally = tally
         self.dtype = scores.dtype
         self.is_thread_safe = scores.is_thread_safe
         self.is_in_memory = scores.is_in_memory
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        return self._scores.load(start, stop, scratch)
-
-    def gather(self, runs: Runs) -> Tensor:
-        return self._scores.gather(runs)
+        # The methods of the source itself: no call more for each chunk.
+        self.load, self.gather = scores.load, scores.gather
 
 
 class FactorScores:

@@ -35,9 +35,9 @@ from distprune._common.memory import Array, Scratch
 from distprune.selection.block_cuts import to_progressions, union
 from distprune.selection.candidates import Candidates
 from distprune.selection.keys import RANDOM_KEYS, KeyRange, Order, RandomKeys, ScoreKeys, key_range
+from distprune.selection.kth_key import refuse_nan_in
 from distprune.selection.passes import count_each_live
 from distprune.selection.scores import TensorScores
-from distprune.selection.search import refuse_nan_in
 from distprune.selection.tile_sums import (
     added,
     limbs_for,

@@ -33,7 +33,7 @@ STAGES = {
     "read the parameters, agree on them": "distprune.call.run.read_parameters",
     "count what is pruned already": "distprune.call.run.count_live_and_compare",
     "sample": "distprune.selection.bracket.sample",
-    "one scan: keys, counts, drafts of the masks": "distprune.selection.search.scan",
+    "one scan: keys, counts, drafts of the masks": "distprune.selection.kth_key.scan",
     "correct drafted masks, ties included": "distprune.selection.passes.finish_drafts",
     "write masks anew": "distprune.selection.passes.write_keep",
     "attach to the modules": "distprune.call.run.attach_masks",

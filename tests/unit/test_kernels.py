@@ -153,7 +153,7 @@ def prune_on_device(num_parameters, masks=None):
     k = sum(num_live) // 2
     with (
         mock.patch("distprune._common.memory.takes_numpy", lambda device: False),
-        mock.patch("distprune.selection.search.COLLECT_ALL", 1000),
+        mock.patch("distprune.selection.kth_key.COLLECT_ALL", 1000),
         mock.patch("distprune.selection.bracket.COLLECT_ALL", 1000),
         Waits() as waits,
     ):

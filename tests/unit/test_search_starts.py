@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distprune.selection import search
+from distprune.selection import kth_key
 from distprune.selection.bracket import Start
 from distprune.selection.candidates import PartCut
 from distprune.selection.keys import Order, key_range
@@ -28,7 +28,7 @@ def select(tensors, masks, k, start=None, size=2):
     common = key_range(tensors[0].dtype, Order.MAGNITUDE)
     expected = reference.prune(tensors, k, masks)
     num_live = [t.numel() if masks is None else int(masks[i].sum()) for i, t in enumerate(tensors)]
-    scan, scans = search.scan, []
+    scan, scans = kth_key.scan, []
 
     def counted(*args):
         scans.append(args)
@@ -53,7 +53,7 @@ def select(tensors, masks, k, start=None, size=2):
             assert torch.equal(outs[i], cut(expected[i])), (i, start)
         return selection.start, communicator.num_collectives
 
-    with mock.patch("distprune.selection.search.scan", counted):
+    with mock.patch("distprune.selection.kth_key.scan", counted):
         results = run_virtual_ranks(on_rank, size)
     assert len({str(result) for result in results}) == 1
     return results[0][0], results[0][1], len(scans) / size
@@ -62,7 +62,7 @@ def select(tensors, masks, k, start=None, size=2):
 @pytest.fixture(autouse=True)
 def small_limits():
     """Limits of small data, so that a few hundred elements are searched as millions are."""
-    limits = {"search.COLLECT_ALL": 20, "search._KEPT": 20}
+    limits = {"kth_key.COLLECT_ALL": 20, "search.COLLECT_ALL": 20, "search._KEPT": 20}
     with mock.patch.multiple("distprune.selection.bracket", _SHARE=0.1, _LARGEST_SHARE=0.3):
         patches = [mock.patch(f"distprune.selection.{name}", n) for name, n in limits.items()]
         for patch in patches:
@@ -138,16 +138,16 @@ def test_an_interval_that_became_crowded_is_not_collected():
     generator = torch.Generator().manual_seed(3)
     tensors = [torch.rand(60, 50, generator=generator) + 1]
     start, _, _ = select(tensors, None, 1500)
-    low, high = start.interval_in(0, 2**31)
+    low, high = start.around(0, 2**31).interval
     middle = torch.tensor([(low + high) // 2 - 9], dtype=torch.int32).view(torch.float32)
     crowded = [torch.where(torch.rand(60, 50, generator=generator) < 0.9, middle, tensors[0])]
     collected = []
-    scan = search.scan
+    scan = kth_key.scan
 
     def recorded(parts, pivots, interval, *rest):
         collected.append(interval)
         return scan(parts, pivots, interval, *rest)
 
-    with mock.patch("distprune.selection.search.scan", recorded):
+    with mock.patch("distprune.selection.kth_key.scan", recorded):
         select(crowded, None, 1500, start)
     assert collected[:2] == [None, None] and math.isfinite(start.share)

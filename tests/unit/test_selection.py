@@ -148,7 +148,7 @@ def test_more_elements_than_are_collected_outright(kind, dtype, numpy, monkeypat
 def test_a_bracket_that_misses_costs_time_only(monkeypatch, device):
     """Brackets far too narrow: more rounds, the same masks."""
     monkeypatch.setattr("distprune.selection.bracket._SIGMAS", 0.01)
-    for name in ("search.COLLECT_ALL", "bracket.COLLECT_ALL", "search._KEPT"):
+    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL", "search._KEPT"):
         monkeypatch.setattr(f"distprune.selection.{name}", 50)
     generator = torch.Generator().manual_seed(5)
     for dtype in (torch.float32, torch.float64):

@@ -285,7 +285,7 @@ def test_random_keys(kind, live, fused):
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_selections_equal_the_oracle(kind, dtype, monkeypatch, fused):
     """Through the bracket, ties and drafts, over shards of ranks that are not row-major runs."""
-    for name in ("search.COLLECT_ALL", "bracket.COLLECT_ALL"):
+    for name in ("kth_key.COLLECT_ALL", "bracket.COLLECT_ALL"):
         monkeypatch.setattr(f"distprune.selection.{name}", 100)
     monkeypatch.setattr(fused.tables, "BLOCK", 256)
     generator = torch.Generator().manual_seed(3)

@@ -1,0 +1,322 @@
+"""The search for the k-th key of all elements, over all ranks: by scans, or in tallies.
+
+A sample suggests a bracket around the key (bracket.py); one scan counts the keys around it and
+collects those inside it. The sample affects the speed only, not the result: when a bracket misses,
+the next round brackets inside the interval that two exact counts leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distprune._common.memory import concatenate, select
+from distprune._common.naming import error_about
+from distprune.selection.bracket import COLLECT_ALL, Around, Start, bracket
+from distprune.selection.candidates import Candidates, Interval
+from distprune.selection.keys import KeyRange
+from distprune.selection.passes import BinCounts, Scan, scan
+from distprune.selection.radix import (
+    Search,
+    changed,
+    descent_over,
+    histogram_of,
+    narrowed,
+    within,
+)
+from distprune.selection.tallies import keys_of_tally
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What is ranked: see ``search.select_lowest``."""
+
+    parts: Sequence[Candidates]
+    names: Sequence[str]
+    num_live: Sequence[int]
+    keys: KeyRange
+    refuse_nan: bool
+
+    def refuse_nan_beside(self, num_numbers: Tensor) -> None:
+        """Raise ValueError if a parameter has fewer numbers than live elements."""
+        num_nan = torch.tensor(self.num_live) - num_numbers
+        refuse_nan_in(self.names, self.num_live, num_nan.tolist())
+
+
+@dataclass(frozen=True)
+class KthKey:
+    """The k-th key, and how this rank's elements lie around it.
+
+    Attributes:
+        threshold: the key.
+        num_below: elements of all ranks with a smaller key ...
+        num_ties: ... and with this key.
+        counts: a local step: per parameter, this rank's elements with a smaller key, and those with
+            this key.
+        scanned: the scan that collected the key; None if counts alone determined it.
+    """
+
+    threshold: int
+    num_below: int
+    num_ties: int
+    counts: Callable[[], tuple[list[int], list[int]]]
+    scanned: Scan | None = None
+
+    def indices_of_ties(self, part: Candidates, position: int) -> Tensor | None:
+        """Global indices, 1-d, of this rank's ties in a parameter; None if none were collected."""
+        if self.scanned is None:
+            return None
+        return concatenate(
+            [
+                part.index(
+                    select(chunk.positions, chunk.keys == self.threshold).long() + chunk.span.start
+                ).cpu()
+                for chunk in self.scanned.collected[position]
+                if chunk.is_counted
+            ]
+        )
+
+
+def find_in_tallies(ranking: Ranking, k: int) -> Search[KthKey]:
+    """The k-th key (1-based) of tallied parts: reads nothing."""
+    parts, keys, total = ranking.parts, ranking.keys, sum(ranking.num_live)
+
+    def count_upto(key: int) -> Tensor:
+        """Per part, this rank's elements with a key up to this one."""
+        tallies = map(keys_of_tally, parts)
+        return torch.tensor([int(n[own <= key].sum(dtype=np.int64)) for own, n in tallies])
+
+    if ranking.refuse_nan and keys.is_float:
+        numbers = yield len(parts), lambda: count_upto(keys.largest_number)
+        ranking.refuse_nan_beside(numbers)
+    descent, num_ties = descent_over(keys.low, keys.high, min(k, total) - 1), total
+
+    def count_bins() -> Tensor:
+        first = descent.low >> descent.shift
+        histogram = np.zeros(descent.num_bins, dtype=np.int64)
+        for own, counts in map(keys_of_tally, parts):
+            inside = (own >= descent.low) & (own <= descent.high)
+            bins = (own[inside] >> descent.shift).astype(np.int64) - first
+            # Exact: the counts of a rank are below 2**53.
+            histogram += np.bincount(bins, counts[inside], len(histogram)).astype(np.int64)
+        return torch.from_numpy(histogram)
+
+    while total and not descent.is_done:
+        descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
+    threshold = descent.low
+
+    def count() -> tuple[list[int], list[int]]:
+        below = count_upto(threshold - 1)
+        return below.tolist(), (count_upto(threshold) - below).tolist()
+
+    return KthKey(threshold, min(k, total) - 1 - descent.rank, num_ties, count)
+
+
+@dataclass
+class Reading:
+    """The search for the k-th key by scans: an interval of keys shrinks around it.
+
+    Attributes:
+        ranking: what is ranked.
+        drafts, start, most_collected: as for ``search.search_lowest``.
+        density: elements per key around the k-th one, once it is found among collected keys.
+        scanned, drafted: the last scan, and the last one that wrote drafts.
+        local_counts: by pivot, this rank's live keys <= the pivot in each part.
+    """
+
+    ranking: Ranking
+    drafts: Sequence[Tensor] | None
+    start: Start | None
+    most_collected: int | None
+    density: float | None = None
+    scanned: Scan | None = None
+    drafted: Scan | None = None
+    local_counts: dict[int, list[int]] = field(default_factory=dict)
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def find(self, k: int) -> Search[KthKey]:
+        """The k-th key (1-based)."""
+        keys, total = self.ranking.keys, sum(self.ranking.num_live)
+        # The k-th key lies in [low, high]; below: keys < low, upto: keys <= high.
+        low, high = keys.low, keys.largest_number if self.ranking.refuse_nan else keys.high
+        below, upto, k = 0, total, min(k, total)
+        nothing = [0] * len(self.ranking.parts)
+        if total == 0:
+            return KthKey(low, 0, 0, lambda: (nothing, nothing))
+        self.local_counts[low - 1] = nothing
+        num_rounds, num_missed = 0, 0  # scans so far, and those whose bracket came from a sample
+        while high > low:
+            inside = upto - below
+            if inside <= COLLECT_ALL or (num_rounds and inside <= (self.most_collected or 0)):
+                around = Around(set(), (low, high), share=inside / total)
+            elif num_rounds == 0 and self.start is not None and self.start.keys == keys:
+                around = self.start.around(low, high)
+            else:
+                around = yield from bracket(
+                    self.ranking.parts,
+                    k - below,
+                    inside,
+                    low,
+                    high,
+                    highest=keys.high,
+                    num_rounds=num_missed,
+                    generator=self.generator,
+                )
+            if num_rounds == 0 and self.ranking.refuse_nan and keys.is_float:
+                around.pivots.add(high)
+            most = self.most_collected
+            only_counts = most is not None and around.most_of(total) > most
+            counts, histogram = yield from self._count(around, only_counts)
+            if counts.get(keys.largest_number, total) < total and self.ranking.refuse_nan:
+                numbers = yield len(self.ranking.parts), self._local_numbers
+                self.ranking.refuse_nan_beside(numbers)
+                raise changed()
+            num_rounds += 1
+            num_missed += around.start is None
+            # Cumulative counts at the pivots: the k-th key lies between two neighbours.
+            edges = sorted({low - 1: below, **counts, high: upto}.items())
+            around_k = [
+                (start + 1, end, less, count)
+                for (start, less), (end, count) in itertools.pairwise(edges)
+                if less < k <= count
+            ]
+            if len(around_k) != 1:
+                raise changed()
+            first, last = around.interval or (low, high)
+            num_inside = counts.get(last, upto) - counts.get(first - 1, below)
+            ((low, high, below, upto),) = around_k
+            if histogram is None or low < first or high > last:
+                continue
+            self.density = num_inside / (last - first + 1)
+            if not only_counts:
+                return (yield from self._descend(k, (low, high), below, histogram))
+            if (low, high) == around.interval:
+                bins, num_ties = narrowed(descent_over(low, high, k - below - 1), histogram)
+                num_missed -= around.start is None
+                below = k - 1 - bins.rank
+                low, high, upto = bins.low, bins.high, below + num_ties
+
+        def count() -> tuple[list[int], list[int]]:
+            at, under = self._local(low), self._local(low - 1)
+            return under, [a - b for a, b in zip(at, under, strict=True)]
+
+        return KthKey(low, below, upto - below, count)
+
+    def _local_numbers(self) -> Tensor:
+        """Per part, this rank's live elements that are no NaN."""
+        return torch.tensor(self._local(self.ranking.keys.largest_number))
+
+    def _local(self, pivot: int) -> list[int]:
+        if pivot not in self.local_counts:
+            self._scan([pivot], None)
+        return self.local_counts[pivot]
+
+    def _scan(
+        self,
+        pivots: Sequence[int],
+        interval: Interval | None,
+        share: float = 1.0,
+        bins: BinCounts | None = None,
+    ) -> Scan:
+        """Scan this rank's parts, and note what the scan counted and drafted."""
+        drafts = None if bins is not None else self.drafts
+        scanned = scan(self.ranking.parts, pivots, interval, drafts, share, bins)
+        if drafts is not None and interval is not None:
+            self.drafted = scanned
+        for j, pivot in enumerate(pivots):
+            self.local_counts[pivot] = [row[j] for row in scanned.counts]
+        return scanned
+
+    def _count(
+        self, around: Around, only_counts: bool
+    ) -> Search[tuple[dict[int, int], Tensor | None]]:
+        """Global counts per pivot, and the histogram of the keys in the interval.
+
+        There is none if there is no interval, or if some rank finds that the interval of a
+        start has become too crowded; its elements are then counted at both ends only.
+
+        Args:
+            only_counts: do not collect the keys of the interval.
+        """
+        pivots, interval = sorted(around.pivots), around.interval
+        descent = None if interval is None else descent_over(*interval)
+        num_bins = 0 if descent is None else descent.num_bins
+
+        def count() -> Tensor:
+            collects, histogram = interval, torch.zeros(num_bins, dtype=torch.int64)
+            if only_counts and descent is not None:
+                bins = BinCounts(descent)
+                self._scan(pivots, interval, bins=bins)
+                histogram = bins.counts
+            else:
+                if interval is not None and around.is_crowded(self.ranking.parts):
+                    collects = None
+                self.scanned = self._scan(pivots, collects, around.expected_share())
+                if descent is not None and collects is not None:
+                    histogram = histogram_of(self.scanned.keys, descent)
+            counts = [sum(self.local_counts[pivot]) for pivot in pivots]
+            return torch.cat([torch.tensor([int(collects is None), *counts]), histogram])
+
+        shared = yield 1 + len(pivots) + num_bins, count
+        num_without, *counts = shared[: 1 + len(pivots)].tolist()
+        histogram = None if num_without else shared[1 + len(pivots) :]
+        return dict(zip(pivots, counts, strict=True)), histogram
+
+    def _descend(self, k: int, interval: Interval, below: int, histogram: Tensor) -> Search[KthKey]:
+        """Radix-select the k-th key among the collected ones in an interval.
+
+        Args:
+            interval: inside the one that was collected.
+            below: how many smaller keys there are.
+            histogram: of all that was collected.
+        """
+        scanned = self.scanned
+        assert scanned is not None
+        inside = scanned.keys
+        descent = descent_over(*interval, k - below - 1)
+
+        def count_bins() -> Tensor:
+            nonlocal inside
+            inside = within(inside, descent.low, descent.high)
+            return histogram_of(inside, descent)
+
+        if interval != scanned.interval:
+            histogram = yield descent.num_bins, count_bins
+        descent, num_ties = narrowed(descent, histogram)
+        while not descent.is_done:
+            descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
+        threshold = descent.low
+
+        def count() -> tuple[list[int], list[int]]:
+            keys_of_parts = [keys.numpy() for keys in torch.split(scanned.keys, scanned.sizes)]
+            ties = [int(np.count_nonzero(keys == threshold)) for keys in keys_of_parts]
+            under = [
+                less + int(np.count_nonzero(keys < threshold))
+                for less, keys in zip(scanned.num_below, keys_of_parts, strict=True)
+            ]
+            return under, ties
+
+        return KthKey(threshold, k - 1 - descent.rank, num_ties, count, scanned)
+
+
+def refuse_nan_in(names: Sequence[str], num_live: Sequence[int], num_nan: Sequence[int]) -> None:
+    """Raise ValueError for the parameters that have NaN among their live elements."""
+    where = {
+        name: f"{nan} of {live}"
+        for name, live, nan in zip(names, num_live, num_nan, strict=True)
+        if nan
+    }
+    if where:
+        parameters = ", ".join(f"{name} ({count})" for name, count in where.items())
+        raise error_about(
+            "nan",
+            where,
+            f"the scores of {parameters} are NaN; expected numbers for every unpruned "
+            "element. NaN has no place in a ranking: repair the weights, or mask them first "
+            "with custom_from_mask.",
+        )
