@@ -340,7 +340,7 @@ def _grouped(
     """By label, what is ranked together. Collective.
 
     Args:
-        targets, prepared: of all tensors.
+        targets, prepared: all tensors, and what was made for each.
         members: the positions of the tensors of each group, by label.
         order: the order of the scores.
         is_random: rank by random keys instead.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 from distprune._common.amount import Amount, SparsityBound, validate_amount
 from distprune._common.exact_sums import Normalization, check_normalization
 from distprune._common.naming import unwrap
 from distprune._common.process_groups import world
-from distprune.call.importance_scores import SignedScores
+from distprune.call.importance_scores import SignedScores, check_mapping
 from distprune.call.report import StructuredReport
 from distprune.call.request import PruningArguments
 from distprune.call.run import prune_parameters
@@ -174,11 +174,7 @@ def _check_rest(
     validate_amount(amount)
     if n is None or isinstance(n, bool) or norm_order(n) is None:
         raise TypeError(f"n={n!r}; expected a number, the order of the norm.")
-    if importance_scores is not None and not isinstance(importance_scores, Mapping):
-        raise TypeError(
-            f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
-            "(module, name) to a tensor."
-        )
+    check_mapping(importance_scores)
     if isinstance(importance_scores, SignedScores):
         raise TypeError(
             "importance_scores are signed, and a norm is one of |score|; expected scores of which "

@@ -16,7 +16,7 @@ from distprune._common.process_groups import world
 from distprune.budgets import BudgetLike, to_budget
 from distprune.budgets.rules import Sparsities
 from distprune.call.grouping import InputDims, to_rule
-from distprune.call.importance_scores import check_order
+from distprune.call.importance_scores import check_mapping, check_order
 from distprune.call.report import PruningReport, warn_of_collapse
 from distprune.call.request import ByBudget, InGroups, OneRanking, PruningArguments
 from distprune.call.run import prune_parameters
@@ -273,11 +273,7 @@ def global_arguments(
             f"parameters is a {type(parameters).__name__}; expected an iterable of "
             "(module, name) pairs."
         )
-    if importance_scores is not None and not isinstance(importance_scores, Mapping):
-        raise TypeError(
-            f"importance_scores is a {type(importance_scores).__name__}; expected a dict from "
-            "(module, name) to a tensor."
-        )
+    check_mapping(importance_scores)
     check_normalization(normalize)
     rule = to_budget(budget)
     group_rule = to_rule(scope, pattern, amount)

@@ -16,6 +16,15 @@ from distprune.shards.reader import ShardReader, local_part, unflattened, whole_
 from distprune.shards.shard import LocalShard
 
 
+def check_mapping(scores: object) -> None:
+    """Raise TypeError for scores that are no mapping."""
+    if scores is not None and not isinstance(scores, Mapping):
+        raise TypeError(
+            f"importance_scores is a {type(scores).__name__}; expected a dict from "
+            "(module, name) to a tensor."
+        )
+
+
 def by_parameter(
     scores: Scores, targets: Mapping[Hashable, Target], reader: ShardReader
 ) -> dict[Hashable, list[Tensor | FactoredScores]]:
