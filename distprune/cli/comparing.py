@@ -67,8 +67,7 @@ def verify(
     from distprune.files.verifying import verify as check
 
     terminal = Terminal(as_json, -1 if quiet else verbose, is_leader=process.is_leader())
-    stop = process.Stop()
-    with stop.listening(), ranks.process_group(timeout), Meter(terminal) as meter:
+    with process.Stop() as stop, ranks.process_group(timeout), Meter(terminal) as meter:
         result = check(pruned, against, scores=scores, progress=meter, stop=stop)
     if as_json:
         terminal.json({"is_good": result.is_good, **asdict(result)})

@@ -165,9 +165,8 @@ def apply(
         return Application(masks, source, follow_links=follow_links)
 
     ranks.run_on_ranks(context, nproc, find)
-    stop = process.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
-    with stop.listening(), ranks.process_group(timeout):
+    with process.Stop() as stop, ranks.process_group(timeout):
         checkpoint, applied = _apply(terminal, find, destination, stop, take_over)
     if as_json:
         values = {"source": checkpoint.folder, "masks": str(masks), **asdict(applied)}
@@ -241,8 +240,7 @@ def convert(
     if conversion.note:
         terminal.note(conversion.note)
     tell_skipped(terminal, conversion.skipped)
-    stop = process.Stop()
-    with stop.listening(), Meter(terminal) as meter:
+    with process.Stop() as stop, Meter(terminal) as meter:
         reading = Reading(meter, conversion.total_bytes, "write")
         converted = conversion.write(destination, reading, stop)
     for note in converted.notes:

@@ -17,8 +17,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         command_line = sys.argv[1:] if arguments is None else list(arguments)
         process.prepare()
-        with process.signals_end_the_process(process.wants_json(command_line), arguments is None):
-            code = process.finish(_run, command_line, is_process=arguments is None)
+        with process.Ending(command_line, is_process=arguments is None) as ending:
+            process.check_memory_limit()
+            if command_line[:1] == ["selftest"]:  # without typer and rich, which may be missing
+                from distprune.cli import selftest
+
+                ending.code = selftest.main(command_line[1:])
+            else:
+                try:
+                    from distprune.cli import app
+                except ModuleNotFoundError as error:
+                    if (error.name or "").split(".")[0] not in ("typer", "rich"):
+                        raise
+                    print(
+                        f"distprune: the command line needs {error.name}: pip install "
+                        "'distprune[cli]' (only selftest works without)",
+                        file=sys.stderr,
+                    )
+                    ending.code = process.USAGE
+                else:
+                    ending.code = app.run(command_line)
+        code = ending.code
     except KeyboardInterrupt:
         code = 130
         print("distprune: interrupted.", file=sys.stderr)
@@ -26,22 +45,3 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = 7
         print(f"distprune: it cannot start: {error or 'out of memory'}", file=sys.stderr)
     sys.exit(code)
-
-
-def _run(command_line: Sequence[str]) -> int:
-    from distprune.cli import process, selftest
-
-    if command_line[:1] == ["selftest"]:  # without typer and rich, which may not be installed
-        return selftest.main(command_line[1:])
-    try:
-        from distprune.cli.app import run
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in ("typer", "rich"):
-            raise
-        print(
-            f"distprune: the command line needs {error.name}: pip install 'distprune[cli]' "
-            "(only selftest works without)",
-            file=sys.stderr,
-        )
-        return process.USAGE
-    return run(command_line)

@@ -270,26 +270,20 @@ OPTIONS: dict[str, Any] = {
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command :data:`OPTIONS` in the place of its argument ``options``, which is a dict."""
+    """Let a command take :data:`OPTIONS`, after its argument ``recipe``, as its ``**options``."""
     signature = inspect.signature(command, eval_str=True)
-    parameters = []
-    for parameter in signature.parameters.values():
-        named = {"options": OPTIONS}.get(parameter.name, {parameter.name: parameter.annotation})
-        default = None if parameter.name == "options" else parameter.default
-        parameters += [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-            for name, annotation in named.items()
-        ]
-
-    def call(**given: Any) -> None:
-        options = {field: given.pop(field) for field in OPTIONS}
-        command(**given, options=options)
-
-    vars(call)["__signature__"] = signature.replace(parameters=parameters)
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
-    return call
+    fields = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        for name, option in OPTIONS.items()
+    ]
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in list(signature.parameters.values())[:-1]
+    ]
+    after = list(signature.parameters).index("recipe") + 1
+    parameters[after:after] = fields
+    vars(command)["__signature__"] = signature.replace(parameters=parameters)
+    return command
 
 
 def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:

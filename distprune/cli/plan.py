@@ -351,11 +351,11 @@ def plan(
     destination: MaybeDestination = None,
     recipe: RecipeName = None,
     *,
-    options: dict[str, Any],
     follow_links: FollowLinks = False,
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Show what would be pruned, what would not and why, and the disk space and time needed.
 

@@ -15,8 +15,9 @@ import re
 import resource
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
@@ -163,12 +164,8 @@ _DEFECT = (
     "`distprune env`."
 )
 _TORCH_BYTES = 750_000_000  # of address space, to import torch and start
+_SECONDS_TO_SAY_WHY = 1.0
 _SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # also clears the line of a progress bar
-
-
-# Environment variables of the processes that --nproc starts.
-STORE = "DISTPRUNE_STORE"  # the file at which the ranks meet
-PARENT = "DISTPRUNE_PARENT"  # the id of the process that started them
 
 
 def is_leader() -> bool:
@@ -177,54 +174,86 @@ def is_leader() -> bool:
 
 
 def is_rank() -> bool:
-    """Whether torchrun or ``--nproc`` started this process as one of several."""
+    """Whether torch's launcher, or ``--nproc``, started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def is_child() -> bool:
-    """Whether ``--nproc`` started this process."""
-    return PARENT in os.environ
+class Ending:
+    """A context in which a command runs; no error leaves it, and all output is written then.
 
+    Attributes:
+        code: the exit code. Set it to what the command returns.
+    """
 
-def finish(
-    run: Callable[[Sequence[str]], int], arguments: Sequence[str], *, is_process: bool = False
-) -> int:
-    """Run a command and return its exit code. All output is written when this returns."""
-    as_json = wants_json(arguments)
-    try:
+    def __init__(self, arguments: Sequence[str], *, is_process: bool) -> None:
+        self.code = OK
+        self._as_json = wants_json(arguments)
+        self._is_process = is_process
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Ending:
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self.end_at_once)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        if error is not None and not isinstance(error, Exception | SystemExit):
+            return False
         try:
-            _check_memory_limit()
-            code = run(arguments)
+            self.code = self._code_of(error)
             flush()
-            if code != OK and as_json and is_leader():
-                _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
-            if is_process and is_rank():
-                _leave_at_once(code)
-            return code
-        except SystemExit as exit_:
+        except OutputError as full:
+            self.code = _report(full, self._as_json)
+        except (ReaderGone, BrokenPipeError):
+            give_up(sys.stdout, sys.__stdout__)
+            self.code = READER_GONE
+        finally:
+            flush_errors()
+            # A signal while Python shuts down then ends the process without a traceback.
+            for number, handler in self._previous.items():
+                signal.signal(number, signal.SIG_DFL if self._is_process else handler)
+        if self._is_process and is_rank():
+            _leave_at_once(self.code)
+        return True
+
+    def _code_of(self, error: BaseException | None) -> int:
+        if isinstance(error, ReaderGone):
+            raise error
+        if isinstance(error, Exception):
+            return _report(error, self._as_json)
+        code = self.code
+        if isinstance(error, SystemExit):
             # The parsers exit with 2; only rich and typer with 1, if the reader of stdout is gone.
-            code = exit_.code if isinstance(exit_.code, int) else OK
+            code = error.code if isinstance(error.code, int) else OK
             if code == INTERNAL:
-                raise ReaderGone from exit_
-            if code != OK and as_json and is_leader():
-                _write_json(code, "wrong usage; stderr says what is wrong.")
-            flush()
-            return code
-        except Exception as error:
-            if isinstance(error, ReaderGone):
-                raise
-            code = _report(error, as_json)
-            if is_process and is_rank():
-                _leave_at_once(code)
-            return code
-    except (ReaderGone, BrokenPipeError):
-        give_up(sys.stdout, sys.__stdout__)
-        return READER_GONE
-    finally:
-        flush_errors()
+                raise ReaderGone from error
+        if code != OK and self._as_json and is_leader():
+            _write_json(code, "stderr says what is wrong.")  # dropped if there is a document
+        return code
+
+    def end_at_once(self, number: int, frame: FrameType | None) -> None:
+        """End the process with one line, even while modules are imported.
+
+        Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
+        Work that writes files handles signals itself; see :class:`Stop`.
+        """
+        is_interrupt = number == signal.SIGINT
+        code = INTERRUPTED if is_interrupt else TERMINATED
+        text = "interrupted." if is_interrupt else "terminated."
+        if is_leader():
+            if self._as_json and not has_document():
+                _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
+            with contextlib.suppress(OSError):
+                line = f"distprune: {text}\n"
+                _write_at_once(2, _SHOW_CURSOR + line if os.isatty(2) else line)
+        os._exit(code)
 
 
-def _check_memory_limit() -> None:
+def check_memory_limit() -> None:
     """Raise MachineError where the libraries of torch would abort: that cannot be caught."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY and limit < _TORCH_BYTES:
@@ -240,47 +269,15 @@ def _leave_at_once(code: int) -> NoReturn:
     A sharded model, or an error, keeps gloo's groups and their threads until then. A thread that
     frees the tensors of a collective, or that another rank is still connected to, aborts with
     "terminate called without an active exception", which would hide the exit code.
+
+    torch's launcher ends all ranks as soon as one has failed: rank 0 first says what is wrong.
     """
+    if code not in (OK, INTERRUPTED, TERMINATED) and not is_leader():
+        time.sleep(_SECONDS_TO_SAY_WHY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or none
             stream.flush()
     os._exit(code)
-
-
-@contextlib.contextmanager
-def signals_end_the_process(as_json: bool, is_process: bool) -> Iterator[None]:
-    """SIGINT and SIGTERM end the process with one line, even while modules are imported.
-
-    Nothing is raised: an exception in the middle of an import causes other errors, or is lost.
-    Work that writes files handles signals itself; see :class:`Stop`.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        is_interrupt = number == signal.SIGINT
-        code = INTERRUPTED if is_interrupt else TERMINATED
-        text = "interrupted." if is_interrupt else "terminated."
-        if as_json and is_leader() and not has_document():
-            _write_at_once(1, json.dumps({"exit_code": code, "error": text}) + "\n")
-        if is_leader():
-            with contextlib.suppress(OSError):
-                text = f"distprune: {text}\n"
-                _write_at_once(2, _SHOW_CURSOR + text if os.isatty(2) else text)
-        os._exit(code)
-
-    end.ends_the_process = True  # type: ignore[attr-defined]
-    previous = {}
-    with contextlib.suppress(ValueError):  # only the main thread can set handlers
-        for number in SIGNALS:
-            if is_child() or signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, end)
-        if is_child():  # it was started with both blocked
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, list(previous))
-    try:
-        yield
-    finally:
-        # A signal while Python shuts down then ends the process without a traceback.
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if is_process else handler)
 
 
 def _report(error: Exception, as_json: bool) -> int:
@@ -288,14 +285,14 @@ def _report(error: Exception, as_json: bool) -> int:
     explanation = explained(error)
     code = INTERNAL if explanation is None else explanation.exit_code
     if explanation is None or code == INTERNAL:
-        _write_error(_printable_lines("".join(traceback.format_exception(error)).rstrip()))
+        write_error(_printable_lines("".join(traceback.format_exception(error)).rstrip()))
         text = _DEFECT
     else:
         text = _printable_lines(str(explanation), indent="  ")
     if as_json and is_leader():
         _write_json(code, text)
     if code in (INTERNAL, DISTRIBUTED) or is_leader():
-        _write_error(f"distprune: {text}")
+        write_error(f"distprune: {text}")
     return code
 
 
@@ -311,7 +308,7 @@ def _write_json(code: int, text: str) -> None:
         write_document(json.dumps({"exit_code": code, "error": text}) + "\n")
 
 
-def _write_error(text: str) -> None:
+def write_error(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -324,8 +321,8 @@ def _write_at_once(descriptor: int, text: str) -> None:
 class Stop:
     """Whether long work should stop; pass it as ``stop`` to the functions of ``distprune.files``.
 
-    It is true after SIGINT or SIGTERM. A second signal ends the process at once. In a process that
-    ``--nproc`` started, it is also true once the process that started it has ended.
+    It is true after SIGINT or SIGTERM. A second signal ends the process at once. On a rank, it is
+    also true once the launcher that started it has ended.
 
     Attributes:
         code: exit code of the signal that was received; None before one is.
@@ -334,32 +331,26 @@ class Stop:
     def __init__(self) -> None:
         self.code: int | None = None
         self._previous_handlers: dict[int, Any] = {}
-        parent = os.environ.get(PARENT)
-        self._parent = None if parent is None else int(parent)
+        self._launcher = os.getppid() if is_rank() else None
 
     def __call__(self) -> bool:
-        return self.code is not None or (self._parent is not None and os.getppid() != self._parent)
+        return self.code is not None or self._launcher not in (None, os.getppid())
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the signals while in the context."""
-        self._previous_handlers = {
-            number: signal.signal(number, self._on_signal) for number in SIGNALS
-        }
-        try:
-            yield
-        except Interrupted as error:
+    def __enter__(self) -> Stop:
+        for number in SIGNALS:
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        if isinstance(error, Interrupted):
             error.exit_code = self.code or TERMINATED
-            raise
-        finally:
-            for number, handler in self._previous_handlers.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        is_second = self.code is not None
-        self.code = INTERRUPTED if number == signal.SIGINT else TERMINATED
-        if is_second:
+        if self.code is not None:
             handler = self._previous_handlers[number]
-            if getattr(handler, "ends_the_process", False):
+            if callable(handler):
                 handler(number, frame)  # it writes a message
             os._exit(self.code)
+        self.code = INTERRUPTED if number == signal.SIGINT else TERMINATED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,7 +64,6 @@ def prune(
     destination: Destination,
     recipe: RecipeName = None,
     *,
-    options: dict[str, Any],
     masks: Masks = None,
     follow_links: FollowLinks = False,
     card: Card = None,
@@ -77,6 +75,7 @@ def prune(
     as_json: AsJson = False,
     verbose: Verbose = 0,
     quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Write a pruned copy of a checkpoint; the same to the byte on any number of processes.
 
@@ -96,7 +95,6 @@ def prune(
 
       torchrun --nproc-per-node 8 -m distprune prune SRC DST -s 0.5 --scope row
     """
-    options |= {"masks": masks, "card": card}
     verbosity = -1 if quiet else verbose
     terminal = Terminal(as_json, verbosity, is_leader=process.is_leader())
     if discard:
@@ -104,8 +102,11 @@ def prune(
         return
 
     def make_recipe() -> FileRecipe:
-        _check_plot(plot)
-        return resolve(recipe, options)
+        if plot is not None:
+            from distprune.cli import plotting
+
+            plotting.check(plot)
+        return resolve(recipe, options | {"masks": masks, "card": card})
 
     def check() -> None:
         from distprune.files.planning import plan
@@ -113,14 +114,27 @@ def prune(
         plan(source, make_recipe(), follow_links=follow_links)
 
     ranks.run_on_ranks(context, nproc, check)
+    from distprune._common.process_groups import world
+    from distprune.files import pruning
     from distprune.files.reports.building import advice_about
+    from distprune.files.team import Team
 
-    stop = process.Stop()
     # Listen before the ranks meet: a signal to all of them must not end some of them at once.
-    with stop.listening(), ranks.process_group(timeout):
-        plan, report = _prune(
-            terminal, source, destination, make_recipe, stop, follow_links, take_over
-        )
+    with process.Stop() as stop, ranks.process_group(timeout):
+        checked = Team(world()).attempt(make_recipe)
+        plan = pruning.plan_together(source, checked, follow_links=follow_links)
+        copying.tell(terminal, plan.checkpoint)
+        planning.show_warnings(terminal, plan)
+        terminal.note(planning.summary(plan))
+        with Meter(terminal) as meter:
+            report = pruning.prune(
+                plan,
+                destination,
+                progress=meter,
+                stop=stop,
+                take_over=take_over,
+                tell=terminal.note,
+            )
     if terminal.is_leader:
         for warning in report.warnings:
             terminal.note(f"Warning: {warning}")
@@ -129,39 +143,6 @@ def prune(
         _show(terminal, report, plan, destination)
         if plot is not None:
             _draw(terminal, plan, report, destination, plot)
-
-
-def _prune(
-    terminal: Terminal,
-    source: Path,
-    destination: Path,
-    make_recipe: Callable[[], FileRecipe],
-    stop: process.Stop,
-    follow_links: bool,
-    take_over: bool,
-) -> tuple[Plan, Report]:
-    from distprune._common.process_groups import world
-    from distprune.files.pruning import plan_together
-    from distprune.files.pruning import prune as carry_out
-    from distprune.files.team import Team
-
-    recipe = Team(world()).attempt(make_recipe)
-    plan = plan_together(source, recipe, follow_links=follow_links)
-    copying.tell(terminal, plan.checkpoint)
-    planning.show_warnings(terminal, plan)
-    terminal.note(planning.summary(plan))
-    with Meter(terminal) as meter:
-        report = carry_out(
-            plan, destination, progress=meter, stop=stop, take_over=take_over, tell=terminal.note
-        )
-    return plan, report
-
-
-def _check_plot(plot: Path | None) -> None:
-    if plot is not None:
-        from distprune.cli import plotting
-
-        plotting.check(plot)
 
 
 def _show(terminal: Terminal, report: Report, plan: Plan, destination: Path) -> None:

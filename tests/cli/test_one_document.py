@@ -149,11 +149,11 @@ def test_a_signal_before_the_work(folders):
 def test_a_second_signal(folders, tmp_path):
     process = start(
         "-c",
-        "import os, signal, time\nfrom distprune.cli import prune\n"
-        "def hang(*_):\n"
+        "import os, signal, time\nfrom distprune.files import pruning\n"
+        "def hang(*_, **__):\n"
         "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "        time.sleep(0.1)\n"
-        "prune._prune = hang\nfrom distprune.cli.main import main\nmain()",
+        "pruning.plan_together = hang\nfrom distprune.cli.main import main\nmain()",
         "prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json",
     )  # fmt: skip
     text, err = process.communicate(timeout=100)

@@ -1,11 +1,14 @@
 """``distprune prune``: one process and several, signals, messages and exit codes."""
 
+import contextlib
 import io
 import json
 import os
 import shutil
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,19 +144,22 @@ def test_the_peak_of_memory_is_that_of_the_end_with_children(source, tmp_path):
     assert said.endswith(f"peak memory {format_size(int(peak))}."), out
 
 
-def start_rank(rank, store, *arguments):
-    keywords = {"RANK": str(rank), "WORLD_SIZE": "2", "DISTPRUNE_STORE": str(store)}
-    return start("-m", "distprune", *arguments, **keywords)
+def start_ranks(*commands):
+    """A rank for each command line, without a launcher that would end them all."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    meeting = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return [
+        start("-m", "distprune", *command, **meeting, RANK=str(rank))
+        for rank, command in enumerate(commands)
+    ]
 
 
 @pytest.mark.slow
 def test_ranks_that_differ_end_with_code_5_and_say_in_what(source, tmp_path):
     arguments = ("prune", source, tmp_path / "out", "-q")
-    started = [
-        start_rank(rank, tmp_path / "store", *arguments, "-s", sparsity)
-        for rank, sparsity in enumerate(("0.5", "0.25"))
-    ]
-    for child in started:
+    for child in start_ranks(*((*arguments, "-s", sparsity) for sparsity in ("0.5", "0.25"))):
         _, err = child.communicate(timeout=60)
         assert child.returncode == 5
         assert "recipe.sparsity" in err and "0.25" in err and "Traceback" not in err
@@ -204,7 +210,7 @@ def test_a_rank_that_hangs_ends_the_others_with_code_5(tmp_path):
         "--timeout",
         "2",
     ]
-    first, second = (start_rank(rank, tmp_path / "store", *arguments) for rank in range(2))
+    first, second = start_ranks(arguments, arguments)
     assert first.stderr.readline().startswith("Prunes")
     second.send_signal(signal.SIGSTOP)
     _, err = first.communicate(timeout=60)
@@ -225,18 +231,22 @@ def test_a_signal_between_the_phases(run, source, tmp_path, monkeypatch):
     assert tree_digest(tmp_path / "out", RUN) == tree_digest(tmp_path / "undisturbed", RUN)
 
 
-def test_a_rank_stops_when_the_process_that_started_it_is_gone(monkeypatch):
-    assert process.Stop()() is False
-    monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getppid()))
-    assert process.Stop()() is False
-    monkeypatch.setenv("DISTPRUNE_PARENT", str(os.getpid()))
-    assert process.Stop()() is True
+def test_a_rank_stops_when_the_launcher_that_started_it_is_gone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for is_rank in (False, True):
+        if is_rank:
+            monkeypatch.setenv("RANK", "0")
+        stop = process.Stop()
+        assert stop() is False
+        with monkeypatch.context() as patch:
+            patch.setattr(process.os, "getppid", lambda: 1)
+            assert stop() is is_rank
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
     stop, ended = process.Stop(), []
     monkeypatch.setattr(process.os, "_exit", ended.append)
-    with stop.listening():
+    with stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop() and stop.code == 143 and ended == []
         os.kill(os.getpid(), signal.SIGINT)
@@ -294,3 +304,43 @@ def test_a_picture_shows_sparsity_and_magnitudes(run, source, tmp_path):
     text = (tmp_path / "picture.svg").read_text()
     assert "threshold" in text and text.count("<path") > 22
     assert run("inspect", out, "--plot", tmp_path / "other.png").code == 0
+
+
+def children(pid):
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(each) for each in text.split()]
+
+
+def rank_of(pid):
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(int(each[5:]) for each in variables if each.startswith(b"RANK="))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_there_is_one_document_when_the_first_rank_was_killed(tmp_path):
+    command = ["prune", save_zeros(tmp_path / "source", 1 << 15), tmp_path / "out", "-s", "0.5"]
+    process = start("-m", "distprune", *command, "--nproc", "2", "--json")
+    assert process.stderr.readline().startswith("Prunes")
+    pids = {rank_of(pid): pid for pid in children(process.pid)}
+    os.kill(pids[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 5 and "Traceback" not in err
+    document = json.loads(out)
+    assert document["exit_code"] == 5 and "rank 0 was ended by SIGKILL" in document["error"]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[1], 0)
+        raise AssertionError("rank 1 is still there")
+
+
+@pytest.mark.parametrize("arguments, code", [(("recipe", "ls"), 0), (("recipe", "show", "no"), 2)])
+def test_a_rank_ends_without_the_shutdown_of_python(arguments, code):
+    """There gloo may abort the process after its work is done, for a model that is sharded."""
+    program = "import atexit; atexit.register(print, 'shut down')\n"
+    program += "from distprune.cli.main import main\nmain()"
+    for variables in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):
+        process = start("-c", program, *arguments, **variables)
+        out, err = process.communicate(timeout=250)
+        assert process.returncode == code, err
+        assert out.endswith("shut down\n") == (not variables), out
+        assert ("magnitude_50" in out) == (code == 0), out
