@@ -84,7 +84,7 @@ def _first_comment(path: Path) -> str:
 
 
 _PACKAGES = (
-    "distprune", "torch", "numpy", "safetensors", "transformers", "accelerate", "typer", "rich",
+    "torch", "numpy", "safetensors", "transformers", "accelerate", "typer", "rich",
     "PyYAML", "pydantic", "matplotlib",
 )  # fmt: skip
 
@@ -98,7 +98,25 @@ def env(
     """Show versions, devices, memory and the file system, for bug reports."""
     if not path.exists():
         raise typer.BadParameter(f"{path} does not exist; expected a folder.")
-    facts = _facts(path)
+    import torch
+    import torch.distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator()
+    number = 0 if accelerator is None else torch.accelerator.device_count()
+    kind = "none" if accelerator is None else accelerator.type
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "distprune": distprune.__version__,  # the one that runs, installed or not
+        **{package: _version(package) for package in _PACKAGES},
+        "accelerator": f"{number} x {kind}" if number else kind,
+        "distributed backends": ", ".join(filter(dist.is_backend_available, names)) or "none",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "memory": format_size(memory),
+        "file system": f"{_file_system(path)} ({format_size(shutil.disk_usage(path).free)} free)",
+    }
     terminal = Terminal(as_json)
     if as_json:
         terminal.json(facts)
@@ -106,65 +124,23 @@ def env(
     terminal.table(("what", "value"), [(key, str(value)) for key, value in facts.items()])
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
-    for package in _PACKAGES:
-        facts[package] = _version(package)
-    facts |= _torch_facts()
-    facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    facts["memory"] = _memory()
-    facts["file system"] = f"{file_system(path)} ({format_size(shutil.disk_usage(path).free)} free)"
-    return facts
-
-
 def _version(package: str) -> str:
-    if package == "distprune":  # the one that runs, installed or not
-        import distprune
-
-        return distprune.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _torch_facts() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    accelerator = torch.accelerator.current_accelerator()
-    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    backends = [name for name in names if dist.is_available() and dist.is_backend_available(name)]
-    kind = "none" if accelerator is None else accelerator.type
-    number = torch.accelerator.device_count() if accelerator is not None else 0
-    return {
-        "accelerator": f"{number} x {kind}" if number else kind,
-        "distributed backends": ", ".join(backends) or "none",
-    }
-
-
-def _memory() -> str | None:
-    try:
-        return format_size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def file_system(path: Path) -> str:
+def _file_system(path: Path) -> str:
     """The type of the file system that a path is on ("ext4"), as far as the system tells."""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return "unknown"
-    best, kind = "", "unknown"
-    resolved = str(path.resolve())
-    for line in lines:
-        _, mount, mount_kind, *_ = line.split()
-        mount = mount.encode().decode("unicode_escape")
-        inside = mount == "/" or resolved == mount or resolved.startswith(mount + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, mount_kind
-    return kind
+    # Of mounts on one place, the last one counts; spaces in their names are escaped.
+    kinds = {line.split()[1].encode().decode("unicode_escape"): line.split()[2] for line in lines}
+    inside = [mount for mount in kinds if path.resolve().is_relative_to(mount)]
+    return kinds[max(inside, key=len)] if inside else "unknown"
 
 
 _HELP = """

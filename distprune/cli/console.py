@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -25,7 +25,10 @@ from distprune.cli.process import printable
 from distprune.files.text import format_percent, format_size
 
 if TYPE_CHECKING:  # torch comes with it
-    from rich.progress import Progress, TaskID
+    from rich import progress
+
+    from distprune.files.team import Progress
+    from distprune.language_models import RunProgress
 
 
 def dump(value: Any) -> str:
@@ -295,44 +298,6 @@ def duration(seconds: float) -> str:
 _EVERY = 10.0  # seconds between lines
 
 
-class State(Protocol):
-    """What distprune.files.team.Progress says."""
-
-    @property
-    def phase(self) -> str: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    @property
-    def bytes_per_second(self) -> float: ...
-
-    @property
-    def seconds_left(self) -> float | None: ...
-
-
-class WindowsState(Protocol):
-    """What distprune.language_models.RunProgress says."""
-
-    @property
-    def phase(self) -> str: ...
-
-    @property
-    def num_windows(self) -> int: ...
-
-    @property
-    def total_windows(self) -> int: ...
-
-    @property
-    def windows_per_second(self) -> float: ...
-
-    @property
-    def seconds_left(self) -> float | None: ...
-
-
 class Meter:
     """Shows the progress of all ranks together; use it in a ``with`` statement."""
 
@@ -340,7 +305,7 @@ class Meter:
         self._terminal = terminal
         self._is_on = terminal.verbosity >= 0
         self._said_at = time.monotonic()
-        self._bar: Progress | None = None
+        self._bar: progress.Progress | None = None
         if self._is_on and terminal.errors.is_terminal:
             from rich.progress import BarColumn, Progress, TextColumn  # slow; bars are rare
 
@@ -351,7 +316,7 @@ class Meter:
                 console=terminal.errors,
                 transient=True,
             )
-        self._task: TaskID | None = None
+        self._task: progress.TaskID | None = None
 
     def __enter__(self) -> Meter:
         if self._bar is not None:
@@ -362,10 +327,10 @@ class Meter:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, state: State) -> None:
+    def __call__(self, state: Progress | Reading) -> None:
         self._show(state.phase, state.num_bytes, state.total_bytes, lambda: describe(state))
 
-    def windows(self, state: WindowsState) -> None:
+    def windows(self, state: RunProgress) -> None:
         """Show a run over windows of text."""
         describe = partial(describe_windows, state)
         self._show(state.phase, state.num_windows, state.total_windows, describe)
@@ -386,31 +351,26 @@ class Meter:
 
 
 class Reading:
-    """The progress of one process; call it with the bytes of every piece."""
+    """The progress of one process, without torch; call it with the bytes of every piece."""
 
     def __init__(self, meter: Meter, total_bytes: int, phase: str = "read") -> None:
         self.phase = phase
         self.num_bytes = 0
         self.total_bytes = total_bytes
+        self.bytes_per_second = 0.0
+        self.seconds_left: float | None = None
         self._meter = meter
         self._began = time.monotonic()
 
     def __call__(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
+        self.bytes_per_second = self.num_bytes / max(time.monotonic() - self._began, 1e-9)
+        if self.bytes_per_second:
+            self.seconds_left = (self.total_bytes - self.num_bytes) / self.bytes_per_second
         self._meter(self)
 
-    @property
-    def bytes_per_second(self) -> float:
-        seconds = time.monotonic() - self._began
-        return self.num_bytes / seconds if seconds > 0 else 0.0
 
-    @property
-    def seconds_left(self) -> float | None:
-        rate = self.bytes_per_second
-        return (self.total_bytes - self.num_bytes) / rate if rate else None
-
-
-def describe(state: State) -> str:
+def describe(state: Progress | Reading) -> str:
     """ "1.2 GB of 3.0 GB, 800.0 MB/s, 0:02 left"."""
     text = f"{format_size(state.num_bytes)} of {format_size(state.total_bytes)}"
     left = state.seconds_left
@@ -419,7 +379,7 @@ def describe(state: State) -> str:
     return f"{text}, {format_size(state.bytes_per_second)}/s, {_clock(left)} left"
 
 
-def describe_windows(state: WindowsState) -> str:
+def describe_windows(state: RunProgress) -> str:
     """ "12 of 128 windows, 3.1/s, 0:37 left"."""
     text = f"{state.num_windows:,} of {state.total_windows:,} windows"
     left = state.seconds_left

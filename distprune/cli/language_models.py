@@ -15,7 +15,7 @@ import typer
 
 from distprune.cli import process, ranks
 from distprune.cli.console import Meter, Terminal, count, counted
-from distprune.cli.options import AsJson, Nproc, Quiet, Timeout
+from distprune.cli.options import AsJson, Nproc, Quiet, Timeout, takes
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -107,19 +107,38 @@ Tokenizer = Annotated[
 ]
 
 
+takes_model = takes(
+    {
+        "model": Model, "texts": Texts, "length": Length, "limit": Limit, "batch_size": BatchSize,
+        "dtype": Dtype, "device": Device, "wrap": WrapName, "mesh": Mesh, "tokenizer": Tokenizer,
+        "nproc": Nproc, "timeout": Timeout, "as_json": AsJson, "quiet": Quiet,
+    },
+    after="context",
+    defaults={
+        "model": ..., "texts": ..., "length": 1024, "batch_size": 1, "timeout": 600.0,
+        "as_json": False, "quiet": False,
+    },
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options that :func:`opened` needs."""
+    """The options of ``takes_model``."""
 
     model: Path
     texts: list[Path]
     length: int
     limit: int | None
+    batch_size: int
     dtype: str | None
     device: str | None
     wrap: str | None
     mesh: str | None
     tokenizer: Path | None
+    nproc: int | None
+    timeout: float
+    as_json: bool
+    quiet: bool
 
     def check(self) -> None:
         """Check what needs no torch."""
@@ -189,41 +208,83 @@ def backend_of(kind: str) -> str:
     )
 
 
-def opened(
-    terminal: Terminal, options: ModelOptions, kind: str
-) -> tuple[nn.Module, TokenWindows, str]:
-    """The model, the windows of all texts, and how the model is wrapped. Collective."""
-    with translated(CheckpointError):
-        import torch
-        from transformers.utils import logging
+@dataclass
+class Opened:
+    """A model with its windows of text, on the ranks of a process group.
 
-        from distprune import language_models
+    Attributes:
+        wrap, device: how the model is wrapped, and the kind of device that it is on.
+        num_ranks, dtype: of the run and of the model's parameters, for a report.
+        began: time at which everything was loaded.
+    """
 
-        quiet: Any = logging  # without types
-        quiet.set_verbosity_error()
-        quiet.disable_progress_bar()
-        tokenizer = language_models.load_tokenizer(options.tokenizer or options.model)
-    with translated(TextError):
-        windows = language_models.read_windows(
-            tokenizer, options.texts, options.length, limit=options.limit
+    terminal: Terminal
+    model: nn.Module
+    windows: TokenWindows
+    wrap: str
+    device: str
+    num_ranks: int
+    began: float
+    batch_size: int
+
+    def facts(self) -> dict[str, Any]:
+        """How the run went, for JSON."""
+        return {
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "wrap": self.wrap,
+            "device": self.device,
+            "num_ranks": self.num_ranks,
+            "batch_size": self.batch_size,
+            "seconds": time.monotonic() - self.began,
+        }
+
+    @staticmethod
+    def text_of(facts: dict[str, Any]) -> str:
+        """ "3.2 s on 2 processes, float32."."""
+        processes = "process" if facts["num_ranks"] == 1 else "processes"
+        return f"{facts['seconds']:.1f} s on {facts['num_ranks']} {processes}, {facts['dtype']}."
+
+
+@contextlib.contextmanager
+def opened(options: ModelOptions) -> Iterator[Opened]:
+    """Load the model and the windows of all texts on every rank. Collective."""
+    terminal = Terminal(options.as_json, -1 if options.quiet else 0, is_leader=process.is_leader())
+    kind = options.kind_of_device()
+    with ranks.process_group(options.timeout, backend_of(kind)):
+        with translated(CheckpointError):
+            import torch
+            from transformers.utils import logging
+
+            from distprune import language_models
+            from distprune._common.process_groups import world
+
+            quiet: Any = logging  # without types
+            quiet.set_verbosity_error()
+            quiet.disable_progress_bar()
+            tokenizer = language_models.load_tokenizer(options.tokenizer or options.model)
+        with translated(TextError):
+            windows = language_models.read_windows(
+                tokenizer, options.texts, options.length, limit=options.limit
+            )
+        terminal.note(f"{len(windows):,} windows of {windows.length} tokens.")
+        num_ranks = world().size
+        wrap: Any = options.wrap or ("fsdp2" if num_ranks > 1 else "none")
+        if wrap != "none" and num_ranks == 1 and not process.is_rank():
+            raise SelectionError(
+                f"--wrap {wrap}: there is one process; expected --nproc or torchrun, or no --wrap."
+            )
+        with translated(CheckpointError):
+            model = language_models.load_sharded(
+                options.model,
+                wrap=wrap,
+                mesh=options.mesh_sizes(),
+                dtype=None if options.dtype is None else getattr(torch, options.dtype),
+                device=kind if kind == "cpu" else None,
+                ignore_unexpected=True,
+            )
+        yield Opened(
+            terminal, model, windows, wrap, kind, num_ranks, time.monotonic(), options.batch_size
         )
-    terminal.note(f"{len(windows):,} windows of {windows.length} tokens.")
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if process.is_rank() else 1
-    wrap: Any = options.wrap or ("fsdp2" if num_ranks > 1 else "none")
-    if wrap != "none" and num_ranks == 1 and not process.is_rank():
-        raise SelectionError(
-            f"--wrap {wrap}: there is one process; expected --nproc or torchrun, or no --wrap."
-        )
-    with translated(CheckpointError):
-        model = language_models.load_sharded(
-            options.model,
-            wrap=wrap,
-            mesh=options.mesh_sizes(),
-            dtype=None if options.dtype is None else getattr(torch, options.dtype),
-            device=kind if kind == "cpu" else None,
-            ignore_unexpected=True,
-        )
-    return model, windows, wrap
 
 
 @contextlib.contextmanager
@@ -247,23 +308,8 @@ def translated(kind: type[FilesError]) -> Iterator[None]:
         raise
 
 
-def evaluate(
-    context: typer.Context,
-    model: Model,
-    texts: Texts,
-    length: Length = 1024,
-    limit: Limit = None,
-    batch_size: BatchSize = 1,
-    dtype: Dtype = None,
-    device: Device = None,
-    wrap: WrapName = None,
-    mesh: Mesh = None,
-    tokenizer: Tokenizer = None,
-    nproc: Nproc = None,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@takes_model
+def evaluate(context: typer.Context, **options: Any) -> None:
     """Measure the perplexity of texts under a language model, before or after pruning.
 
     Each text is cut into windows that do not overlap; what is left at its end is dropped. If the
@@ -280,40 +326,22 @@ def evaluate(
 
       torchrun --nproc-per-node 8 -m distprune eval Llama-3-70B --text test.txt
     """
-    options = ModelOptions(model, texts, length, limit, dtype, device, wrap, mesh, tokenizer)
-    options.check()
-    ranks.run_on_ranks(context, nproc)
-    terminal = Terminal(as_json, -1 if quiet else 0, is_leader=process.is_leader())
-    kind = options.kind_of_device()
-    with ranks.process_group(timeout, backend_of(kind)):
-        loaded, windows, used_wrap = opened(terminal, options, kind)
-        from distprune._common.process_groups import world
+    given = ModelOptions(**options)
+    given.check()
+    ranks.run_on_ranks(context, given.nproc)
+    with opened(given) as run:
         from distprune.language_models import perplexity
 
-        num_ranks, began = world().size, time.monotonic()
-        with translated(CheckpointError), Meter(terminal) as meter:
-            report = perplexity(loaded, windows, batch_size=batch_size, progress=meter.windows)
-        seconds = time.monotonic() - began
-        dtype_used = str(next(loaded.parameters()).dtype).removeprefix("torch.")
-    if as_json:
-        terminal.json(
-            {
-                "model": str(model),
-                **report.as_values(),
-                "dtype": dtype_used,
-                "device": kind,
-                "wrap": used_wrap,
-                "num_ranks": num_ranks,
-                "batch_size": batch_size,
-                "seconds": seconds,
-            }
-        )
+        with translated(CheckpointError), Meter(run.terminal) as meter:
+            report = perplexity(
+                run.model, run.windows, batch_size=given.batch_size, progress=meter.windows
+            )
+        facts = run.facts()
+    if given.as_json:
+        run.terminal.json({"model": str(given.model), **report.as_values(), **facts})
         return
-    _show(terminal, report)
-    terminal.note(
-        f"{count(report.total.num_tokens)} tokens in {seconds:.1f} s on {num_ranks} "
-        f"{'process' if num_ranks == 1 else 'processes'}, {dtype_used}."
-    )
+    _show(run.terminal, report)
+    run.terminal.note(f"{count(report.total.num_tokens)} tokens in {run.text_of(facts)}")
 
 
 def _show(terminal: Terminal, report: PerplexityReport) -> None:
@@ -382,28 +410,16 @@ AllowEmpty = Annotated[
 ]
 
 
+@takes_model
 def calibrate(
     context: typer.Context,
-    model: Model,
-    texts: Texts,
     out: Out,
-    length: Length = 1024,
-    limit: Limit = None,
     samples: Samples = None,
     seed: Seed = 0,
-    batch_size: BatchSize = 1,
     include: Include = None,
     exclude: Exclude = None,
     allow_empty: AllowEmpty = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    wrap: WrapName = None,
-    mesh: Mesh = None,
-    tokenizer: Tokenizer = None,
-    nproc: Nproc = None,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Run text through a language model, and write statistics of what its layers are called with.
 
@@ -419,48 +435,47 @@ def calibrate(
 
       distprune calibrate MODEL --text a.txt --out stats.safetensors --nproc 4
     """
-    options = ModelOptions(model, texts, length, limit, dtype, device, wrap, mesh, tokenizer)
-    options.check()
+    given = ModelOptions(**options)
+    given.check()
     _check_out(out)
-    ranks.run_on_ranks(context, nproc)
-    terminal = Terminal(as_json, -1 if quiet else 0, is_leader=process.is_leader())
-    kind = options.kind_of_device()
-    with ranks.process_group(timeout, backend_of(kind)):
-        loaded, windows, used_wrap = opened(terminal, options, kind)
+    ranks.run_on_ranks(context, given.nproc)
+    with opened(given) as run:
         import distprune as prune
         from distprune import language_models
-        from distprune._common.process_groups import world
         from distprune.language_models.calibrating import without_statistics
 
-        num_ranks, began = world().size, time.monotonic()
+        terminal, windows = run.terminal, run.windows
         with translated(SelectionError):
             if samples is not None:
                 windows = windows.sample(samples, seed=seed)
-            layers = language_models.linear_layers(loaded, include or None, exclude or ())
+            layers = language_models.linear_layers(run.model, include or None, exclude or ())
             statistics = prune.statistics.ActivationStatistics(
                 layers, allow_empty=allow_empty or ()
             )
-        if unseen := without_statistics(loaded):
+        if unseen := without_statistics(run.model):
             terminal.note(
                 f"Warning: no statistics of {counted(len(unseen), 'weight')} whose inputs are not "
                 f"seen ({unseen[0]}{', ...' if len(unseen) > 1 else ''})."
             )
         with translated(CheckpointError), Meter(terminal) as meter:
             language_models.calibrate(
-                loaded, windows, statistics, batch_size=batch_size, progress=meter.windows
+                run.model,
+                windows,
+                statistics,
+                batch_size=given.batch_size,
+                progress=meter.windows,
             )
             statistics.save(out)
-        seconds = time.monotonic() - began
-        dtype_used = str(next(loaded.parameters()).dtype).removeprefix("torch.")
+        facts = run.facts()
     num_tokens = windows.tokens.numel()
-    if as_json:
+    if given.as_json:
         terminal.json(
             {
-                "model": str(model),
+                "model": str(given.model),
                 "out": str(out),
                 "mode": statistics.mode,
-                "texts": [str(text) for text in texts],
-                "length": length,
+                "texts": [str(text) for text in given.texts],
+                "length": given.length,
                 "num_windows": len(windows),
                 "num_tokens": num_tokens,
                 "samples": samples,
@@ -468,21 +483,14 @@ def calibrate(
                 "num_layers": len(layers),
                 "layers": [layer.fqn for layer in layers],
                 "without_statistics": unseen,
-                "dtype": dtype_used,
-                "wrap": used_wrap,
-                "device": kind,
-                "num_ranks": num_ranks,
-                "batch_size": batch_size,
-                "seconds": seconds,
+                **facts,
             }
         )
-        return
-    if terminal.is_leader:
+    elif terminal.is_leader:
         terminal.text(
             f"{out}: statistics of {counted(len(layers), 'layer')} over {count(num_tokens)} tokens "
             f"in {counted(len(windows), 'window')}, {format_size(out.stat().st_size)}. "
-            f"{seconds:.1f} s on {num_ranks} {'process' if num_ranks == 1 else 'processes'}, "
-            f"{dtype_used}."
+            f"{run.text_of(facts)}"
         )
 
 

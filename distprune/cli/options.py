@@ -10,10 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from distprune._common.blocks import Pattern as ParsedPattern
 from distprune.files.errors import SelectionError, headline
 from distprune.files.recipe import FileRecipe
-from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS
+from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS, is_normalizable, is_tiled
 from distprune.recipes.request import Request, shipped_recipes
 
 Source = Annotated[
@@ -269,21 +268,37 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take :data:`OPTIONS`, after its argument ``recipe``, as its ``**options``."""
-    signature = inspect.signature(command, eval_str=True)
-    fields = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        for name, option in OPTIONS.items()
-    ]
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in list(signature.parameters.values())[:-1]
-    ]
-    after = list(signature.parameters).index("recipe") + 1
-    parameters[after:after] = fields
-    vars(command)["__signature__"] = signature.replace(parameters=parameters)
-    return command
+def takes(
+    options: dict[str, Any], *, after: str, defaults: dict[str, Any] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take options as its ``**options``: typer reads them from its signature.
+
+    Args:
+        options: the annotation of each, by name.
+        after: the parameter that they follow in the help.
+        defaults: of those whose default is not None; ... for one that is needed.
+    """
+    given = {
+        name: inspect.Parameter.empty if value is ... else value
+        for name, value in (defaults or {}).items()
+    }
+
+    def extend(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own = [each.replace(kind=kind) for each in signature.parameters.values()][:-1]
+        place = list(signature.parameters).index(after) + 1
+        own[place:place] = [
+            inspect.Parameter(name, kind, default=given.get(name), annotation=option)
+            for name, option in options.items()
+        ]
+        vars(command)["__signature__"] = signature.replace(parameters=own)
+        return command
+
+    return extend
+
+
+takes_recipe = takes(OPTIONS, after="recipe")
 
 
 def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
@@ -297,17 +312,17 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     groups = fields.get("groups", ())
     if groups:
         _refuse_in_groups(name, len(groups), given)
-    is_tiled = _is_tiled((fields | overrides).get("pattern"))
-    if "pattern" in overrides and not is_tiled:
+    has_tiles = is_tiled((fields | overrides).get("pattern"))
+    if "pattern" in overrides and not has_tiles:
         fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_DIVIDING)}
-    elif "sparsity" in overrides and not is_tiled:
+    elif "sparsity" in overrides and not has_tiles:
         fields.pop("pattern", None)
-    if is_tiled or overrides.get("scope", "global") != "global":
+    if has_tiles or overrides.get("scope", "global") != "global":
         fields = {k: v for k, v in fields.items() if k not in _DIVIDING}
     if "budget" in overrides and "scope" not in overrides:
         fields.pop("scope", None)
     pattern = (fields | overrides).get("pattern")
-    if "scope" in overrides and pattern is not None and not is_tiled:
+    if "scope" in overrides and pattern is not None and not has_tiles:
         beside, way_out = given.get("pattern"), "leave --scope out."
         if beside is None:
             beside = f"the pattern {pattern} of the recipe {name}"
@@ -335,7 +350,7 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         raise SelectionError(
             "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
         )
-    if is_tiled and "sparsity" not in fields | overrides:
+    if has_tiles and "sparsity" not in fields | overrides:
         raise SelectionError(
             f"the pattern {(fields | overrides)['pattern']} has no sparsity; expected --sparsity, "
             "the share of the tiles to prune."
@@ -366,13 +381,6 @@ def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
     return values
 
 
-def _is_tiled(pattern: object) -> bool:
-    try:
-        return ParsedPattern.parse(pattern).tile is not None
-    except ValueError:
-        return False
-
-
 def _unused(score: object, budget: object) -> set[str]:
     """The fields of a recipe that have no effect beside a score and a budget."""
     used = {"random": "seed", "given": "scores"} | dict.fromkeys(FROM_STATISTICS, "statistics")
@@ -383,9 +391,7 @@ def _unused(score: object, budget: object) -> set[str]:
 def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The fields of a recipe, with the default of ``normalize`` only where it has an effect."""
     merged = fields | overrides
-    is_global = merged.get("pattern") is None and merged.get("scope", "global") == "global"
-    is_global &= merged.get("budget") is None
-    if not is_global or merged.get("score", "magnitude") == "random":
+    if not is_normalizable(*map(merged.get, ("scope", "pattern", "budget", "score"))):
         return {key: value for key, value in fields.items() if key != "normalize"}
     return {"normalize": "rms"} | fields
 

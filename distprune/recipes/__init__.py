@@ -1,16 +1,36 @@
 """Recipes: what they may say, how they are read and checked, and the value that they become.
 
 Nothing imports ``form`` before a recipe is checked: pydantic is an optional dependency, and takes a
-tenth of a second to import."""
+tenth of a second to import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+from distprune._common.blocks import Pattern
+
+Score = Literal["magnitude", "random", "wanda", "stade", "ria", "given"]
+Budget = Literal["uniform", "uniform+", "erk", "lamp", "owl"]
 # Scores that are made of weights and of statistics of activations.
 FROM_STATISTICS = ("wanda", "stade", "ria")
 # The budget that is made of statistics of activations.
 BUDGET_FROM_STATISTICS = "owl"
+
+
+def is_tiled(pattern: object) -> bool:
+    """Whether a pattern, which may be wrong, is one of tiles."""
+    try:
+        return Pattern.parse(pattern).tile is not None
+    except ValueError:
+        return False
+
+
+def is_normalizable(scope: object, pattern: object, budget: object, score: object) -> bool:
+    """Whether the order of the weights depends on what each tensor is divided by."""
+    is_one_ranking = scope in (None, "global") and pattern is None and budget is None
+    return is_one_ranking and score != "random"
 
 
 KeyPath = tuple[str | int, ...]

@@ -12,13 +12,13 @@ from typing import Any, TypedDict
 
 from pydantic import ValidationError
 
-from distprune._common.blocks import Pattern
 from distprune.recipes import (
     BUDGET_FROM_STATISTICS,
     FROM_STATISTICS,
     KeyPath,
     Problems,
     RecipeError,
+    is_tiled,
 )
 from distprune.recipes.form import (
     GroupForm,
@@ -309,28 +309,21 @@ def _check_keys(document: Mapping[str, Any], problems: Problems) -> None:
             problems.add(path, "has no 'sparsity', 'pattern' or 'schedule'; expected one of them.")
 
 
-def _is_tiled(value: object) -> bool:
-    try:
-        return Pattern.parse(value).tile is not None
-    except ValueError:
-        return False
-
-
 def _has_amount(table: Mapping[str, Any]) -> bool:
-    is_tiled = _is_tiled(table.get("pattern"))
-    return any(key in table for key in _AMOUNTS if not (is_tiled and key == "pattern"))
+    has_tiles = is_tiled(table.get("pattern"))
+    return any(key in table for key in _AMOUNTS if not (has_tiles and key == "pattern"))
 
 
 def _check_table(table: Mapping[str, Any], path: KeyPath, problems: Problems) -> None:
     if "score" in table and "method" in table:
         text = "is given beside 'score', and means the same; leave it out."
         problems.add((*path, "method"), text)
-    is_tiled = _is_tiled(table.get("pattern"))
+    has_tiles = is_tiled(table.get("pattern"))
     for key, kind in (("limits", "limits"), ("budget", "a budget")):
-        if is_tiled and key in table:
+        if has_tiles and key in table:
             text = f"has no place beside a pattern of tiles, which is ranked without {kind}."
             problems.add((*path, key), text)
-    if "pattern" in table and not is_tiled:
+    if "pattern" in table and not has_tiles:
         for key in ("sparsity", "schedule", "scope", "budget", "limits"):
             if key in table:
                 problems.add((*path, key), _BESIDE_PATTERN)
@@ -344,8 +337,7 @@ def _check_values(recipe: RecipeForm, problems: Problems) -> None:
     groups = recipe.resolved()
     for i, group in enumerate(groups):
         path: KeyPath = ("groups", i) if recipe.groups else ()
-        _check_limits(group, path, problems)
-        _check_budget(group, path, problems)
+        _check_share(group, path, problems)
         _check_normalize(group, path, problems)
     is_used = any(group.is_normalizable for group in groups)
     if recipe.groups and recipe.normalize not in (None, "none") and not is_used:
@@ -362,24 +354,15 @@ def _check_values(recipe: RecipeForm, problems: Problems) -> None:
         problems.add(("seed",), "has no effect without score 'random'; leave it out.")
 
 
-def _check_limits(group: GroupForm, path: KeyPath, problems: Problems) -> None:
-    if group.limits is not None and group.limits.has_effect and group.scope in ("layer", "row"):
-        problems.add(
-            (*path, "limits"),
-            f"has no effect with scope {group.scope!r}, where every tensor loses the same share; "
-            "leave it out, or rank all tensors together (scope 'global').",
-        )
-
-
-def _check_budget(group: GroupForm, path: KeyPath, problems: Problems) -> None:
-    if group.budget is None:
-        return
-    if group.scope in ("layer", "row"):
-        problems.add(
-            (*path, "budget"),
-            f"has no effect with scope {group.scope!r}, where every tensor loses the same share; "
-            "leave one of them out.",
-        )
+def _check_share(group: GroupForm, path: KeyPath, problems: Problems) -> None:
+    """Check limits and a budget, which divide one total among tensors."""
+    has_own_shares = group.scope in ("layer", "row")
+    same = f"has no effect with scope {group.scope!r}, where every tensor loses the same share;"
+    if group.limits is not None and group.limits.has_effect and has_own_shares:
+        way_out = "leave it out, or rank all tensors together (scope 'global')."
+        problems.add((*path, "limits"), f"{same} {way_out}")
+    if group.budget is not None and has_own_shares:
+        problems.add((*path, "budget"), f"{same} leave one of them out.")
     elif group.budget == "lamp" and "random" in (group.score, group.method):
         text = "'lamp' divides by the squares of magnitudes; expected another score than 'random'."
         problems.add((*path, "budget"), text)

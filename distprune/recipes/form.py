@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -26,6 +26,8 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from distprune import recipes
+from distprune._common import blocks
 from distprune._common.blocks import Pattern
 from distprune._common.schedules import SCHEDULES, Schedule
 from distprune._common.selecting import check_pattern
@@ -111,7 +113,7 @@ def _hint(value: Any) -> str:
     return f"; write it as {number!r}" if math.isfinite(number) else ""
 
 
-def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
+def _or_as_expected(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Convert a value; a ValueError of ``convert`` says what was expected."""
 
     def check(value: Any) -> Any:
@@ -120,7 +122,11 @@ def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
         except ValueError as error:
             raise expected(str(error)) from None
 
-    return BeforeValidator(check, json_schema_input_type=input_type)
+    return check
+
+
+def _checked(convert: Callable[[Any], Any], input_type: Any) -> BeforeValidator:
+    return BeforeValidator(_or_as_expected(convert), json_schema_input_type=input_type)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -137,13 +143,6 @@ def _patterns(value: Any) -> tuple[str, ...]:
     for pattern in patterns:
         compile_pattern(pattern)
     return patterns
-
-
-def _pattern(value: Any) -> Pattern:
-    try:
-        return Pattern.parse(value)
-    except ValueError as error:
-        raise expected(str(error)) from None
 
 
 def _path(value: Any) -> str:
@@ -172,16 +171,10 @@ _Dims = int | Annotated[list[int], Field(min_length=1)]
 _PatternText = Annotated[str, Field(pattern="^[0-9]{1,4}[:x][0-9]{1,4}$")]
 
 Version = Annotated[Literal[1, 2], _one_of(1, 2)]
-Score = Annotated[
-    Literal["magnitude", "random", "wanda", "stade", "ria", "given"],
-    _one_of("magnitude", "random", "wanda", "stade", "ria", "given"),
-]
+Score = Annotated[recipes.Score, _one_of(*get_args(recipes.Score))]
 Normalize = Annotated[Literal["rms", "l2", "mean", "none"], _one_of("rms", "l2", "mean", "none")]
-Scope = Annotated[Literal["global", "layer", "row"], _one_of("global", "layer", "row")]
-Budget = Annotated[
-    Literal["uniform", "uniform+", "erk", "lamp", "owl"],
-    _one_of("uniform", "uniform+", "erk", "lamp", "owl"),
-]
+Scope = Annotated[blocks.Scope, _one_of(*get_args(blocks.Scope))]
+Budget = Annotated[recipes.Budget, _one_of(*get_args(recipes.Budget))]
 Nan = Annotated[Literal["error", "keep"], _one_of("error", "keep")]
 Share = Annotated[
     float, Field(ge=0, le=1, allow_inf_nan=False), _or_expected("a number from 0 to 1")
@@ -193,7 +186,10 @@ Flag = Annotated[bool, _or_expected("true or false")]
 Texts = Annotated[tuple[str, ...], _checked(_texts, _TextOrTexts)]
 Patterns = Annotated[tuple[str, ...], _checked(_patterns, _TextOrTexts)]
 PathText = Annotated[str, _checked(_path, _Text)]
-PatternOfZeros = Annotated[Pattern, PlainValidator(_pattern, json_schema_input_type=_PatternText)]
+PatternOfZeros = Annotated[
+    Pattern,
+    PlainValidator(_or_as_expected(Pattern.parse), json_schema_input_type=_PatternText),
+]
 InputDims = Annotated[
     tuple[tuple[str, tuple[int, ...]], ...], _checked(input_dims_pairs, dict[str, _Dims])
 ]
@@ -348,9 +344,9 @@ class BudgetForm(Section):
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        if "random" in (self.score, self.method) or self.budget is not None:
-            return False
-        return self.pattern is None and self.scope in (None, "global")
+        return recipes.is_normalizable(
+            self.scope, self.pattern, self.budget, self.score or self.method
+        )
 
 
 class GroupForm(BudgetForm):

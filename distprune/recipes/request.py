@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from distprune._common.blocks import BlockRule, Pattern, Scope
 from distprune._common.schedules import OneShot, Schedule, schedule_fields
-from distprune.recipes import BUDGET_FROM_STATISTICS, FROM_STATISTICS, Problems, RecipeError
+from distprune.recipes import (
+    BUDGET_FROM_STATISTICS,
+    FROM_STATISTICS,
+    Budget,
+    Problems,
+    RecipeError,
+    Score,
+    is_normalizable,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,8 +29,6 @@ if TYPE_CHECKING:
     from distprune._common.exact_sums import Normalization
     from distprune.recipes.form import GroupForm, RecipeForm
 
-Score = Literal["magnitude", "random", "wanda", "stade", "ria", "given"]
-Budget = Literal["uniform", "uniform+", "erk", "lamp", "owl"]
 # Keys of the recipe as a whole that may be left out.
 _WHOLE = ("seed", "statistics", "scores")
 # Fields of the request as a whole; all others are fields of each group.
@@ -194,9 +200,7 @@ class Request:
     @property
     def is_normalizable(self) -> bool:
         """Whether the order of the weights depends on what each tensor is divided by."""
-        return (
-            self.is_global and self.tile is None and self.budget is None and self.score != "random"
-        )
+        return is_normalizable(self.scope, self.pattern, self.budget, self.score)
 
     @property
     def ranks_magnitudes(self) -> bool:
