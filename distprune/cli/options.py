@@ -307,54 +307,22 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
     overrides = {key: value for key, value in options.items() if value is not None and value != []}
     if recipe is not None and not overrides:
         return recipe
-    fields = {} if recipe is None else _fields_of(recipe)
     given = _as_typed(overrides)
-    groups = fields.get("groups", ())
-    if groups:
-        _refuse_in_groups(name, len(groups), given)
-    has_tiles = is_tiled((fields | overrides).get("pattern"))
-    if "pattern" in overrides and not has_tiles:
-        fields = {k: v for k, v in fields.items() if k not in ("sparsity", "scope", *_DIVIDING)}
-    elif "sparsity" in overrides and not has_tiles:
-        fields.pop("pattern", None)
-    if has_tiles or overrides.get("scope", "global") != "global":
-        fields = {k: v for k, v in fields.items() if k not in _DIVIDING}
-    if "budget" in overrides and "scope" not in overrides:
-        fields.pop("scope", None)
-    pattern = (fields | overrides).get("pattern")
-    if "scope" in overrides and pattern is not None and not has_tiles:
-        beside, way_out = given.get("pattern"), "leave --scope out."
-        if beside is None:
-            beside = f"the pattern {pattern} of the recipe {name}"
-            way_out = "expected --sparsity too, which replaces the pattern, or no --scope."
-        raise SelectionError(
-            f"{given['scope']} has no place beside {beside}, which says how much and where; "
-            f"{way_out}"
-        )
-    if "scores" in overrides and "score" not in overrides and not groups:
-        overrides["score"] = "given"
-    if "score" in overrides:
-        unused = _unused(overrides["score"], (fields | overrides).get("budget"))
-        fields = {key: v for key, v in fields.items() if key not in unused}
-    for key in ("statistics", "scores"):
-        if key in overrides:
-            overrides[key] = str(overrides[key])
-    if not groups:
-        fields = _with_normalize(fields, overrides)
-    if "input_dims" in overrides:
-        overrides["input_dims"] = dims_by_pattern(overrides["input_dims"])
-    for key in ("include", "also", "exclude"):
-        if key in overrides:
-            overrides[key] = tuple(overrides[key])
-    if not groups and not {"sparsity", "pattern"} & (fields | overrides).keys():
-        raise SelectionError(
-            "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
-        )
-    if has_tiles and "sparsity" not in fields | overrides:
-        raise SelectionError(
-            f"the pattern {(fields | overrides)['pattern']} has no sparsity; expected --sparsity, "
-            "the share of the tiles to prune."
-        )
+    overrides |= {key: str(overrides[key]) for key in ("statistics", "scores") if key in overrides}
+    fields = {} if recipe is None else _fields_of(recipe)
+    if groups := fields.get("groups", ()):
+        if taken := [text for key, text in given.items() if key not in _FOR_ALL_GROUPS]:
+            raise SelectionError(
+                f"the recipe {name} has {len(groups)} groups, each of which has its own; expected "
+                f"no {', '.join(taken)}. Change the recipe, or leave the recipe out."
+            )
+    else:
+        if "scores" in overrides:
+            overrides.setdefault("score", "given")
+        if "input_dims" in overrides:
+            overrides["input_dims"] = dims_by_pattern(overrides["input_dims"])
+        fields = _left(fields, overrides)
+        _check_amount(name, fields | overrides, given)
     try:
         return FileRecipe(**fields | overrides)
     except SelectionError as error:
@@ -364,6 +332,54 @@ def resolve(name: str | None, options: dict[str, Any]) -> FileRecipe:
         raise SelectionError(headline(subject, error.problems), error.problems) from error
     except ImportError as error:
         raise SelectionError("recipes need pydantic: pip install 'distprune[cli]'") from error
+
+
+def _left(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe without those that options replace, or that have no effect beside."""
+    gone: set[str] = set()
+    has_tiles = is_tiled((fields | overrides).get("pattern"))
+    if "pattern" in overrides and not has_tiles:
+        gone = {"sparsity", "scope", *_DIVIDING}
+    elif "sparsity" in overrides and not has_tiles:
+        gone = {"pattern"}
+    if has_tiles or overrides.get("scope", "global") != "global":
+        gone |= {*_DIVIDING}
+    if "budget" in overrides and "scope" not in overrides:
+        gone.add("scope")
+    left = {key: value for key, value in fields.items() if key not in gone}
+    values = left | overrides
+    if "score" in overrides:
+        used = {"random": "seed", "given": "scores"} | dict.fromkeys(FROM_STATISTICS, "statistics")
+        for key in {"seed", "statistics", "scores"} - {used.get(values["score"])}:
+            if key != "statistics" or values.get("budget") != BUDGET_FROM_STATISTICS:
+                left.pop(key, None)
+    if is_normalizable(*map(values.get, ("scope", "pattern", "budget", "score"))):
+        return {"normalize": "rms"} | left
+    left.pop("normalize", None)
+    return left
+
+
+def _check_amount(name: str | None, values: dict[str, Any], given: dict[str, str]) -> None:
+    """Check that a sparsity or a pattern is given, and no scope beside a pattern N:M."""
+    pattern = values.get("pattern")
+    if "scope" in given and pattern is not None and not is_tiled(pattern):
+        beside, way_out = given.get("pattern"), "leave --scope out."
+        if beside is None:
+            beside = f"the pattern {pattern} of the recipe {name}"
+            way_out = "expected --sparsity too, which replaces the pattern, or no --scope."
+        raise SelectionError(
+            f"{given['scope']} has no place beside {beside}, which says how much and where; "
+            f"{way_out}"
+        )
+    if pattern is None and "sparsity" not in values:
+        raise SelectionError(
+            "neither sparsity nor pattern is given; expected --sparsity, --pattern or --recipe."
+        )
+    if is_tiled(pattern) and "sparsity" not in values:
+        raise SelectionError(
+            f"the pattern {pattern} has no sparsity; expected --sparsity, the share of the tiles "
+            "to prune."
+        )
 
 
 def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
@@ -381,21 +397,6 @@ def _fields_of(recipe: FileRecipe) -> dict[str, Any]:
     return values
 
 
-def _unused(score: object, budget: object) -> set[str]:
-    """The fields of a recipe that have no effect beside a score and a budget."""
-    used = {"random": "seed", "given": "scores"} | dict.fromkeys(FROM_STATISTICS, "statistics")
-    of_budget = "statistics" if budget == BUDGET_FROM_STATISTICS else ""
-    return {"seed", "statistics", "scores"} - {used.get(str(score), ""), of_budget}
-
-
-def _with_normalize(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe, with the default of ``normalize`` only where it has an effect."""
-    merged = fields | overrides
-    if not is_normalizable(*map(merged.get, ("scope", "pattern", "budget", "score"))):
-        return {key: value for key, value in fields.items() if key != "normalize"}
-    return {"normalize": "rms"} | fields
-
-
 def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
     """Options as they stand on a command line, by their fields."""
     texts = {}
@@ -408,16 +409,6 @@ def _as_typed(overrides: dict[str, Any]) -> dict[str, str]:
             values = value if isinstance(value, list) else [value]
             texts[key] = " ".join(f"--{name} {each}" for each in values)
     return texts
-
-
-def _refuse_in_groups(name: str | None, count: int, given: dict[str, str]) -> None:
-    """Refuse options that would override a field which every group has of its own."""
-    options = [text for key, text in given.items() if key not in _FOR_ALL_GROUPS]
-    if options:
-        raise SelectionError(
-            f"the recipe {name} has {count} groups, each of which has its own; expected no "
-            f"{', '.join(options)}. Change the recipe, or leave the recipe out."
-        )
 
 
 def dims_by_pattern(options: list[str]) -> dict[str, tuple[int, ...]]:
