@@ -65,25 +65,16 @@ def decoder_channels(
     for path, module in named_modules(model):
         children = {name: unwrap(child) for name, child in module.named_children()}
         if neurons and children.keys() >= set(_MLP):
-            parts = [
-                part
-                for name in _MLP
-                for part in _parts(path, name, children[name], 1, is_output=name != "down_proj")
-            ]
+            sizes = dict.fromkeys(_MLP, 1)
         elif heads and children.keys() >= set(_ATTENTION):
-            parts = [
-                part
-                for name in _ATTENTION
-                for part in _parts(
-                    path,
-                    name,
-                    children[name],
-                    head_dim if name in ("k_proj", "v_proj") else query_size,
-                    is_output=name != "o_proj",
-                )
-            ]
+            sizes = dict(zip(_ATTENTION, (query_size, head_dim, head_dim, query_size), strict=True))
         else:
             continue
+        parts = [
+            part
+            for name, size in sizes.items()
+            for part in _parts(path, name, children[name], size)
+        ]
         groups.append(ChannelGroup(parts, path))
     if not groups:
         raise ValueError(
@@ -93,11 +84,9 @@ def decoder_channels(
     return groups
 
 
-def _parts(
-    path: str, name: str, layer: nn.Module, size: int, *, is_output: bool
-) -> Iterator[ChannelPart]:
+def _parts(path: str, name: str, layer: nn.Module, size: int) -> Iterator[ChannelPart]:
     """The weight of a layer, and its bias if its channels are outputs."""
-    fqn = full_name(path, name)
+    fqn, is_output = full_name(path, name), name not in ("down_proj", "o_proj")
     if not isinstance(layer, nn.Linear):
         raise NotImplementedError(
             f"{fqn} is a {type(layer).__name__}; expected an nn.Linear. Make the ChannelGroups "

@@ -237,24 +237,17 @@ def check_run(model: nn.Module, windows: TokenWindows, batch_size: int) -> None:
 
 def _warn_of_slow_dtype(model: nn.Module) -> None:
     """Warn of weights in 16 bits that the CPU multiplies without instructions of their own."""
+    get: Any = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
+    has = {} if get is None else get()
     on_cpu = {p.dtype for p in model.parameters() if p.device.type == "cpu"}
     for dtype in sorted(on_cpu & _INSTRUCTIONS.keys(), key=str):
-        if not _has_instructions(dtype):
+        if get is not None and not any(has.get(name) for name in _INSTRUCTIONS[dtype]):
             warnings.warn(
                 f"the weights are {dtype}, and this CPU has no instructions for products of it: a "
                 "run takes several times as long as in float32. Load the model in float32 "
                 "(dtype=torch.float32, or --dtype float32), with twice the memory for the weights.",
                 stacklevel=4,
             )
-
-
-def _has_instructions(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies matrices of a dtype itself; True where torch cannot tell."""
-    get: Any = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
-    if get is None:
-        return True
-    found = get()
-    return any(found.get(name) for name in _INSTRUCTIONS[dtype])
 
 
 def inputs_of(model: nn.Module, windows: TokenWindows, rows: slice) -> Tensor:
