@@ -7,6 +7,7 @@ import distprune as prune
 from distprune import language_models
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
+from helpers.sampling import every
 from helpers.tiny_language_model import save_tiny_llama, save_tiny_mixtral, tiny_llama, write_text
 
 
@@ -40,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("wrap", every(2, ["fsdp2", "ddp"]))
 def test_ranks_with_unequal_numbers_of_windows_have_the_statistics_of_one_process(folder, wrap):
     """2 ranks share 5 windows: in the last step one of them runs a window that does not count."""
     num_blocks, tokens, squares, zeros = prune_blocks(folder, "none")
@@ -53,7 +54,7 @@ def test_ranks_with_unequal_numbers_of_windows_have_the_statistics_of_one_proces
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no token came to")
-@pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("wrap", every(2, ["fsdp2", "ddp"], start=1))
 def test_fused_experts_are_pruned_by_the_tokens_that_came_to_them(folder, wrap):
     _, tokens, squares, zeros = prune_blocks(folder, "none", "mixtral")
     fused = [name for name in tokens if "experts" in name]
