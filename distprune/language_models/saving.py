@@ -25,7 +25,7 @@ from distprune.call.reading import read_parameters
 from distprune.call.replicas import count_live_and_compare
 from distprune.call.request import ParameterArguments
 from distprune.files.checkpoints.checkpoint import SIDECAR, open_checkpoint
-from distprune.files.checkpoints.header import INDEX_SUFFIX
+from distprune.files.checkpoints.header import INDEX_SUFFIX, make_header
 from distprune.files.checkpoints.locating import is_weights
 from distprune.files.disk.access import (
     OpenFiles,
@@ -428,18 +428,12 @@ def _lay_out(
     places: dict[str, _Place] = {}
     sizes: dict[str, int] = {}
     for file, names in split.filename_to_tensors.items():
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts, end = {}, 0
+        described = {}
         # Wide dtypes first, as in the safetensors library, so that all elements are aligned.
         for name in sorted(names, key=lambda name: -tensors[name][1].itemsize):
             shape, dtype = tensors[name]
-            starts[name], end = end, end + _num_bytes(tensors[name])
-            offsets = [starts[name], end]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-        raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        headers[file] = len(raw).to_bytes(8, "little") + raw
-        data = len(headers[file])
-        sizes[file] = data + end
-        places |= {n: _Place(file, data + start, tensors[n][1]) for n, start in starts.items()}
+            described[name] = (_NAMES[dtype], shape, _num_bytes(tensors[name]))
+        headers[file], starts = make_header(described, {"format": "pt"}, is_ascii=False)
+        sizes[file] = len(headers[file]) + sum(size for _, _, size in described.values())
+        places |= {n: _Place(file, start, tensors[n][1]) for n, start in starts.items()}
     return headers, places, sizes

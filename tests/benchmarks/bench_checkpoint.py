@@ -85,6 +85,8 @@ def make(folder: Path, num_bytes: float) -> None:
     """Write the checkpoint, tensor by tensor, in files of at most half a gigabyte."""
     import torch
 
+    from distprune.files.checkpoints.header import make_header
+
     config, tensors = shapes(num_bytes)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -101,16 +103,11 @@ def make(folder: Path, num_bytes: float) -> None:
     weight_map = {}
     for number, members in enumerate(files, 1):
         file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, shape in members.items():
-            start, end = end, end + 2 * torch.Size(shape).numel()
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-            weight_map[name] = file_name
-        raw = json.dumps(header).encode()
-        raw += b" " * (-len(raw) % 8)
+        described = {n: ("BF16", s, 2 * torch.Size(s).numel()) for n, s in members.items()}
+        header, _ = make_header(described, {"format": "pt"})
+        weight_map |= dict.fromkeys(members, file_name)
         with (folder / file_name).open("wb") as file:
-            file.write(len(raw).to_bytes(8, "little") + raw)
+            file.write(header)
             for shape in members.values():
                 values = torch.randn(shape, generator=generator) * 0.02
                 file.write(values.bfloat16().view(torch.uint8).numpy())

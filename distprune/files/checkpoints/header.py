@@ -16,12 +16,13 @@ merely copied, reports one problem at a time, and maps the data, which can end i
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import zlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,10 +61,7 @@ class TensorEntry:
     @property
     def numel(self) -> int:
         """The number of elements."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -114,11 +112,11 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):
             _fail(name, "is not a regular file.")
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
             length = _header_length(name, head, info.st_size)
             file.seek(0)
-            raw = _read_fully(file, 8 + length)
+            raw = file.read(8 + length)
     except OSError as error:
         _fail(name, f"cannot be read: {error.strerror or error}.")
     if len(raw) != 8 + length:
@@ -179,6 +177,31 @@ def parse_header(
     return metadata, tuple(entries)
 
 
+def make_header(
+    tensors: Mapping[str, tuple[str, Sequence[int], int]],
+    metadata: Mapping[str, str],
+    *,
+    is_ascii: bool = True,
+) -> tuple[bytes, dict[str, int]]:
+    """The header of a file, with its length in front; and by tensor, where it begins in the file.
+
+    Args:
+        tensors: by name, in the order of the data: dtype, shape and number of bytes.
+        metadata: texts.
+        is_ascii: whether other characters are escaped, which the safetensors library does not do.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    offsets, end = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        offsets[name] = end
+        end += size
+    raw = json.dumps(header, ensure_ascii=is_ascii, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    start = 8 + len(raw)
+    return len(raw).to_bytes(8, "little") + raw, {name: start + n for name, n in offsets.items()}
+
+
 def _header_length(name: str, head: bytes, size: int) -> int:
     check_no_pointer(head, name)
     if size == 0:
@@ -197,18 +220,6 @@ def _header_length(name: str, head: bytes, size: int) -> int:
     return length
 
 
-def _read_fully(file: FileIO, size: int) -> bytes:
-    """So many bytes, or fewer at the end of the file."""
-    parts, missing = [], size
-    while missing:
-        part = file.read(missing)
-        if not part:
-            break
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
-
-
 def _read_entry(
     tensor: str, fields: Any, data_size: int, file: str, data_start: int
 ) -> TensorEntry:
@@ -222,9 +233,9 @@ def _read_entry(
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str):
         raise ValueError("has a dtype that is not a string")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+    if not are_sizes(shape):
         raise ValueError("has a shape that is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+    if not are_sizes(offsets) or len(offsets) != 2:
         raise ValueError("has data_offsets that are not two sizes")
     start, stop = offsets
     if not start <= stop <= data_size:
@@ -268,6 +279,11 @@ def _coverage_problems(
     return []
 
 
+def are_sizes(value: object) -> bool:
+    """Whether a value of JSON is a list of sizes."""
+    return isinstance(value, list) and all(map(_is_size, value))
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_NUMEL
 
@@ -302,8 +318,10 @@ def check_no_pointer(head: bytes, name: str) -> None:
         )
 
 
-def load_json(raw: bytes, what: str) -> Any:
+def load_json(raw: bytes | str, what: str) -> Any:
     """Parse JSON strictly: UTF-8, no duplicate keys, no NaN.
+
+    Programs differ in how they read malformed JSON.
 
     Args:
         raw: the JSON.
@@ -312,6 +330,8 @@ def load_json(raw: bytes, what: str) -> Any:
     Raises:
         CheckpointError: it is malformed.
     """
+    if isinstance(raw, str):  # lone surrogates become invalid UTF-8
+        raw = raw.encode("utf-8", "surrogatepass")
     try:
         return json.loads(
             raw.decode("utf-8"),

@@ -18,7 +18,14 @@ import numpy as np
 from distprune._common import mask_bits
 from distprune._common.mask_bits import num_bytes_of
 from distprune.files.checkpoints.checkpoint import SIDECAR
-from distprune.files.checkpoints.header import TensorEntry, WeightFile, load_json, read_header
+from distprune.files.checkpoints.header import (
+    TensorEntry,
+    WeightFile,
+    are_sizes,
+    load_json,
+    make_header,
+    read_header,
+)
 from distprune.files.disk.access import OpenFiles, read_into, write_from
 from distprune.files.errors import CheckpointError
 
@@ -51,6 +58,7 @@ class MaskFile:
         header_crcs: by name of a weight file, the crc32 of its header.
         starts: by name of a tensor, the first byte of its mask.
         is_of_checkpoint: whether names are those of a checkpoint; False: of a model's parameters.
+        state: size and time of change of the file, and the crc32 of its header.
     """
 
     path: str
@@ -58,6 +66,7 @@ class MaskFile:
     header_crcs: dict[str, int]
     starts: dict[str, int]
     is_of_checkpoint: bool = True
+    state: tuple[int, int, int] = (0, 0, 0)
 
 
 def mask_layout(
@@ -83,18 +92,9 @@ def mask_layout(
     }
     if is_of_checkpoint and not files:
         metadata["names"] = "checkpoint"
-    header: dict[str, object] = {"__metadata__": metadata}
-    ends, end = {}, 0
-    for entry in entries:
-        size = num_bytes_of(entry.numel)
-        header[entry.name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
-        ends[entry.name] = end
-        end += size
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    start = 8 + len(raw)
-    starts = {name: start + offset for name, offset in ends.items()}
-    return MaskLayout(len(raw).to_bytes(8, "little") + raw, starts, start + end)
+    sizes = {entry.name: num_bytes_of(entry.numel) for entry in entries}
+    header, starts = make_header({n: ("U8", [size], size) for n, size in sizes.items()}, metadata)
+    return MaskLayout(header, starts, len(header) + sum(sizes.values()))
 
 
 def open_masks(folder: str | Path) -> MaskFile:
@@ -115,12 +115,11 @@ def open_masks(folder: str | Path) -> MaskFile:
     file = read_header(path, str(path))
     if file.metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} holds no masks of format {_FORMAT}.")
-    shapes = load_json(_encoded(file.metadata.get("shapes", "{}")), f"{path}: shapes")
-    crcs = load_json(_encoded(file.metadata.get("header_crc32", "{}")), f"{path}: header_crc32")
+    shapes = load_json(file.metadata.get("shapes", "{}"), f"{path}: shapes")
+    crcs = load_json(file.metadata.get("header_crc32", "{}"), f"{path}: header_crc32")
     sizes = {tensor.name: tensor.nbytes for tensor in file.tensors}
-    if not _are_shapes(shapes) or sizes != {
-        name: num_bytes_of(math.prod(shape)) for name, shape in shapes.items()
-    }:
+    are_shapes = isinstance(shapes, dict) and all(map(are_sizes, shapes.values()))
+    if not are_shapes or sizes != {n: num_bytes_of(math.prod(s)) for n, s in shapes.items()}:
         raise CheckpointError(f"{path}: the shapes in its metadata do not fit its tensors.")
     if not isinstance(crcs, dict) or not all(type(crc) is int for crc in crcs.values()):
         raise CheckpointError(f"{path}: header_crc32 in its metadata is not a map to numbers.")
@@ -130,19 +129,7 @@ def open_masks(folder: str | Path) -> MaskFile:
         header_crcs=crcs,
         starts={tensor.name: tensor.start for tensor in file.tensors},
         is_of_checkpoint=bool(crcs) or file.metadata.get("names") == "checkpoint",
-    )
-
-
-def _encoded(text: str) -> bytes:
-    """JSON as bytes. Lone surrogates become invalid UTF-8, which ``load_json`` reports."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _are_shapes(value: object) -> bool:
-    """Whether JSON is a map from names to lists of sizes."""
-    return isinstance(value, dict) and all(
-        isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-        for shape in value.values()
+        state=(file.size, file.mtime_ns, file.header_crc),
     )
 
 

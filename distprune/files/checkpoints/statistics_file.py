@@ -34,11 +34,16 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from distprune.files.checkpoints.header import WeightFile, load_json, read_header
+from distprune.files.checkpoints.header import (
+    WeightFile,
+    are_sizes,
+    load_json,
+    make_header,
+    read_header,
+)
 from distprune.files.disk.access import write_atomically
 from distprune.files.errors import CheckpointError
 
@@ -112,25 +117,14 @@ def write_statistics(
         }
         for name, stored in parameters.items()
     }
-    header: dict[str, Any] = {
-        "__metadata__": {"format": FORMAT, "mode": mode, "parameters": json.dumps(facts)}
-    }
-    data, end = [], 0
+    metadata = {"format": FORMAT, "mode": mode, "parameters": json.dumps(facts)}
+    tensors, data = {}, []
     for name, stored in parameters.items():
         for suffix, values in zip(_SUFFIXES, (stored.sums, stored.squares), strict=True):
-            raw = np.ascontiguousarray(values, "<f8").tobytes()
-            header[name + suffix] = {
-                "dtype": "F64",
-                "shape": list(stored.input_shape),
-                "data_offsets": [end, end + len(raw)],
-            }
-            data.append(raw)
-            end += len(raw)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    write_atomically(
-        os.path.abspath(path), b"".join([len(text).to_bytes(8, "little"), text, *data])
-    )
+            data.append(np.ascontiguousarray(values, "<f8").tobytes())
+            tensors[name + suffix] = ("F64", stored.input_shape, len(data[-1]))
+    header, _ = make_header(tensors, metadata)
+    write_atomically(os.path.abspath(path), [header, *data])
 
 
 def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, StoredStatistics]]:
@@ -149,9 +143,7 @@ def read_statistics(path: str | os.PathLike[str]) -> tuple[str, dict[str, Stored
             f"{name} holds no activation statistics of format {FORMAT}; expected a file that "
             "ActivationStatistics.save has written."
         )
-    facts = load_json(
-        file.metadata.get("parameters", "").encode("utf-8", "surrogatepass"), f"{name}: parameters"
-    )
+    facts = load_json(file.metadata.get("parameters", ""), f"{name}: parameters")
     if not isinstance(facts, dict) or not all(map(_are_facts, facts.values())):
         raise CheckpointError(f"{name}: the parameters in its metadata are malformed.")
     arrays = _read_arrays(file, name)
@@ -199,15 +191,9 @@ def _are_facts(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"layout", "shape", "groups", "num_tokens"}:
         return False
     shape, groups, counts = value["shape"], value["groups"], value["num_tokens"]
-    if not _are_sizes(shape) or value["layout"] not in _LAYOUTS or len(shape) < 2:
+    if not are_sizes(shape) or value["layout"] not in _LAYOUTS or len(shape) < 2:
         return False
-    if value["layout"] in EXPERT_LAYOUTS:
-        if len(shape) != 3 or not _are_sizes(counts) or len(counts) != shape[0]:
-            return False
-    elif not _are_sizes([counts]):
+    is_of_experts = value["layout"] in EXPERT_LAYOUTS
+    if is_of_experts and (len(shape) != 3 or not are_sizes(counts) or len(counts) != shape[0]):
         return False
-    return type(groups) is int and groups >= 1
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    return (is_of_experts or are_sizes([counts])) and are_sizes([groups]) and groups >= 1
