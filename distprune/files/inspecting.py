@@ -17,7 +17,7 @@ import numpy as np
 from distprune._common.blocks import Layout
 from distprune._common.float_formats import FLOATS, NARROW_FLOATS, PLAIN_FLOATS, FloatFormat
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.checkpoints.header import DTYPE_BITS, TensorEntry
 from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.layouts import Layouts, UnknownLayout
 
@@ -154,19 +154,18 @@ def _inspect_others(
     scanner: Scanner, entry: TensorEntry, on_bytes: Callable[[int], None]
 ) -> TensorFacts:
     """Zeros, NaN and infinities of a tensor that is not of plain floats."""
-    if not is_countable(entry.dtype):
+    if entry.dtype not in _COUNTED:
         on_bytes(entry.nbytes)
         return TensorFacts(entry, num_zero=None)
-    counts = []
+    facts, num_zero = TensorFacts(entry), 0
     for chunk in scanner.chunks(entry):
-        counts.append(count_special(entry.dtype, chunk))
+        zeros, nans, infs = _special(entry.dtype, chunk)
+        num_zero += zeros
+        facts.num_nan += nans
+        facts.num_inf += infs
         on_bytes(chunk.nbytes)
-    return TensorFacts(
-        entry,
-        num_zero=sum(count.num_zero for count in counts),
-        num_nan=sum(count.num_nan for count in counts),
-        num_inf=sum(count.num_inf for count in counts),
-    )
+    facts.num_zero = num_zero
+    return facts
 
 
 def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> None:
@@ -184,10 +183,6 @@ def _count(facts: TensorFacts, form: FloatFormat, magnitudes: np.ndarray) -> Non
         facts.exponents[max(exponent, 1) - form.bias - (exponent == 0)] += int(counts[exponent])
 
 
-_INTEGERS = {
-    "BOOL": np.uint8, "U8": np.uint8, "I8": np.uint8, "U16": np.uint16, "I16": np.uint16,
-    "U32": np.uint32, "I32": np.uint32, "U64": np.uint64, "I64": np.uint64,
-}  # fmt: skip
 # By format of one byte, the bytes that are zero, NaN and infinite.
 _BYTES = {
     form.name: [
@@ -197,20 +192,8 @@ _BYTES = {
     for form in NARROW_FLOATS.values()
     if form.num_bits == 8
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialValues:
-    """Counts: +0 and -0, NaN, and infinities of both signs."""
-
-    num_zero: int
-    num_nan: int = 0
-    num_inf: int = 0
-
-
-def is_countable(dtype: str) -> bool:
-    """Whether :func:`count_special` accepts a dtype, spelt as in a header."""
-    return dtype in _INTEGERS or dtype in _BYTES or dtype in ("C64", "F4")
+# Dtypes of which the special values are counted; the others are of 6 bits, or unknown.
+_COUNTED = {*_BYTES, "C64", "F4", *(set(DTYPE_BITS) - set(FLOATS))}
 
 
 def is_float(dtype: str) -> bool:
@@ -218,30 +201,23 @@ def is_float(dtype: str) -> bool:
     return dtype in FLOATS or dtype.startswith(("F", "C"))
 
 
-def count_special(dtype: str, raw: np.ndarray) -> SpecialValues:
-    """Count zeros, NaN and infinities in a piece of a tensor.
+def _special(dtype: str, raw: np.ndarray) -> Sequence[int]:
+    """How many numbers are zero, NaN and infinite in a piece of a tensor (uint8, 1-d).
 
     A complex number is NaN, or infinite, if one of its parts is, as in torch.
-
-    Args:
-        dtype: one for which :func:`is_countable` is true.
-        raw: uint8, 1-d; complete numbers.
     """
-    if dtype in _INTEGERS:
-        numbers = raw.view(_INTEGERS[dtype])
-        return SpecialValues(numbers.size - int(np.count_nonzero(numbers)))
+    if dtype in _BYTES:
+        counts = np.bincount(raw, minlength=256)
+        return [int(counts[values].sum()) for values in _BYTES[dtype]]
     if dtype == "C64":
         pairs = raw.view(np.complex64)
-        return SpecialValues(
-            num_zero=pairs.size - int(np.count_nonzero(pairs)),
-            num_nan=int(np.count_nonzero(np.isnan(pairs))),
-            num_inf=int(np.count_nonzero(np.isinf(pairs))),
-        )
+        tests = (pairs == 0, np.isnan(pairs), np.isinf(pairs))
+        return [int(np.count_nonzero(test)) for test in tests]
     if dtype == "F4":  # two numbers per byte; the lower three bits of each are its magnitude
-        halves = (raw & 0x07, raw & 0x70)
-        return SpecialValues(sum(half.size - int(np.count_nonzero(half)) for half in halves))
-    counts = np.bincount(raw, minlength=256)
-    return SpecialValues(*(int(counts[values].sum()) for values in _BYTES[dtype]))
+        numbers = np.stack([raw & 0x07, raw & 0x70])
+    else:
+        numbers = raw.view(f"u{DTYPE_BITS[dtype] // 8}")
+    return numbers.size - int(np.count_nonzero(numbers)), 0, 0
 
 
 @dataclass(frozen=True)

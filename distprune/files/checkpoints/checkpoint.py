@@ -29,7 +29,7 @@ from distprune.files.disk.listing import (
     unreadable,
 )
 from distprune.files.errors import CheckpointError, headline
-from distprune.files.text import printable
+from distprune.files.text import listed, printable
 
 _NOT_COPIED_FOLDERS = {".git": "git's own data", ".cache": "a download cache"}
 SIDECAR = "distprune"  # the folder, inside a pruned checkpoint, of masks and report
@@ -170,9 +170,8 @@ def _folders_of(
     files: Iterable[WeightFile | OtherFile], modes: dict[str, int]
 ) -> tuple[tuple[str, int], ...]:
     """(name, permissions) of the folders that hold one of the files; the folder itself is ""."""
-    names = {os.path.dirname(file.name) for file in files}
-    above = {str(up) for name in names if name for up in PurePath(name).parents if str(up) != "."}
-    return tuple((name, modes[name]) for name in sorted({"", *names, *above}))
+    above = {str(up) for file in files for up in PurePath(file.name).parents}
+    return tuple((name, modes[name]) for name in sorted({"", *above} - {"."}))
 
 
 def _check_keys(
@@ -195,23 +194,13 @@ def _check_keys(
         return problems
     read = {file.name for file in files}
     lost = [k for k, file in weight_map.items() if file in read and file not in where.get(k, ())]
-    problems += _listed(lost, f"{index} lists tensors that are not in their file", weight_map)
-    extra = [name for name in where if name not in weight_map]
-    problems += _listed(extra, f"files hold tensors that {index} does not list", where)
+    if lost:
+        shown = listed((f"{name} ({weight_map[name]})" for name in lost), 4)
+        problems.append(f"{index} lists tensors that are not in their file: {shown}.")
+    extra = [f"{name} ({where[name][0]})" for name in where if name not in weight_map]
+    if extra:
+        problems.append(f"files hold tensors that {index} does not list: {listed(extra, 4)}.")
     return problems
-
-
-def _listed(names: Iterable[str], what: str, where: dict[str, Any]) -> list[str]:
-    names = list(names)
-    if not names:
-        return []
-    shown = ", ".join(f"{name} ({_first(where[name])})" for name in names[:4])
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return [f"{what}: {shown}{more}."]
-
-
-def _first(where: str | list[str]) -> str:
-    return where if isinstance(where, str) else where[0]
 
 
 def _read_config(folder: str, listing: Listing, problems: list[str]) -> dict[str, Any]:

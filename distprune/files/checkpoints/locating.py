@@ -22,13 +22,13 @@ from pathlib import Path
 from distprune.files.checkpoints.header import INDEX_SUFFIX, load_json, read_header
 from distprune.files.disk.listing import Listing
 from distprune.files.errors import CheckpointError
-from distprune.files.text import printable
+from distprune.files.text import listed, printable
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
-_NUM_SHOWN = 8  # models or subfolders in a message
+_NUM_SHOWN = 8  # subfolders in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,10 @@ def _refuse_cache(path: str) -> None:
     except OSError:
         return  # an error when the folder is listed
     if models:
-        names = [name.removeprefix("models--").replace("--", "/") for name in models[:_NUM_SHOWN]]
-        more = f" and {len(models) - _NUM_SHOWN} more" if len(models) > _NUM_SHOWN else ""
+        names = (name.removeprefix("models--").replace("--", "/") for name in models)
         raise CheckpointError(
             f"{printable(path)} is a Hugging Face cache; expected one of its models, by its name: "
-            f"{', '.join(map(printable, names))}{more}."
+            f"{listed(map(printable, names))}."
         )
 
 
@@ -177,8 +176,8 @@ def _snapshot(model: str, source: str) -> Location:
         folder = os.path.join(snapshots, commit)
         return Location(folder, note=f"{source} is {printable(folder)}.")
     state = f"is at {printable(commit)}, which was not downloaded" if commit else "is unknown"
-    listed = ", ".join(printable(os.path.join(snapshots, name)) for name in commits)
-    way = f"Give one of its snapshots: {listed}" if commits else "It has no snapshot: download it"
+    shown = ", ".join(printable(os.path.join(snapshots, name)) for name in commits)
+    way = f"Give one of its snapshots: {shown}" if commits else "It has no snapshot: download it"
     raise CheckpointError(f"{source}: the main branch {state}. {way}.")
 
 
@@ -281,9 +280,6 @@ def _holds_only(path: str, tensors: Collection[str]) -> bool:
     return bool(names) and set(tensors).issuperset(names)
 
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-
-
 def what_to_do(folder: str, names: Collection[str]) -> str:
     """What a folder without safetensors weights holds, and how to convert it.
 
@@ -300,11 +296,11 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
         return any(fnmatchcase(name, pattern) for name in top for pattern in patterns)
 
     inner = sorted({os.path.dirname(n) for n in names if n.endswith(".safetensors")} - {""})
-    listed = ", ".join(os.path.join(folder, name) for name in inner[:_NUM_SHOWN])
+    folders = ", ".join(os.path.join(folder, name) for name in inner[:_NUM_SHOWN])
     if has("model_index.json"):
         return (
             "is a pipeline of diffusers (model_index.json), which has several models. Prune one of "
-            f"them ({listed or 'their folders hold no safetensors files'}), and put the "
+            f"them ({folders or 'their folders hold no safetensors files'}), and put the "
             "result into a copy of the pipeline."
         )
     if has("consolidated*.safetensors"):
@@ -330,7 +326,7 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
             "holds a checkpoint of Megatron. Convert it to the form of Hugging Face first, for "
             "example with NVIDIA's Megatron-Bridge."
         )
-    if any(name.endswith(_PICKLES) for name in top if not _is_of_training(name)):
+    if any(name.endswith(PICKLES[0]) and is_weights(name) for name in top):
         return (
             "holds pickled weights (.bin, .pt); expected safetensors. Convert them: "
             f"distprune convert {folder} NEW."
@@ -344,13 +340,8 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
     if has("*.onnx") or any(name.startswith("onnx" + os.sep) for name in names):
         return "holds ONNX. Prune the safetensors checkpoint that it was exported from."
     if inner:
-        return f"holds no safetensors file itself; give one of its folders: {listed}."
+        return f"holds no safetensors file itself; give one of its folders: {folders}."
     return "holds no safetensors file, and no pickled one (.bin, .pt)."
-
-
-def _is_of_training(name: str) -> bool:
-    """Whether a pickle belongs to a training run and not to the model."""
-    return name.startswith(("training_args", "optimizer", "scheduler", "rng_state", "scaler"))
 
 
 # The suffixes of the files of a form, that of its index, and the name of a single file.

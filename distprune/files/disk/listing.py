@@ -13,10 +13,9 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distprune.files.text import printable
+from distprune.files.text import listed, printable
 
 _PERMISSIONS = 0o777  # without set-user-ID and the like
-_NUM_SHOWN = 8  # links in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,10 @@ def list_one(folder: str, name: str, *, follow_links: bool = False) -> Listing:
 
 def outside_problem(links: Sequence[tuple[str, str]]) -> str:
     """A sentence on links that lead out of a folder: (name, target), at least one."""
-    shown = ", ".join(f"{name} (to {printable(target)})" for name, target in links[:_NUM_SHOWN])
-    more = f" and {len(links) - _NUM_SHOWN} more" if len(links) > _NUM_SHOWN else ""
+    shown = listed(f"{name} (to {printable(target)})" for name, target in links)
     lead = "a link leads" if len(links) == 1 else f"{len(links)} links lead"
     return (
-        f"{lead} out of the folder and its Hugging Face cache: {shown}{more}. The result would "
+        f"{lead} out of the folder and its Hugging Face cache: {shown}. The result would "
         "contain a copy of the target. If you trust the folder, allow it with --follow-links "
         "(follow_links=True)."
     )
