@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import resource
 import secrets
 import shutil
 import stat
@@ -142,6 +141,15 @@ def check_owner(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn any OSError into a CheckpointError, whose cause it is."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
     """Turn any OSError into an OutputError that says what to do.
 
@@ -164,18 +172,14 @@ def write_error(path: str | Path, error: OSError) -> OutputError:
     return OutputError(f"{path} cannot be written: {error.strerror}.{hint}")
 
 
-_MAX_OPEN = 64
-# Of the files that a process may open: descriptors left to other code, and the number of instances
-# of OpenFiles that share the rest.
-_NUM_RESERVED, _NUM_INSTANCES = 32, 4
+_MAX_OPEN = 32  # few enough for four instances where a process may have 256 open files
 _PIECE = 16 << 20  # bytes that are copied at a time
 
 
 class OpenFiles:
     """File descriptors by path; opens files when they are needed and closes the oldest ones.
 
-    At most 64 files are open, or fewer if ``ulimit -n`` is low. If the system refuses to open one
-    more, the oldest are closed.
+    At most 32 files are open. If the system refuses to open one more, the oldest are closed.
 
     Args:
         flags: of ``os.open``.
@@ -185,10 +189,7 @@ class OpenFiles:
         self._flags = flags | os.O_CLOEXEC
         self._open: OrderedDict[str, int] = OrderedDict()
         self._dirty: set[str] = set()
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if allowed == resource.RLIM_INFINITY:
-            allowed = _NUM_RESERVED + _NUM_INSTANCES * _MAX_OPEN
-        self._limit = min(max((allowed - _NUM_RESERVED) // _NUM_INSTANCES, 1), _MAX_OPEN)
+        self._limit = _MAX_OPEN
         self._checksums: dict[str, int] = {}
 
     def __getitem__(self, path: str) -> int:
@@ -211,10 +212,9 @@ class OpenFiles:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
                 if not self._open:
-                    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                     raise OutputError(
-                        f"{path} cannot be opened: {error.strerror}. This process may open "
-                        f"{allowed} (ulimit -n); raise the limit, or close what else is open."
+                        f"{path} cannot be opened: {error.strerror}. Raise the limit (ulimit -n), "
+                        "or close what else is open."
                     ) from error
                 self._limit = len(self._open)
                 self._close_oldest()
@@ -260,7 +260,7 @@ def read_into(files: OpenFiles, path: str, offset: int, buffer: memoryview) -> N
     Raises:
         CheckpointError: the file cannot be read, or ends too early.
     """
-    try:
+    with reading(path):
         descriptor, num_read = files[path], 0
         while num_read < len(buffer):
             count = os.preadv(descriptor, [buffer[num_read:]], offset + num_read)
@@ -270,8 +270,6 @@ def read_into(files: OpenFiles, path: str, offset: int, buffer: memoryview) -> N
                     "was truncated after its header was read."
                 )
             num_read += count
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def write_from(files: OpenFiles, path: str, offset: int, data: memoryview | bytes) -> None:
