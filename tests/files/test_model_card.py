@@ -7,12 +7,15 @@ import shutil
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import distprune
 from distprune.files import planning, pruning, verifying
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports import model_card
 from distprune.recipe import parse_recipe
+from helpers.sampling import num_examples
 from helpers.tiny_checkpoints import save, tree_digest
 
 CARD = """---
@@ -172,32 +175,30 @@ def test_what_can_be_no_card_is_copied(tmp_path, monkeypatch):
     assert prune(large, tmp_path / "copy") == CARD.encode()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda card: card.replace(b"64 of 128", b"96 of 128", 1),
-        lambda card: card.replace(b"sparsity: 0.5", b"sparsity: 0.9"),
-        lambda card: card.replace(b"license: llama3.2", b"license: mit"),
-        lambda card: card.replace(b"original", b"improved"),
-        lambda card: card + b" ",
-        lambda card: card.replace(b"base_model: meta/Base", b"base_model: [a, b]"),
-        lambda card: card.replace(b"distprune 0", b"distprune \x1b[0"),
-        lambda card: b"",
-        lambda card: card + bytes(10 << 20),
-        lambda card: CARD.encode(),
-    ],
-)
-def test_verify_finds_a_card_that_was_changed(tmp_path, change):
+def test_verify_finds_a_card_that_was_changed(tmp_path):
     source = source_of(tmp_path / "source")
     found = prune(source, tmp_path / "out")
-    assert change(found) != found
-    (tmp_path / "out" / "README.md").write_bytes(change(found))
-    (problem,) = verifying.verify(tmp_path / "out", source).problems
-    assert problem.startswith("README.md is not the model card")
-    (tmp_path / "out" / "README.md").unlink()
+    card = tmp_path / "out" / "README.md"
+    for changed in (
+        found.replace(b"64 of 128", b"96 of 128", 1),
+        found.replace(b"sparsity: 0.5", b"sparsity: 0.9"),
+        found.replace(b"license: llama3.2", b"license: mit"),
+        found.replace(b"original", b"improved"),
+        found + b" ",
+        found.replace(b"base_model: meta/Base", b"base_model: [a, b]"),
+        found.replace(b"distprune 0", b"distprune \x1b[0"),
+        b"",
+        found + bytes(10 << 20),
+        CARD.encode(),
+    ):
+        assert changed != found
+        card.write_bytes(changed)
+        (problem,) = verifying.verify(tmp_path / "out", source).problems
+        assert problem.startswith("README.md is not the model card")
+    card.unlink()
     (problem,) = verifying.verify(tmp_path / "out", source).problems
     assert problem.startswith("README.md ")
-    os.mkfifo(tmp_path / "out" / "README.md")
+    os.mkfifo(card)
     assert verifying.verify(tmp_path / "out", source).problems == (
         "README.md is not a regular file.",
     )  # fmt: skip
@@ -205,8 +206,7 @@ def test_verify_finds_a_card_that_was_changed(tmp_path, change):
 
 def test_another_version_of_distprune_wrote_it(tmp_path, monkeypatch):
     source = source_of(tmp_path / "source")
-    names = model_card.Names
-    monkeypatch.setattr(model_card, "Names", lambda base, version="9.9.dev1": names(base, version))
+    monkeypatch.setattr(model_card, "__version__", "9.9.dev1")
     assert b"distprune 9.9.dev1," in prune(source, tmp_path / "out")
     monkeypatch.undo()
     assert verifying.verify(tmp_path / "out", source).problems == ()
@@ -247,3 +247,81 @@ def test_a_run_that_goes_on_writes_the_same_card(tmp_path, monkeypatch):
     left_out = ("distprune/run.json",)
     assert tree_digest(tmp_path / "out", left_out) == tree_digest(tmp_path / "whole", left_out)
     shutil.rmtree(tmp_path / "out")
+
+
+# Metadata
+
+
+TAGS = ("pruned", "sparse")
+
+
+def with_more_tags(card):
+    """The metadata of a card with more tags, and the text below."""
+    before, below = model_card.split_front_matter(card)
+    text = model_card.join_front_matter(model_card.with_tags(before, TAGS))
+    assert text.startswith("---\n") and text.endswith("---\n")
+    assert model_card.split_front_matter(text.encode()) == (yaml.safe_load(text[4:-4]) or {}, b"")
+    return yaml.safe_load(text[4:-4]), below
+
+
+@pytest.mark.parametrize(
+    ("tags", "wanted"),
+    [
+        ("tags: [a, b]", ["a", "b", *TAGS]),
+        ("tags: [pruned]", [*TAGS]),
+        ("tags: null", [*TAGS]),
+        ("tags: a", ["a", *TAGS]),
+        ('"tags": [sparse, a]', ["sparse", "a", "pruned"]),
+        ("", [*TAGS]),
+        ("tags:\n- a\n# b\n- c", ["a", "c", *TAGS]),
+        ("tags: {a: b}", {"a": "b"}),  # what is no list stays as it is
+        ("tags: 7", 7),
+    ],
+)
+def test_every_form_of_tags(tags, wanted):
+    for newline in ("\n", "\r\n"):
+        block = f"---\n{tags}\n---\ntext".replace("\n", newline).encode()
+        after, below = with_more_tags(block)
+        assert (after["tags"], below) == (wanted, b"text")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "- a\n- b", "just text", "a: b\nnot a key", "%YAML 1.2", "a: !!int x", "a: !!python/none",
+        "a: 2024-13-32", "a: " + "[" * 5000, "a: &a [b]\nc: *a", "a: &a {b: c}\n<<: [*a, *a]",
+        "? [a]\n: b", "a: " + "x" * 300_000,
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_what_is_no_plain_mapping_is_text(block):
+    card = f"---\n{block}\n---\ntext".encode()
+    assert model_card.split_front_matter(card) == (None, card)
+
+
+@pytest.mark.parametrize(
+    "card", [b"", b"# Title\n", b"----\na: b\n----\n", b"---\na: b\n", b"---\na: \xff\n---\n"]
+)
+def test_no_metadata(card):
+    assert model_card.split_front_matter(card) == (None, card)
+
+
+WORDS = st.text("abcXYZ019 _-./:#'\"é\n", max_size=12)
+VALUES = st.recursive(
+    WORDS | st.none() | st.booleans() | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.from_regex(r"[a-z][a-z_-]{0,8}", fullmatch=True).filter(lambda key: key != "tags")
+
+
+@settings(deadline=None, max_examples=num_examples(60))
+@given(st.dictionaries(KEYS, VALUES, max_size=5), st.sampled_from([None, False]), st.booleans())
+def test_metadata_keep_their_meaning_and_their_order(values, style, is_ascii):
+    text = yaml.safe_dump(
+        json.loads(json.dumps(values)),  # without shared values, which would become aliases
+        default_flow_style=style, allow_unicode=not is_ascii, width=20, sort_keys=False,
+    )  # fmt: skip
+    after, below = with_more_tags(f"---\n{text}---\nbelow".encode())
+    assert below == b"below" and after.pop("tags") == [*TAGS]
+    assert after == values and list(after) == list(values)

@@ -13,7 +13,6 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import yaml
 
 from distprune._version import __version__
 from distprune.files.checkpoints.checkpoint import Checkpoint
-from distprune.files.errors import CheckpointError
+from distprune.files.disk.access import reading
 from distprune.files.planning import CARD_FILE, MAX_CARD_BYTES, Plan
 from distprune.files.reports.report import Report, TensorReport
 from distprune.files.text import format_percent, role_of
@@ -42,26 +41,8 @@ _MAX_KINDS = 60
 _MAX_BYTES = MAX_CARD_BYTES + (8 << 20)
 
 
-@dataclass(frozen=True)
-class Names:
-    """The words of a card that cannot be derived from the weights and the recipe.
-
-    Attributes:
-        base_model: name of the source on the Hugging Face hub; None if it is not known.
-        version: of distprune when it wrote the card.
-    """
-
-    base_model: str | None
-    version: str = __version__
-
-
-def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | None:
+def card_of(plan: Plan, report: Report) -> bytes | None:
     """The README.md of a result; the same bytes for every number of ranks.
-
-    Args:
-        plan: of the result.
-        report: with the counts.
-        names: of the source and of distprune; by default those that are known here.
 
     Returns:
         The card; None if the recipe turns it off, or the source's ``README.md`` cannot be a card.
@@ -73,12 +54,15 @@ def card_of(plan: Plan, report: Report, names: Names | None = None) -> bytes | N
     """
     if not plan.has_card:
         return None
-    if names is None:
-        names = Names(name_of_source(plan.checkpoint))
+    return _card(plan, report, name_of_source(plan.checkpoint), __version__)
+
+
+def _card(plan: Plan, report: Report, base_model: str | None, version: str) -> bytes:
+    """The card, with the two words that cannot be derived: see [Note: card]."""
     source = _card_of_source(plan)
     metadata, below = split_front_matter(source)
-    head = join_front_matter(_metadata(metadata or {}, names.base_model))
-    text = head + "\n" + "\n".join(_section(plan, report, names)) + "\n"
+    head = join_front_matter(_metadata(metadata or {}, base_model))
+    text = head + "\n" + "\n".join(_section(plan, report, base_model, version)) + "\n"
     if below.strip():
         text += (
             "\n---\n\n*The card of the source follows as it was. What it says of the quality of "
@@ -108,7 +92,7 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
             card = file.read(_MAX_BYTES + 1)
     except OSError as error:
         return f"{CARD_FILE} cannot be read: {error.strerror}."
-    if len(card) <= _MAX_BYTES and is_card(card, plan, report):
+    if len(card) <= _MAX_BYTES and _is_card(card, plan, report):
         return ""
     return (
         f"{CARD_FILE} is not the model card that distprune writes for this pruning. Write what you "
@@ -116,12 +100,8 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
     )
 
 
-def is_card(card: bytes, plan: Plan, report: Report) -> bool:
-    """Whether a file is the card of a result, with any name of the source and any version.
-
-    Raises:
-        CheckpointError: the card of the source cannot be read.
-    """
+def _is_card(card: bytes, plan: Plan, report: Report) -> bool:
+    """Whether a file is the card of a result, with any name of the source and any version."""
     version = re.search(rb"pruned by distprune ([0-9A-Za-z.+-]{1,40}), and not", card)
     version_text = version[1].decode() if version else __version__
     metadata, below = split_front_matter(card)
@@ -131,7 +111,7 @@ def is_card(card: bytes, plan: Plan, report: Report) -> bool:
         if isinstance(name, str) and _ID.fullmatch(name):
             candidates.append(name)
         card = join_front_matter(metadata).encode() + below  # as this version of PyYAML writes it
-    return any(card == card_of(plan, report, Names(base, version_text)) for base in candidates)
+    return any(card == _card(plan, report, base, version_text) for base in candidates)
 
 
 def cached_name(folder: str | Path) -> str | None:
@@ -157,10 +137,8 @@ def name_of_source(checkpoint: Checkpoint) -> str | None:
 def _card_of_source(plan: Plan) -> bytes:
     for other in plan.checkpoint.others:
         if other.name == CARD_FILE:
-            try:
+            with reading(other.path):
                 return Path(other.path).read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{other.path} cannot be read: {error.strerror}.") from error
     return b""
 
 
@@ -174,8 +152,8 @@ def _metadata(metadata: dict[Any, Any], base_model: str | None) -> dict[Any, Any
     return with_tags(kept, _TAGS)
 
 
-def _section(plan: Plan, report: Report, names: Names) -> list[str]:
-    base, percent = names.base_model, format_percent(report.num_pruned, report.num_elements)
+def _section(plan: Plan, report: Report, base: str | None, version: str) -> list[str]:
+    percent = format_percent(report.num_pruned, report.num_elements)
     scores = "" if plan.inputs.given is None else " --scores SCORES"
     source = f"[{base}](https://huggingface.co/{base})" if base else "its source"
     return [
@@ -183,7 +161,7 @@ def _section(plan: Plan, report: Report, names: Names) -> list[str]:
         "",
         f"This checkpoint is {source} with zeros in the place of {report.num_pruned:,} of "
         f"{report.num_elements:,} selected weights ({percent}). It was pruned by "
-        f"distprune {names.version}, and not trained afterwards; its quality was not measured.",
+        f"distprune {version}, and not trained afterwards; its quality was not measured.",
         "",
         "## What was done",
         "",
