@@ -204,9 +204,8 @@ def inspect(
 
 def _recipe_of(source: Path) -> FileRecipe | None:
     """What a checkpoint was pruned by; None if it was not, or not by a recipe."""
-    from distprune.files.checks.claims import recipe_of
     from distprune.files.errors import FilesError
-    from distprune.files.reports.report import read_report
+    from distprune.files.reports.report import read_report, recipe_of
 
     try:
         return recipe_of(read_report(source), str(source))

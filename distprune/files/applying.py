@@ -16,23 +16,16 @@ from distprune._common.collectives import Communicator
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from distprune.files.checkpoints.header import TensorEntry, read_header
-from distprune.files.checkpoints.mask_files import (
-    MASK_FILE,
-    MaskFile,
-    MaskLayout,
-    MaskWriter,
-    mask_layout,
-    open_masks,
-    read_keep,
-)
-from distprune.files.disk.access import WRITE, OpenFiles, read_into, write_from
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.checkpoints.mask_files import MaskFile, mask_layout, open_masks, read_keep
+from distprune.files.disk.access import OpenFiles, read_into, reading
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.errors import CheckpointError, headline
 from distprune.files.partial import Partial
 from distprune.files.planning import source_facts
 from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed
 from distprune.files.results import carry_out, versions
+from distprune.files.rewriting import Counts, Piece
 from distprune.files.team import Progress, Team
 from distprune.files.units import Span, SpanUnit, Task, full_runs, span_bytes
 
@@ -71,6 +64,7 @@ class Application:
         entries: its tensors that have a mask, in the order of the masks.
         digest: of everything that decides the result: headers, sizes and times of change of both,
             and where the masks are.
+        sources: opens files of both for reading.
 
     Raises:
         CheckpointError: either is malformed, or they do not fit; all problems.
@@ -89,9 +83,15 @@ class Application:
                 shown.append(f"{len(problems) - len(shown)} more do not fit.")
             raise CheckpointError(headline(f"{masks} on {source}", problems), shown)
         self.entries: Sequence[TensorEntry] = [by_name[name] for name in self.masks.shapes]
+        self.sources = OpenFiles(os.O_RDONLY)
         self._folder = os.path.abspath(masks)
-        self._masks_state = _state(self.masks.path)
-        self.digest = self._make_digest()
+        facts = {
+            "kind": "apply",
+            "version": _VERSION,
+            "masks": [self._folder, *self.masks.state],
+            **source_facts(self.checkpoint),
+        }
+        self.digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def write(
         self,
@@ -133,11 +133,10 @@ class Application:
             layout=mask_layout(self.entries, self.checkpoint.files),
             copied=self.checkpoint.others,
         )
-        work = _Applying(self, task)
         try:
-            text, _ = carry_out(team, task, work, target, take_over=take_over, tell=tell)
+            text, _ = carry_out(team, task, self, target, take_over=take_over, tell=tell)
         finally:
-            work.sources.close()
+            self.sources.close()
         report = json.loads(text)
         return Applied(
             num_elements=report["num_elements"],
@@ -146,30 +145,37 @@ class Application:
             num_tensors=len(report["tensors"]),
         )
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if the masks have changed since they were opened."""
-        if _state(self.masks.path) != self._masks_state:
+    # How masks are applied; see ``results.Work``. The masks decide everything beforehand.
+
+    def bytes_to_prepare(self) -> int:
+        return 0
+
+    def prepare(self, partial: Partial, prepared: Any) -> None:
+        pass
+
+    def elements(self) -> _MaskedElements:
+        return _MaskedElements(self)
+
+    def complete(self, partial: Partial, run: RunFacts) -> None:
+        """Write the report and, as the recipe, which masks were applied."""
+        with reading(self.masks.path):
+            info = os.stat(self.masks.path)
+        size, mtime_ns, header_crc = self.masks.state
+        if (info.st_size, info.st_mtime_ns) != (size, mtime_ns):
             raise CheckpointError(
                 f"{self.masks.path} has changed since its header was read; expected masks that "
                 "stay as they are."
             )
-
-    def recipe_yaml(self) -> bytes:
-        """The content of recipe.yaml: which masks were applied."""
-        lines = (
-            "# What `distprune apply` was given.",
-            "kind: apply",
-            f"masks: {json.dumps(self._folder)}",
-            f"masks_header_crc32: {self._masks_crc()}",
+        recipe = (
+            "# What `distprune apply` was given.\n"
+            "kind: apply\n"
+            f"masks: {json.dumps(self._folder)}\n"
+            f"masks_header_crc32: {header_crc}\n"
         )
-        return ("\n".join(lines) + "\n").encode()
+        report = self._report(partial.finished_units.records())
+        partial.complete(recipe.encode(), run.to_json(), report)
 
-    def report_json(self, records: Sequence[Record]) -> bytes:
-        """The content of report.json.
-
-        Args:
-            records: of all units.
-        """
+    def _report(self, records: Sequence[Record]) -> bytes:
         num_pruned, num_zeroed = (summed(records, what) for what in ("pruned", "zeroed"))
         tensors = [
             {
@@ -189,7 +195,7 @@ class Application:
                 "status": "complete",
                 "kind": "apply",
                 "digest": self.digest,
-                "masks": {"folder": self._folder, "header_crc32": self._masks_crc()},
+                "masks": {"folder": self._folder, "header_crc32": self.masks.state[2]},
                 "num_elements": sum(entry.numel for entry in self.entries),
                 "num_pruned": num_pruned.total(),
                 "num_zeroed": num_zeroed.total(),
@@ -200,53 +206,35 @@ class Application:
             }
         )
 
-    def _masks_crc(self) -> int:
-        return read_header(self.masks.path, self.masks.path).header_crc
 
-    def _make_digest(self) -> str:
-        facts = {
-            "kind": "apply",
-            "version": _VERSION,
-            "masks": [self._folder, *self._masks_state, self._masks_crc()],
-            **source_facts(self.checkpoint),
-        }
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+class _MaskedElements:
+    """What the masks of an application prune; see ``rewriting.Pieces``."""
 
+    def __init__(self, application: Application) -> None:
+        self._entries = application.entries
+        self._masks = application.masks
+        self._files = application.sources
+        self._paths = {file.name: file.path for file in application.checkpoint.files}
+        self._num_zeroed: dict[int, int] = {}
 
-class _Applying:
-    """How masks are applied; see ``resuming.Work``."""
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """The elements of a span, with what their mask prunes."""
+        position, entry = span.position, self._entries[span.position]
+        form = PLAIN_FLOATS[entry.dtype]
+        for first in range(span.first, span.last, _CHUNK):
+            last = min(first + _CHUNK, span.last)
+            raw = np.empty((last - first) * form.num_bytes, np.uint8)
+            offset = entry.start + first * form.num_bytes
+            read_into(self._files, self._paths[entry.file], offset, raw.data)
+            pruned = ~read_keep(self._masks, self._files, entry.name, first, last)
+            num_zeroed = int(np.count_nonzero(pruned & (form.magnitudes(raw) != 0)))
+            self._num_zeroed[position] = self._num_zeroed.get(position, 0) + num_zeroed
+            yield Piece(first, raw.view(form.bits), pruned)
 
-    def __init__(self, application: Application, task: Task) -> None:
-        self._sources = OpenFiles(os.O_RDONLY)
-        self._application = application
-        self._task = task
-
-    @property
-    def sources(self) -> OpenFiles:
-        return self._sources
-
-    def bytes_to_prepare(self) -> int:
-        return 0
-
-    def prepare(self, partial: Partial, prepared: Any) -> None:
-        """Nothing to prepare: the masks decide everything."""
-
-    def worker(self, folder: Path) -> Masker:
-        assert self._task.layout is not None
-        application = self._application
-        return Masker(
-            application.checkpoint,
-            application.entries,
-            application.masks,
-            self._sources,
-            folder,
-            self._task.layout,
-        )
-
-    def complete(self, partial: Partial, run: RunFacts) -> None:
-        self._application.check_unchanged()
-        report = self._application.report_json(partial.finished_units.records())
-        partial.complete(self._application.recipe_yaml(), run.to_json(), report)
+    def take_counts(self) -> Counts:
+        """How many pruned elements were not zero before."""
+        counts, self._num_zeroed = {"zeroed": self._num_zeroed}, {}
+        return counts
 
 
 def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
@@ -263,15 +251,6 @@ def _mismatches(masks: MaskFile, entries: dict[str, TensorEntry]) -> list[str]:
     return problems
 
 
-def _state(path: str) -> tuple[int, int]:
-    """Size and time of change."""
-    try:
-        info = os.stat(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    return info.st_size, info.st_mtime_ns
-
-
 _CHUNK = 1 << 20  # elements; a multiple of 8
 _UNIT_ELEMENTS = 1 << 23
 
@@ -283,70 +262,3 @@ def mask_units(entries: Sequence[TensorEntry]) -> list[SpanUnit]:
         SpanUnit(tuple(spans), span_bytes(spans, entries))
         for spans in full_runs(tensors, _UNIT_ELEMENTS)
     ]
-
-
-class Masker:
-    """Applies masks to units, one after the other; see ``resuming.Worker``.
-
-    Args:
-        checkpoint: the source.
-        entries: its tensors that have a mask; the positions of spans count these.
-        masks: of these tensors.
-        sources: opens files for reading.
-        folder: where to write; its files exist and have their sizes.
-        layout: of the mask file in the folder.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        entries: Sequence[TensorEntry],
-        masks: MaskFile,
-        sources: OpenFiles,
-        folder: Path,
-        layout: MaskLayout,
-    ) -> None:
-        self.outputs = OpenFiles(WRITE)
-        self._entries = entries
-        self._masks = masks
-        self._sources = sources
-        self._folder = folder
-        self._layout = layout
-        self._paths = {file.name: file.path for file in checkpoint.files}
-        self._record: dict[str, dict[int, int]] = {}
-
-    def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
-        """Do a unit; yields bytes. Then :meth:`record` returns its counts."""
-        self._record = {"pruned": {}, "zeroed": {}}
-        for span in unit.spans:
-            yield from self._apply(span)
-
-    def record(self) -> dict[str, Any]:
-        """Counts of the last unit, by position of a tensor.
-
-        How many elements the masks prune, and how many of these were not zero before.
-        """
-        return {what: counts for what, counts in self._record.items() if counts}
-
-    def _apply(self, span: Span) -> Iterator[int]:
-        entry = self._entries[span.position]
-        float_format = PLAIN_FLOATS[entry.dtype]
-        start = self._layout.starts[entry.name] + span.first // 8
-        writer = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
-        num_pruned = num_zeroed = 0
-        for first in range(span.first, span.last, _CHUNK):
-            last = min(first + _CHUNK, span.last)
-            raw = np.empty((last - first) * float_format.num_bytes, np.uint8)
-            offset = entry.start + first * float_format.num_bytes
-            read_into(self._sources, self._paths[entry.file], offset, raw.data)
-            keep = read_keep(self._masks, self._sources, entry.name, first, last)
-            pruned = ~keep
-            num_pruned += int(np.count_nonzero(pruned))
-            num_zeroed += int(np.count_nonzero(float_format.magnitudes(raw)[pruned]))
-            raw.view(float_format.bits)[pruned] = 0
-            write_from(self.outputs, str(self._folder / entry.file), offset, raw.data)
-            writer.add(keep)
-            yield raw.nbytes
-        writer.finish()
-        self._record["pruned"][span.position] = num_pruned
-        self._record["zeroed"][span.position] = num_zeroed

@@ -14,25 +14,12 @@ from distprune.files.cuts import Cuts, cut_of_one_group, nan_error
 from distprune.files.errors import SelectionError
 from distprune.files.planning import Plan
 from distprune.files.reading import CHUNK, MAX_IN_MEMORY, Source, groups_of
+from distprune.files.rewriting import Counts, Piece
 from distprune.files.units import Span
 from distprune.selection import cpu
 from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
 from distprune.selection.passes import natively
-
-
-class Piece(NamedTuple):
-    """Consecutive elements of a tensor.
-
-    Attributes:
-        first: index of the first one.
-        bits: as they are stored.
-        lowest: bool, which of them are pruned; valid until the next piece.
-    """
-
-    first: int
-    bits: Array
-    lowest: Array
 
 
 class _Stretch(NamedTuple):
@@ -51,11 +38,6 @@ class LowestElements:
         plan: what to prune.
         source: of the plan.
         cuts: of the groups that are ranked together.
-
-    Attributes:
-        num_nan: by position, the NaN in the pieces so far, of tensors that are ranked on their own.
-        thresholds: by position, the largest key that was pruned so far, of tensors that are one
-            group.
     """
 
     def __init__(self, plan: Plan, source: Source, cuts: Cuts) -> None:
@@ -63,8 +45,16 @@ class LowestElements:
         self._source = source
         self._cuts = cuts
         self._scratch = Scratch()
-        self.num_nan: dict[int, int] = {}
-        self.thresholds: dict[int, int] = {}
+        self._num_nan: dict[int, int] = {}
+        self._thresholds: dict[int, int] = {}
+
+    def take_counts(self) -> Counts:
+        """By position: the NaN in the pieces since the last call, of tensors that are ranked on
+        their own, and the largest key that was pruned, of tensors that are one group.
+        """
+        counts = {"nan": self._num_nan, "threshold": self._thresholds}
+        self._num_nan, self._thresholds = {}, {}
+        return counts
 
     def pieces(self, span: Span) -> Iterator[Piece]:
         """The elements of a span, in their order.
@@ -120,7 +110,7 @@ class LowestElements:
                 group = range(start, start + groups.size)
                 cut = cut_of_one_group(self._plan, self._source, position, group, groups.num_pruned)
                 if tensor.num_groups == 1 and groups.num_pruned:
-                    self.thresholds[position] = cut.cut.threshold
+                    self._thresholds[position] = cut.cut.threshold
                 decide = functools.partial(self._before_in_group, part, position, cut)
                 yield _Stretch(group.start, group.stop, step, decide)
 
@@ -155,8 +145,8 @@ class LowestElements:
         """Refuse or count NaN in a tensor that is ranked on its own, and note its threshold."""
         self._count_nan(position, keys, lowest)
         if self._plan.tensors[position].num_groups == 1 and lowest.any():
-            largest = max(self.thresholds.get(position, 0), int(keys[lowest].max()))
-            self.thresholds[position] = largest
+            largest = max(self._thresholds.get(position, 0), int(keys[lowest].max()))
+            self._thresholds[position] = largest
         return lowest
 
     def _count_nan(self, position: int, keys: Array, lowest: Array) -> None:
@@ -167,7 +157,7 @@ class LowestElements:
             return
         if self._plan.recipe.nan == "error":
             raise nan_error(self._plan, [position])
-        self.num_nan[position] = self.num_nan.get(position, 0) + num_nan
+        self._num_nan[position] = self._num_nan.get(position, 0) + num_nan
         if (is_nan & lowest).any():
             raise SelectionError(
                 f"{self._plan.tensors[position].entry.name}: more of a group is to be pruned than "

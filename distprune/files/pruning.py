@@ -7,29 +7,27 @@ plan --> find_cuts --cuts--> Rewriter --> partial folder --> destination
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter, mask_layout
+from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.cuts import Cuts, add_up, find_cuts
-from distprune.files.disk.access import WRITE, OpenFiles, write_from
+from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.lowest import LowestElements, Piece
+from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source, bytes_to_count
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.building import make_report
+from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
 from distprune.files.reports.report import Report, RunFacts, parse_report
 from distprune.files.results import carry_out, versions
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, SpanUnit, Task, prune_units
+from distprune.files.units import Task, prune_units
 
 
 def plan_together(
@@ -121,7 +119,7 @@ def prune(
         copied=plan.copied,
         written_last=written_last,
     )
-    work = _Pruning(team, plan, task)
+    work = _Pruning(team, plan)
     try:
         result, run = carry_out(team, task, work, target, take_over=take_over, tell=tell)
         return parse_report(result, run)
@@ -132,10 +130,9 @@ def prune(
 class _Pruning:
     """How a plan is carried out; see ``resuming.Work``."""
 
-    def __init__(self, team: Team, plan: Plan, task: Task) -> None:
+    def __init__(self, team: Team, plan: Plan) -> None:
         self._team = team
         self._plan = plan
-        self._task = task
         self._source = Source(plan, self._did_read)
         self._is_counting = False
         self._cuts: Cuts | None = None
@@ -161,15 +158,16 @@ class _Pruning:
         if any(group.recipe.is_global for group in self._plan.groups):
             self._team.from_leader(partial.finished_units.write_prepared, self._cuts.to_json())
 
-    def worker(self, folder: Path) -> Rewriter:
+    def elements(self) -> LowestElements:
         assert self._cuts is not None
-        return Rewriter(self._plan, self._source, folder, self._task.layout, self._cuts)
+        return LowestElements(self._plan, self._source, self._cuts)
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
         assert self._cuts is not None
         report = make_report(
             self._plan, self._source, self._cuts, partial.finished_units.records(), run
         )
+        check_counts(report, self._plan)
         recipe = self._plan.recipe.as_stored().to_yaml().encode()
         card = card_of(self._plan, report)
         others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
@@ -202,77 +200,3 @@ def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:
         *sources,
         ("plan", plan.digest),
     ]
-
-
-class Rewriter:
-    """Prunes units, one after the other; see ``resuming.Worker``.
-
-    Args:
-        plan: what to do.
-        source: of the plan.
-        folder: where to write; its files exist and have their sizes.
-        layout: of the mask file; None: no masks.
-        cuts: of the groups that are ranked together.
-    """
-
-    def __init__(
-        self, plan: Plan, source: Source, folder: Path, layout: MaskLayout | None, cuts: Cuts
-    ) -> None:
-        self.outputs = OpenFiles(WRITE)
-        self._plan = plan
-        self._source = source
-        self._folder = folder
-        self._layout = layout
-        self._lowest = LowestElements(plan, source, cuts)
-        self._record: dict[str, dict[int, int]] = {}
-
-    def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
-        """Do a unit; yields bytes. Then :meth:`record` returns its counts."""
-        self._lowest.num_nan, self._lowest.thresholds = {}, {}
-        self._record = {
-            "pruned": {},
-            "nan": self._lowest.num_nan,
-            "zero": {},
-            "threshold": self._lowest.thresholds,
-        }
-        for span in unit.spans:
-            masks = self._mask_writer(span)
-            for piece in self._lowest.pieces(span):
-                num_bytes = piece.bits.nbytes
-                self._write(span, piece, masks)
-                yield num_bytes
-            if masks is not None:
-                masks.finish()
-
-    def record(self) -> dict[str, Any]:
-        """Counts of the last unit, by position of a tensor.
-
-        How many elements were pruned; how many are NaN, of tensors that are ranked on their own;
-        how many were zero in the source; and the largest key that was pruned, of tensors with a
-        threshold of their own.
-        """
-        return {what: counts for what, counts in self._record.items() if counts}
-
-    def _write(self, span: Span, piece: Piece, masks: MaskWriter | None) -> None:
-        """Write a piece without its lowest elements; overwrites its bits."""
-        entry, bits, keep = self._plan.tensors[span.position].entry, piece.bits, ~piece.lowest
-        self._count("zero", span.position, len(bits) - int(np.count_nonzero(bits << 1)))
-        np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
-        start = entry.start + piece.first * bits.itemsize
-        write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
-        if masks is not None:
-            masks.add(keep)
-        self._record["pruned"].setdefault(span.position, 0)
-        self._count("pruned", span.position, int(np.count_nonzero(piece.lowest)))
-
-    def _count(self, what: str, position: int, count: int) -> None:
-        if count:
-            counts = self._record[what]
-            counts[position] = counts.get(position, 0) + count
-
-    def _mask_writer(self, span: Span) -> MaskWriter | None:
-        if self._layout is None:
-            return None
-        start = self._layout.starts[self._plan.tensors[span.position].entry.name]
-        path = str(self._folder / MASK_FILE)
-        return MaskWriter(self.outputs, path, start + span.first // 8)

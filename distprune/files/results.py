@@ -25,23 +25,10 @@ from distprune.files.errors import FilesError, NaNError, RanksError, SelectionEr
 from distprune.files.journals import Journal, Rechecker
 from distprune.files.partial import Partial
 from distprune.files.reports.report import RunFacts
+from distprune.files.rewriting import FileSink, Pieces, Rewriter
 from distprune.files.team import Team
 from distprune.files.text import format_size
-from distprune.files.units import CopyUnit, SpanUnit, Task, units_by_rank
-
-
-class Worker(Protocol):
-    """Rewrites units of tensors, one after the other."""
-
-    outputs: OpenFiles
-
-    def rewrite(self, number: int, unit: SpanUnit) -> Iterator[int]:
-        """Rewrite a unit; yields numbers of bytes."""
-        ...
-
-    def record(self) -> dict[str, Any]:
-        """The counts of the last unit for the report, as JSON."""
-        ...
+from distprune.files.units import CopyUnit, Task, units_by_rank
 
 
 class Work(Protocol):
@@ -60,8 +47,8 @@ class Work(Protocol):
         """Compute what all units need; ``prepared`` is the value of an earlier run, or None."""
         ...
 
-    def worker(self, folder: Path) -> Worker:
-        """The worker of this rank, which writes to a folder."""
+    def elements(self) -> Pieces:
+        """Which elements of the task's tensors are pruned."""
         ...
 
     def complete(self, partial: Partial, run: RunFacts) -> None:
@@ -192,41 +179,42 @@ class _Run:
     def _write(self, finished: set[int], run: int) -> None:
         missing = [(i, unit) for i, unit in enumerate(self._task.units) if i not in finished]
         mine = units_by_rank(missing, self._team.size)[self._team.index]
-        worker = self._work.worker(self._partial.folder)
+        sink = FileSink(self._partial.folder, self._task.tensors, self._task.layout)
         journal = Journal(
-            self._partial.work, self._task.digest, run, self._team.index, worker.outputs
+            self._partial.work, self._task.digest, run, self._team.index, sink.outputs
         )
         total = self._task.num_bytes
         num_finished = total - sum(unit.num_bytes for _, unit in missing)
         try:
             try:
                 self._team.begin("write", total, num_finished)
-                self._team.work(self._steps(mine, worker, journal))
+                self._team.work(self._steps(mine, sink, journal))
             finally:
                 # Record the finished units, whatever stopped the others; that error comes first.
                 error = error_of(attempt(journal.flush))
             self._team.check(error)
         finally:
-            worker.outputs.close()
+            sink.outputs.close()
 
-    def _steps(self, mine: list[int], worker: Worker, journal: Journal) -> Iterator[int]:
-        folder = self._partial.folder
+    def _steps(self, mine: list[int], sink: FileSink, journal: Journal) -> Iterator[int]:
+        folder, outputs = self._partial.folder, sink.outputs
+        rewriter = Rewriter(self._work.elements(), sink)
         for number in mine:
             self._partial.lock.check()
             unit = self._task.units[number]
-            worker.outputs.take_checksums()
+            outputs.take_checksums()
             record: dict[str, Any] = {"unit": number}
             if isinstance(unit, CopyUnit):
                 output = str(folder / unit.name)
                 yield from copy_range(
-                    self._work.sources, unit.path, worker.outputs, output, unit.start, unit.stop
+                    self._work.sources, unit.path, outputs, output, unit.start, unit.stop
                 )
             else:
-                yield from worker.rewrite(number, unit)
-                record |= worker.record()
+                yield from rewriter.rewrite(unit)
+                record |= rewriter.record()
                 record["crc32"] = {
                     str(Path(path).relative_to(folder)): checksum
-                    for path, checksum in worker.outputs.take_checksums().items()
+                    for path, checksum in outputs.take_checksums().items()
                 }
             journal.add(record, unit.num_bytes)
 

@@ -9,26 +9,23 @@ have to be those that ``prune`` writes, and so has the report.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from distprune._common.collectives import Communicator
+from distprune._common.memory import Array
 from distprune._common.process_groups import world
-from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, mask_layout
-from distprune.files.checks.claims import (
-    recipe_of,
-    recipe_problems,
-    report_problems,
-    run_problems,
-    with_digest,
-)
-from distprune.files.checks.contents import Contents, expected_sizes, look_through
-from distprune.files.checks.findings import Findings
-from distprune.files.checks.side_by_side import SideBySide
+from distprune.files.checkpoints.checkpoint import SourceFile
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskFile, mask_layout, read_keep
 from distprune.files.cuts import Cuts, find_cuts
-from distprune.files.disk.access import OpenFiles
+from distprune.files.disk.access import OpenFiles, read_into
 from distprune.files.errors import (
     CheckpointError,
     FilesError,
@@ -36,22 +33,29 @@ from distprune.files.errors import (
     NaNError,
     SelectionError,
 )
+from distprune.files.lowest import LowestElements
 from distprune.files.partial import RECIPE_FILE, check_unchanged
 from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
 from distprune.files.reading import Source, bytes_to_count
 from distprune.files.recipe import FileRecipe
-from distprune.files.reports.building import derive_report
+from distprune.files.reports.building import make_report, with_digest
 from distprune.files.reports.model_card import card_problem
 from distprune.files.reports.report import (
     REPORT_FILE,
     RUN_FILE,
+    Record,
     Report,
     identity_of,
     parse_report,
     read_text,
+    recipe_of,
 )
+from distprune.files.rewriting import Piece, Rewriter
 from distprune.files.team import Progress, Team
-from distprune.files.units import CopyUnit, Unit, copy_units, prune_units, units_by_rank
+from distprune.files.text import printable
+from distprune.files.units import CopyUnit, Span, Unit, copy_units, prune_units, units_by_rank
+
+_PIECE = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,9 @@ def verify(
 
     The destination has to have the files that :func:`prune` writes, in full, and no others. Every
     mask has to be the one that the recipe leads to, ties included; every byte outside of the pruned
-    elements has to be that of the source, and every pruned element +0. ``report.json`` and
-    ``recipe.yaml`` have to be those that :func:`prune` writes. ``run.json`` differs from run to
-    run; its values only have to be possible.
+    elements has to be that of the source, and every pruned element +0. ``report.json``,
+    ``recipe.yaml`` and the model card have to be those that :func:`prune` writes. ``run.json``
+    differs from run to run: only its form and its number of bytes are compared.
 
     Args:
         destination: a folder that :func:`prune` wrote, with masks; visible to every rank.
@@ -115,19 +119,19 @@ def verify(
     masks; memory as for pruning. Communication as for pruning.
     """
     team = Team(communicator or world(), progress, stop)
-    opened: _Opened = team.attempt(_Opened, Path(destination), source, scores)
+    result: _Result = team.attempt(_Result, Path(destination), source, scores)
     target = ascii(os.path.abspath(destination))
-    team.compare([("destination", target), ("plan", opened.plan.digest)])
+    team.compare([("destination", target), ("plan", result.plan.digest)])
     try:
-        return _Checking(team, opened).run()
+        return _Verification(team, result).run()
     except Interrupted as error:
         raise Interrupted("stopped as asked; nothing was changed.") from error
     except (NaNError, SelectionError) as error:
         raise _misfit(destination, source, error) from error
 
 
-class _Opened:
-    """Both folders: their headers and small files."""
+class _Result:
+    """A result and its source: their headers and small files."""
 
     def __init__(self, folder: Path, source: str | Path, scores: str | Path | None) -> None:
         self.folder = folder
@@ -135,147 +139,310 @@ class _Opened:
         self.report_text = read_text(folder, REPORT_FILE)
         self.run_text = read_text(folder, RUN_FILE)
         self.report: Report = parse_report(self.report_text, self.run_text, str(folder))
-        recipe = recipe_of(self.report, str(folder))
-        if not recipe.masks and not os.path.lexists(folder / MASK_FILE):
+        self.recipe: FileRecipe = recipe_of(self.report, str(folder))
+        if not self.recipe.masks and not os.path.lexists(folder / MASK_FILE):
             raise CheckpointError(
                 f"{folder} was pruned without masks (masks: false); verify needs them. Prune again "
                 "with masks, and compare the two results with `distprune diff`."
             )
-        self.recipe: FileRecipe = recipe
         try:
-            located = _located(recipe, folder, scores)
+            located = _located(self.recipe, folder, scores)
             self.plan: Plan = plan(source, located, follow_links=True)
         except SelectionError as error:
             raise _misfit(folder, source, error) from error
-        source_checkpoint = self.plan.checkpoint
-        entries = [tensor.entry for tensor in self.plan.tensors]
-        self.layout: MaskLayout = mask_layout(entries, source_checkpoint.files)
-        self.contents: Contents = look_through(folder, expected_sizes(self.plan, self.layout))
-        self.has_expected_masks = self._has_expected_masks()
-        expected = identity_of(source_checkpoint).items()
+        checkpoint = self.plan.checkpoint
+        self.layout = mask_layout([tensor.entry for tensor in self.plan.tensors], checkpoint.files)
+        # What is wrong with files, and the names of those whose content cannot be compared.
+        self.problems, self.bad = _look_through(folder, self._sizes())
+        self.has_expected_masks = MASK_FILE not in self.bad
+        if self.has_expected_masks:
+            with open(folder / MASK_FILE, "rb") as file:
+                header = file.read(len(self.layout.header))
+            self.has_expected_masks = header == self.layout.header
+        expected = identity_of(checkpoint).items()
         is_same = all(self.report.source.get(name) == identity for name, identity in expected)
         if not self.has_expected_masks and not is_same:
             raise CheckpointError(
                 f"{folder} was not made from {source}: the sizes or headers of the weight files "
                 "were others."
             )
+        rewritten = {tensor.entry.name for tensor in self.plan.tensors}
+        copies = copy_units(checkpoint, rewritten, self.plan.copied)
+        self.units: list[Unit] = [*prune_units(self.plan), *copies]
 
-    def _has_expected_masks(self) -> bool:
-        """Whether the mask file has the header that this plan leads to."""
-        if MASK_FILE in self.contents.bad:
-            return False
-        with open(self.folder / MASK_FILE, "rb") as file:
-            return file.read(len(self.layout.header)) == self.layout.header
+    def _sizes(self) -> dict[str, int | None]:
+        """By name of each file of a result, its size; None if the size may vary."""
+        plan = self.plan
+        files: list[SourceFile] = [*plan.checkpoint.files, *plan.copied]
+        sizes: dict[str, int | None] = {file.name: file.size for file in files}
+        small = [REPORT_FILE, RUN_FILE, RECIPE_FILE]
+        small += [CARD_FILE] if plan.has_card else []
+        small += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
+        return sizes | {MASK_FILE: self.layout.size} | dict.fromkeys(small)
+
+    def is_readable(self, unit: Unit) -> bool:
+        """Whether a unit can be compared."""
+        if isinstance(unit, CopyUnit):
+            return unit.name not in self.bad
+        entries = [self.plan.tensors[span.position].entry for span in unit.spans]
+        return self.has_expected_masks and not any(entry.file in self.bad for entry in entries)
 
 
-class _Checking:
+class _Comparison:
+    """Compares a result with what ``prune`` writes; see ``rewriting.Sink``.
+
+    Attributes:
+        outputs: opens the result's files for reading.
+        num_bytes: of the source that were compared.
+        num_pruned: elements, according to the masks.
+        found: by (what is wrong, tensor or file): how often, and the first element or byte.
+    """
+
+    def __init__(self, result: _Result) -> None:
+        self.outputs = OpenFiles(os.O_RDONLY)
+        self.num_bytes = self.num_pruned = 0
+        self.found: dict[tuple[str, str], tuple[int, int]] = {}
+        self._folder = result.folder
+        self._entries = [tensor.entry for tensor in result.plan.tensors]
+        shapes = {entry.name: entry.shape for entry in self._entries}
+        self._masks = MaskFile(str(result.folder / MASK_FILE), shapes, {}, result.layout.starts)
+
+    def add(self, span: Span, piece: Piece, keep: Array) -> None:
+        """The mask is that of the recipe; the result is the source times the mask, with +0."""
+        entry, (first, bits, _) = self._entries[span.position], piece
+        kept = read_keep(self._masks, self.outputs, entry.name, first, first + len(bits))
+        written: Array = np.empty_like(bits)
+        start = entry.start + first * bits.itemsize
+        read_into(self.outputs, str(self._folder / entry.file), start, written.data.cast("B"))
+        self._note("wrong", entry.name, written != bits * kept, first)
+        self._note("misplaced", entry.name, kept != keep, first)
+        self.num_pruned += len(kept) - int(np.count_nonzero(kept))
+        self.num_bytes += bits.nbytes
+
+    def finish(self, span: Span) -> None:
+        """No bits are set after the last element of a mask."""
+        entry = self._entries[span.position]
+        if span.last == entry.numel and span.last % 8:
+            end = -(-span.last // 8) * 8
+            tail = read_keep(self._masks, self.outputs, entry.name, span.last, end)
+            self._note("tail", entry.name, tail, span.last)
+
+    def compare_copy(self, sources: OpenFiles, unit: CopyUnit) -> Iterator[int]:
+        """Read bytes that have to be equal; yields numbers of bytes."""
+        path = str(self._folder / unit.name)
+        for start in range(unit.start, unit.stop, _PIECE):
+            size = min(_PIECE, unit.stop - start)
+            expected, written = (np.empty(size, dtype=np.uint8) for _ in range(2))
+            read_into(sources, unit.path, start, expected.data)
+            read_into(self.outputs, path, start, written.data)
+            self._note("copy", unit.name, written != expected, start)
+            self.num_bytes += size
+            yield size
+
+    def _note(self, what: str, where: str, are_wrong: Array, first: int) -> None:
+        places = np.flatnonzero(are_wrong)
+        if len(places):
+            self._add((what, where), len(places), first + int(places[0]))
+
+    def _add(self, key: tuple[str, str], count: int, first: int) -> None:
+        num_before, first_before = self.found.get(key, (0, first))
+        self.found[key] = num_before + count, min(first, first_before)
+
+    def state(self) -> list[Any]:
+        """All that was found, as JSON, for :meth:`merge`."""
+        return [self.num_bytes, self.num_pruned, [[*key, *n] for key, n in self.found.items()]]
+
+    def merge(self, state: list[Any]) -> None:
+        """Add what another rank has found."""
+        num_bytes, num_pruned, found = state
+        self.num_bytes += num_bytes
+        self.num_pruned += num_pruned
+        for what, where, count, first in found:
+            self._add((what, where), count, first)
+
+    def problems(self) -> list[str]:
+        """What is wrong with bytes, by file and tensor."""
+        names = [entry.name for entry in self._entries]
+        keys = sorted(key for key in self.found if key[0] == "copy")
+        keys += [(what, name) for name in names for what in ("wrong", "tail", "misplaced")]
+        return [
+            f"{printable(key[1])}: {_described(key[0], *self.found[key])}"
+            for key in keys
+            if key in self.found
+        ]
+
+
+def _described(what: str, count: int, first: int) -> str:
+    if what == "copy":
+        more = f"; so do {count - 1} more" if count > 1 else ""
+        return f"byte {first} differs from the source, and belongs to no pruned tensor{more}."
+    if what == "tail":
+        return "the last byte of its mask has bits that belong to no element."
+    problem = "are pruned or kept against the order of scores"
+    if what == "wrong":
+        problem = "are neither kept as they were nor pruned as the mask says"
+    return f"{count} elements {problem}; the first is number {first}."
+
+
+class _Verification:
     """One comparison, on all ranks."""
 
-    def __init__(self, team: Team, opened: _Opened) -> None:
+    def __init__(self, team: Team, result: _Result) -> None:
         self._team = team
-        self._opened = opened
-        self._plan = opened.plan
-        self._source = Source(opened.plan, self._did_read)
+        self._result = result
+        self._plan = result.plan
+        self._source = Source(result.plan, self._did_read)
         self._is_counting = True
-        self._outputs = OpenFiles(os.O_RDONLY)
+        self._comparison = _Comparison(result)
 
     def run(self) -> VerifyReport:
+        comparison = self._comparison
         try:
-            cuts = self._find_cuts()
-            findings = self._compare(cuts)
-            problems = self._team.from_leader(self._problems, findings, cuts)
-            return VerifyReport(
-                tuple(problems), findings.num_bytes, self._plan.num_elements, findings.num_pruned
-            )
+            self._team.expect("verify", sum(unit.num_bytes for unit in self._result.units))
+            self._team.begin("count", bytes_to_count(self._plan))
+            cuts = find_cuts(self._team, self._plan, self._source)
+            self._is_counting = False
+            records = self._compare(cuts)
+            problems = self._team.from_leader(self._problems, cuts, records)
         finally:
             self._source.close()
-            self._outputs.close()
-
-    def _find_cuts(self) -> Cuts:
-        """Where the recipe cuts the rankings of the source."""
-        self._team.expect("verify", sum(unit.num_bytes for _, unit in self._units()))
-        self._team.begin("count", bytes_to_count(self._plan))
-        cuts = find_cuts(self._team, self._plan, self._source)
-        self._is_counting = False
-        return cuts
+            comparison.outputs.close()
+        num_elements = self._plan.num_elements
+        return VerifyReport(
+            tuple(problems), comparison.num_bytes, num_elements, comparison.num_pruned
+        )
 
     def _did_read(self, num_bytes: int) -> None:
         self._team.did(num_bytes if self._is_counting else 0)
 
-    def _compare(self, cuts: Cuts) -> Findings:
-        """The findings of all ranks in all files."""
-        units = [(number, unit) for number, unit in self._units() if self._is_readable(unit)]
-        mine = set(units_by_rank(units, self._team.size)[self._team.index])
-        total = sum(unit.num_bytes for _, unit in units)
-        opened = self._opened
-        comparison = SideBySide(
-            self._plan, self._source, cuts, opened.folder, opened.layout, self._outputs
-        )
-        steps = self._steps([unit for number, unit in units if number in mine], comparison)
-        self._team.begin("verify", total)
-        self._team.work(steps)
-        findings = comparison.findings
-        for index, state in enumerate(self._team.gather(findings.state())):
-            if index != self._team.index:
-                findings.merge(state)
-        source = self._plan.checkpoint
-        self._team.attempt(check_unchanged, source.folder, source.all_files)
-        return findings
+    def _compare(self, cuts: Cuts) -> list[Record]:
+        """Compare all files; returns the records of all units, as ``prune`` makes them."""
+        team, comparison = self._team, self._comparison
+        units = [
+            (i, unit) for i, unit in enumerate(self._result.units) if self._result.is_readable(unit)
+        ]
+        mine = units_by_rank(units, team.size)[team.index]
+        rewriter = Rewriter(LowestElements(self._plan, self._source, cuts), comparison)
+        records: list[Record] = []
+        team.begin("verify", sum(unit.num_bytes for _, unit in units))
+        team.work(self._steps(mine, rewriter, records))
+        found = team.gather([comparison.state(), records])
+        for index, (state, of_rank) in enumerate(found):
+            if index != team.index:
+                comparison.merge(state)
+                records += of_rank
+        checkpoint = self._plan.checkpoint
+        team.attempt(check_unchanged, checkpoint.folder, checkpoint.all_files)
+        return records
 
-    def _units(self) -> list[tuple[int, Unit]]:
-        rewritten = {tensor.entry.name for tensor in self._plan.tensors}
-        copies = copy_units(self._plan.checkpoint, rewritten, self._plan.copied)
-        return list(enumerate([*prune_units(self._plan), *copies]))
-
-    def _is_readable(self, unit: Unit) -> bool:
-        bad = self._opened.contents.bad
-        if not isinstance(unit, CopyUnit):
-            entries = [self._plan.tensors[span.position].entry for span in unit.spans]
-            return self._opened.has_expected_masks and not any(e.file in bad for e in entries)
-        return unit.name not in bad
-
-    def _steps(self, units: list[Unit], comparison: SideBySide) -> Iterator[int]:
-        for unit in units:
+    def _steps(
+        self, numbers: list[int], rewriter: Rewriter, records: list[Record]
+    ) -> Iterator[int]:
+        for number in numbers:
+            unit = self._result.units[number]
             if isinstance(unit, CopyUnit):
-                yield from comparison.compare_copied(unit)
+                yield from self._comparison.compare_copy(self._source.files, unit)
             else:
-                yield from comparison.compare_pruned(unit)
+                yield from rewriter.rewrite(unit)
+                records.append(rewriter.record())
 
-    def _problems(self, findings: Findings, cuts: Cuts) -> list[str]:
+    def _problems(self, cuts: Cuts, records: list[Record]) -> list[str]:
         """Everything that is wrong, in an order that does not depend on the ranks."""
-        opened = self._opened
-        problems = list(opened.contents.problems)
-        if MASK_FILE not in opened.contents.bad and not opened.has_expected_masks:
+        result = self._result
+        problems = list(result.problems)
+        if MASK_FILE not in result.bad and not result.has_expected_masks:
             problems.append(
                 f"{MASK_FILE}: its header is not the one that prune writes for these tensors."
             )
-        problems += findings.problems()
-        if all(self._is_readable(unit) for unit in prune_units(self._plan)):
-            problems += findings.count_problems()
-            problems_of_report = self._report_problems(findings, cuts)
-            problems += problems_of_report
-            # The card states numbers of the report.
-            if not problems_of_report and CARD_FILE not in opened.contents.bad:
-                problem = card_problem(opened.folder, self._plan, opened.report)
-                problems += [problem] if problem else []
+        problems += self._comparison.problems()
+        if all(map(result.is_readable, prune_units(self._plan))):
+            problems += self._report_problems(cuts, records)
         else:
             problems.append(
                 f"{REPORT_FILE} was not compared, as not all weights and masks could be."
             )
-        num_bytes = sum(unit.num_bytes for _, unit in self._units())
-        problems += run_problems(opened.run_text, opened.report, num_bytes)
-        if RECIPE_FILE not in opened.contents.bad:
-            raw = read_text(opened.folder, RECIPE_FILE)
-            problems += recipe_problems(raw, opened.recipe)
+        num_bytes = sum(unit.num_bytes for unit in result.units)
+        if result.run_text != replace(result.report.run, num_bytes=num_bytes).to_json():
+            problems.append(
+                f"{RUN_FILE} is not what prune writes: its bytes, or num_bytes, which is "
+                f"{result.report.run.num_bytes} (expected {num_bytes})."
+            )
+        if RECIPE_FILE not in result.bad:
+            recipe = result.recipe.as_stored().to_yaml().encode()
+            if read_text(result.folder, RECIPE_FILE) != recipe:
+                problems.append(f"{RECIPE_FILE} is not the text of the recipe in {REPORT_FILE}.")
         return problems
 
-    def _report_problems(self, findings: Findings, cuts: Cuts) -> list[str]:
-        opened = self._opened
-        derived = derive_report(
-            self._plan, self._source, cuts, findings.records(), opened.report.run
-        )
-        derived = with_digest(derived, opened.report, self._plan)
-        return report_problems(opened.report_text, derived)
+    def _report_problems(self, cuts: Cuts, records: list[Record]) -> list[str]:
+        """What is wrong with counts, with the report, and with the card that states its numbers."""
+        result, num_pruned = self._result, self._comparison.num_pruned
+        problems = []
+        if num_pruned != self._plan.num_to_prune:
+            problems.append(
+                f"{num_pruned} elements are pruned in all; the recipe asks for "
+                f"{self._plan.num_to_prune}."
+            )
+        derived = make_report(self._plan, self._source, cuts, records, result.report.run)
+        expected = with_digest(derived, result.report, self._plan).result_json()
+        if result.report_text != expected:
+            values, stored = json.loads(expected), json.loads(result.report_text)
+            fields = [key for key in values | stored if stored.get(key) != values.get(key)]
+            what = f" ({', '.join(map(printable, fields))})" if fields else ", to the byte"
+            problems.append(f"{REPORT_FILE} is not the report of this result{what}.")
+        elif CARD_FILE not in result.bad:
+            problem = card_problem(result.folder, self._plan, result.report)
+            problems += [problem] if problem else []
+        return problems
+
+
+def _look_through(
+    folder: Path, sizes: Mapping[str, int | None]
+) -> tuple[list[str], frozenset[str]]:
+    """Compare the names and sizes of all files in a folder with those that are expected.
+
+    Links to files are read through, and so are links to folders in which a file is expected.
+    No file is opened that is not a regular one.
+
+    Returns:
+        A sentence for each file that is missing, unexpected or unreadable, or has another size, in
+        the order of names; and the names of expected files whose content cannot be compared.
+    """
+    problems: dict[str, str] = {}
+    for name, size in sizes.items():
+        if problem := _file_problem(folder / name, size):
+            problems[name] = f"{printable(name)} {problem}"
+    bad = frozenset(problems)
+    parents = {str(parent) for name in sizes for parent in Path(name).parents}
+    for parent in parents:
+        try:
+            entries = os.listdir(folder / parent)
+        except FileNotFoundError:
+            continue  # so its files are missing
+        except OSError as error:
+            problems[parent] = f"{printable(parent)} cannot be listed: {error.strerror}."
+            continue
+        for entry in entries:
+            name = os.path.normpath(os.path.join(parent, entry))
+            if name not in sizes and name not in parents:
+                path = folder / name
+                what = "folder" if os.path.isdir(path) and not path.is_symlink() else "file"
+                problems[name] = f"{printable(name)} is a {what} that prune did not write."
+    return [problems[name] for name in sorted(problems)], bad
+
+
+def _file_problem(path: Path, size: int | None) -> str:
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            return "is not a regular file."
+        if size is not None and info.st_size != size:
+            return f"has {info.st_size} bytes; expected {size}."
+        with open(path, "rb"):
+            return ""
+    except FileNotFoundError:
+        return "is missing."
+    except OSError as error:
+        return f"cannot be read: {error.strerror}."
 
 
 def _located(recipe: FileRecipe, folder: Path, scores: str | Path | None) -> FileRecipe:

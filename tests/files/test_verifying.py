@@ -1,180 +1,735 @@
-"""verify: finds every kind of damage, and nothing where there is none."""
+"""verify finds every change of a result, and nothing in a healthy one, on any number of ranks."""
 
 import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from kinds_of_recipes import RECIPES, tensors
 
+from distprune._common.process_groups import world
 from distprune.files import planning, pruning, verifying
 from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
-from distprune.files.errors import CheckpointError
+from distprune.files.errors import CheckpointError, FilesError, Interrupted
+from distprune.files.partial import RECIPE_FILE
 from distprune.files.recipe import FileRecipe
+from distprune.files.reports.building import with_digest
+from distprune.files.reports.report import REPORT_FILE, RUN_FILE, parse_report, read_report
+from distprune.files.verifying import verify
+from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
+from helpers.sampling import THOROUGH, every
 from helpers.small_work_units import small_chunks, small_units
 
-MODEL = "model.safetensors"
-TWO = "2 elements are pruned or kept against the order of scores; the first is number"
-RECIPES = {
-    "global": FileRecipe(0.5),
-    "layer": FileRecipe(0.5, "layer"),
-    "row": FileRecipe(0.5, "row"),
-    "pattern": FileRecipe(pattern="2:4"),
-    "random": FileRecipe(0.5, score="random"),
-}
+THE_ORDER = "elements are pruned or kept against the order of scores; the first is number"
+BY_DEFAULT = ("global", "layer", "row", "tiles", "chosen")
 
 
-@pytest.fixture(params=RECIPES)
-def pruned(request, tmp_path, monkeypatch):
-    """(source, destination) with many ties, in small pieces; whole layers in two reads."""
-    small_chunks(monkeypatch, 100, 200)
+@pytest.fixture(scope="module", params=RECIPES if THOROUGH else BY_DEFAULT)
+def made(request, tmp_path_factory):
+    """(source, destination), made of many small pieces."""
+    folder = tmp_path_factory.mktemp("mutations")
+    with pytest.MonkeyPatch.context() as patch, small_units(num_elements=40):
+        small_chunks(patch, 24, 50)
+        recipe = RECIPES[request.param]
+        dtypes = [torch.bfloat16]
+        if request.param in ("global", "normalised", "layer"):
+            dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+        whole = tensors(dtypes)
+        if recipe.pattern:
+            whole |= {"b.weight": whole["a.weight"].flip(0)}
+        if recipe.nan == "keep":
+            whole["a.weight"].view(torch.int16)[2, 3:5] = torch.tensor([0x7FC0, -1]).short()
+        names = list(whole)
+        shards = ({n: whole[n] for n in names[:2]}, {n: whole[n] for n in names[2:]})
+        source = tiny_checkpoints.save(folder / "source", *shards)
+        (source / "nested" / "more").mkdir(parents=True)
+        (source / "nested" / "more" / "modeling_custom.py").write_text("import torch\n")
+        (source / "pytorch_model.bin").write_bytes(b"stale")
+        pruning.prune(planning.plan(source, recipe), folder / "target")
+        assert verify(folder / "target", source).problems == ()
+        yield source, folder / "target"
+
+
+@pytest.fixture
+def found(made):
+    """Change the target and say what verify finds; afterwards the target is as it was."""
+    source, target = made
+    kept = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+
+    def find(change):
+        change(target)
+        try:
+            problems = verify(target, source).problems
+        except CheckpointError as error:
+            problems = (str(error),)
+        for path in sorted(target.rglob("*"), reverse=True):
+            if path not in kept and not any(path in each.parents for each in kept):
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path, raw in kept.items():
+            if path.is_dir():
+                path.rmdir()
+            if not path.is_file() or path.is_symlink() or path.read_bytes() != raw:
+                path.unlink(missing_ok=True)
+                path.write_bytes(raw)
+        return problems
+
+    yield find
+    assert verify(target, source).problems == ()
+
+
+class Bits:
+    """The masks and values of a result, to be changed one by one."""
+
+    def __init__(self, source, target):
+        self.source, self.target = source, target
+        self.masks = open_masks(target)
+        self.entries = {
+            t.name: t
+            for path in sorted(source.glob("*.safetensors"))
+            for t in read_header(path, path.name).tensors
+            if t.name in self.masks.shapes
+        }
+
+    def keep(self, name):
+        start, numel = self.masks.starts[name], self.entries[name].numel
+        raw = Path(self.masks.path).read_bytes()[start:]
+        bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little", count=numel)
+        return bits.astype(bool)
+
+    def flip(self, name, index, with_value=True):
+        keep = not self.keep(name)[index]
+        write(self.masks.path, self.masks.starts[name] + index // 8, xor=1 << index % 8)
+        if with_value:
+            self.put(name, index, self.original(name, index) if keep else None)
+
+    def original(self, name, index):
+        entry = self.entries[name]
+        size = entry.nbytes // entry.numel
+        start = entry.start + index * size
+        return (self.source / entry.file).read_bytes()[start : start + size]
+
+    def put(self, name, index, raw):
+        entry = self.entries[name]
+        size = entry.nbytes // entry.numel
+        start = entry.start + index * size
+        write(self.target / entry.file, start, raw=bytes(size) if raw is None else raw)
+
+    def some(self, keep):
+        """(name, index) of elements that are kept or not, at both ends and between."""
+        for name in self.entries:
+            where = np.flatnonzero(self.keep(name) == keep).tolist()
+            for index in sorted({*where[:1], *where[len(where) // 2 :][:1], *where[-1:]}):
+                yield name, index
+
+
+def write(path, offset, xor=0, raw=None):
+    data = bytearray(Path(path).read_bytes())
+    raw = bytes([data[offset] ^ xor]) if raw is None else raw
+    data[offset : offset + len(raw)] = raw
+    Path(path).write_bytes(data)
+
+
+# Masks and weights
+
+
+def test_a_flipped_bit_of_a_mask(found, made):
+    bits = Bits(*made)
+    for keep in (True, False):
+        for name, index in bits.some(keep):
+            if any(bits.original(name, index)):
+                problems = found(lambda _, n=name, i=index: bits.flip(n, i, with_value=False))
+                assert any(name in problem for problem in problems)
+            wrong, count = found(lambda _, n=name, i=index: bits.flip(n, i))
+            assert wrong == f"{name}: 1 {THE_ORDER} {index}." and "are pruned in all" in count
+
+
+def test_two_exchanged_bits_of_masks(found, made):
+    bits = Bits(*made)
+    pairs = [(one, other) for one in bits.some(True) for other in bits.some(False)]
+    pairs = every(5, pairs)
+    for one, other in pairs:
+
+        def exchange(target, one=one, other=other):
+            bits.flip(*one)
+            bits.flip(*other)
+
+        problems = found(exchange)
+        assert all("against the order of scores" in problem for problem in problems)
+        assert len(problems) == len({one[0], other[0]})
+    is_mixed = any(bits.some(True)) and any(bits.some(False))
+    assert len(pairs) > 5 or not is_mixed
+
+
+def test_a_changed_weight(found, made):
+    bits = Bits(*made)
+    for keep in (False, True):
+        for name, index in bits.some(keep):
+            raw = bits.original(name, index)
+            size = len(raw)
+            if keep:
+                values = (bytes(size), raw[:-1] + bytes([raw[-1] ^ 0x80]))
+            else:  # the values of the source, -0 and a denormal
+                values = (raw, bytes(size - 1) + b"\x80", b"\x01" * size)
+            for value in values:
+                if value != (raw if keep else bytes(size)):
+                    (problem,) = found(lambda _, v=value, n=name, i=index: bits.put(n, i, v))
+                    assert problem.startswith(name) and f"number {index}." in problem
+
+
+def test_bits_behind_the_end_of_a_mask(found, made):
+    bits = Bits(*made)
+    odd = [name for name, entry in bits.entries.items() if entry.numel % 8]
+    assert odd
+    for name in odd:
+        for bit in {bits.entries[name].numel % 8, 7}:
+            last = bits.masks.starts[name] + bits.entries[name].numel // 8
+            (problem,) = found(lambda _, at=last, bit=bit: write(bits.masks.path, at, xor=1 << bit))
+            assert problem.startswith(name) and "belong to no element" in problem
+
+
+def test_any_byte_of_the_header_of_the_masks(found, made):
+    start = min(open_masks(made[1]).starts.values())
+    for offset in range(0, start, 7 if THOROUGH else 61):
+        problems = found(lambda target, at=offset: write(target / MASK_FILE, at, xor=1))
+        assert any("masks.safetensors: its header" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("recipe", ["global", "layer", "row", "pattern", "random"])
+def test_an_order_that_only_ties_tell(tmp_path, recipe):
+    """Swap two equal elements of a group."""
     g = torch.Generator().manual_seed(0)
-    tensors = {
-        "a.weight": (torch.randn(16, 40, generator=g) * 2).round().bfloat16() + 1e-30,
-        "b.weight": (torch.randn(16, 40, generator=g) * 2).round().bfloat16() + 1e-30,
-        "norm.weight": torch.ones(40),
+    weights = {
+        f"{name}.weight": (torch.randn(16, 40, generator=g) * 2).round().bfloat16() + 1e-30
+        for name in "ab"
     }
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
-    pruning.prune(planning.plan(source, RECIPES[request.param]), tmp_path / "target")
-    return source, tmp_path / "target"
-
-
-def flip(path, byte, bits):
-    raw = bytearray(path.read_bytes())
-    raw[byte] ^= bits
-    path.write_bytes(raw)
-
-
-def entry(folder, name):
-    return next(t for t in read_header(folder / MODEL).tensors if t.name == name)
-
-
-def test_finds_nothing_where_nothing_is_wrong(pruned):
-    found = verifying.verify(pruned[1], pruned[0])
-    assert found.is_good and found.num_pruned == found.num_elements // 2 == 640
-    others = sum((pruned[0] / n).stat().st_size for n in ("config.json", "tokenizer.json"))
-    assert found.num_bytes == (pruned[0] / MODEL).stat().st_size + others
-
-
-@pytest.mark.parametrize("name", ["a.weight", "b.weight", "norm.weight"])
-def test_finds_a_flipped_bit(pruned, name):
-    flip(pruned[1] / MODEL, entry(pruned[1], name).start + 33, 0x80)
-    (problem,) = verifying.verify(*pruned[::-1]).problems
-    assert name in problem or (name == "norm.weight" and "belongs to no pruned tensor" in problem)
-
-
-def test_finds_a_changed_copy_and_a_missing_one(pruned):
-    flip(pruned[1] / "config.json", 3, 1)
-    (pruned[1] / "tokenizer.json").unlink()
-    problems = verifying.verify(*pruned[::-1]).problems
-    assert len(problems) == 2
-    assert problems[0] == "tokenizer.json is missing." and "config.json: byte 3" in problems[1]
-
-
-def set_mask(source, folder, index, keep, name="b.weight"):
-    """Change an element of a mask, and its value with it."""
-    assert keeps(folder, name)[index] != keep
-    flip(folder / MASK_FILE, open_masks(folder).starts[name] + index // 8, 1 << index % 8)
-    tensor = entry(folder, name)
-    size = tensor.nbytes // tensor.numel
-    where = slice(tensor.start + size * index, tensor.start + size * (index + 1))
-    raw = bytearray((folder / MODEL).read_bytes())
-    raw[where] = (source / MODEL).read_bytes()[where] if keep else bytes(size)
-    (folder / MODEL).write_bytes(raw)
-
-
-def keeps(folder, name="b.weight"):
-    raw = (folder / MASK_FILE).read_bytes()[open_masks(folder).starts[name] :]
-    numel = entry(folder, name).numel
-    return np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")[:numel].astype(bool)
-
-
-def exchange(source, folder, back, out):
-    """Keep the first pruned element of one tensor, and prune the last kept one of another."""
-    for name, is_kept, which in ((back, False, 0), (out, True, -1)):
-        index = int(np.flatnonzero(keeps(folder, name) == is_kept)[which])
-        set_mask(source, folder, index, not is_kept, name)
-
-
-def test_finds_a_wrong_count(pruned):
-    set_mask(*pruned, int(np.flatnonzero(keeps(pruned[1]))[5]), keep=False)
-    assert any(
-        "641 elements are pruned in all" in p for p in verifying.verify(*pruned[::-1]).problems
-    )
-
-
-def test_finds_a_wrong_order_even_among_ties(pruned, request):
-    """Swap two equal elements of a group: only the order of ties tells."""
-    values = tiny_checkpoints.load(pruned[0])["b.weight"].flatten().abs()
-    kept = keeps(pruned[1])
-    recipe = request.node.callspec.params["pruned"]
+    source = tiny_checkpoints.save(tmp_path / "source", weights)
+    pruning.prune(planning.plan(source, RECIPES[recipe]), tmp_path / "target")
+    values, kept = weights["b.weight"].flatten().abs(), Bits(source, tmp_path / "target")
+    keep = kept.keep("b.weight")
     group = {"pattern": 4, "row": 40}.get(recipe, 640)
     i, j = next(
         (i, j)
-        for i in np.flatnonzero(~kept).tolist()
+        for i in np.flatnonzero(~keep).tolist()
         for j in range(i + 1, (i // group + 1) * group)
-        if kept[j] and (recipe == "random" or values[i] == values[j])
+        if keep[j] and (recipe == "random" or values[i] == values[j])
     )
-    set_mask(*pruned, i, keep=True)
-    set_mask(*pruned, j, keep=False)
-    (problem,) = verifying.verify(*pruned[::-1]).problems
-    assert problem == f"b.weight: {TWO} {i}."
+    kept.flip("b.weight", i)
+    kept.flip("b.weight", j)
+    (problem,) = verify(tmp_path / "target", source).problems
+    assert problem == f"b.weight: 2 {THE_ORDER} {i}."
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("apart", [1, 24, 25, 90, 200])
-def test_finds_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
+def test_two_exchanged_ties(tmp_path, monkeypatch, scope, apart):
     """All elements are equal: the last pruned one stays, and a later one goes in its place."""
     small_chunks(monkeypatch, 24, 12)
     with small_units(num_elements=64):
-        tensors = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
-        source = tiny_checkpoints.save(tmp_path / "source", tensors)
-        folder = tmp_path / "target"
-        pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), folder)
+        ones = {f"{n}.weight": torch.ones(20, 20).bfloat16() for n in "ab"}
+        source = tiny_checkpoints.save(tmp_path / "source", ones)
+        pruning.prune(planning.plan(source, FileRecipe(0.25, scope)), tmp_path / "target")
+        bits = Bits(source, tmp_path / "target")
         last = {"global": 199, "layer": 99}[scope]
-        for index, keep in ((last, True), (last + apart, False)):
-            set_mask(source, folder, index, keep, "a.weight")
-        (problem,) = verifying.verify(folder, source).problems
-    assert problem == f"a.weight: {TWO} {last}."
+        for index in (last, last + apart):
+            bits.flip("a.weight", index)
+        (problem,) = verify(tmp_path / "target", source).problems
+    assert problem == f"a.weight: 2 {THE_ORDER} {last}."
 
 
 @pytest.mark.parametrize("change", ["within", "between", "limit"])
-def test_finds_an_exchange_in_a_group(tmp_path, change):
+def test_an_exchange_in_a_group(tmp_path, change):
     """As many elements are pruned as before, but others."""
     g = torch.Generator().manual_seed(0)
     names = ["a.0.weight", "a.1.weight", "b.weight"]
-    tensors = {n: (torch.randn(4, 40, generator=g) * 4).round() / 4 + 9 for n in names}
-    tensors["a.1.weight"] += 50 if change == "limit" else 1
-    source = tiny_checkpoints.save(tmp_path / "source", tensors)
+    weights = {n: (torch.randn(4, 40, generator=g) * 4).round() / 4 + 9 for n in names}
+    weights["a.1.weight"] += 50 if change == "limit" else 1
+    source = tiny_checkpoints.save(tmp_path / "source", weights)
     groups = (
         FileRecipe(0.5, include=("a*",), max_sparsity=0.8 if change == "limit" else 1.0),
         FileRecipe(0.25, include=("b*",)),
     )
     target = tmp_path / "target"
     pruning.prune(planning.plan(source, FileRecipe(groups=groups)), target)
-    assert verifying.verify(target, source).is_good
     pair = {
         "within": ("a.0.weight", "a.0.weight"),
         "between": ("a.0.weight", "b.weight"),
         "limit": ("a.1.weight", "a.0.weight"),  # a.0 is at its ceiling
     }[change]
-    exchange(source, target, *pair)
-    problems = verifying.verify(target, source).problems
+    bits = Bits(source, target)
+    # The first pruned element of one tensor stays, and the last kept one of another goes.
+    for name, is_kept, which in ((pair[0], False, 0), (pair[1], True, -1)):
+        bits.flip(name, int(np.flatnonzero(bits.keep(name) == is_kept)[which]))
+    problems = verify(target, source).problems
     for name in pair:
-        count = pair.count(name)
-        text = f"{name}: {count} elements are pruned or kept against the order of scores;"
+        text = f"{name}: {pair.count(name)} elements are pruned or kept against the order of scores"
         assert any(problem.startswith(text) for problem in problems), problems
     assert not any("neither kept" in problem for problem in problems)
 
 
-def test_refuses_what_does_not_belong_together(pruned, tmp_path):
+# Files
+
+
+def names(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_any_change_of_any_file(found, made):
+    for name in names(made[1]):
+        raw = (made[1] / name).read_bytes()
+        edits = [raw + b"\0", raw[:-1], b""]
+        for place in (0, len(raw) // 2, len(raw) - 1):
+            if name != RUN_FILE:
+                edits.append(raw[:place] + bytes([raw[place] ^ 0x10]) + raw[place + 1 :])
+        for edit in edits:
+            problems = found(lambda target, n=name, raw=edit: (target / n).write_bytes(raw))
+            assert any(named(name, made, problem) for problem in problems), (name, problems)
+
+
+def named(name, made, problem):
+    """Whether a problem says which file, or which tensor of it."""
+    if name.endswith(".safetensors") and not name.startswith("distprune"):
+        entries = read_header(made[0] / name).tensors
+        return name in problem or any(entry.name in problem for entry in entries)
+    return name in problem or (name == MASK_FILE and "mask" in problem)
+
+
+def test_a_file_that_is_gone_or_something_else(found, made):
+    def replace(target, name, make):
+        (target / name).unlink()
+        make(target / name)
+
+    ways = (
+        lambda path: path.mkdir(),
+        os.mkfifo,
+        lambda path: path.symlink_to(path),
+        lambda path: path.symlink_to("/nowhere"),
+    )
+    for number, name in enumerate(names(made[1])):
+        for make in (lambda path: None, *every(4, ways, number)):
+            problems = found(lambda target, n=name, make=make: replace(target, n, make))
+            assert problems and any(name in problem for problem in problems), name
+
+
+def test_a_file_that_only_the_result_has(found):
+    for name in ("more.py", ".hidden", "distprune/more.json", "nested/a.py", "new/a.py", "a\x1b\n"):
+
+        def add(target, name=name):
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_text("import os\n")
+
+        (problem,) = found(add)
+        assert problem.startswith("new") or not name.startswith("new")
+        assert "that prune did not write" in problem and problem.isprintable()
+
+
+def test_a_folder_or_a_link_that_only_the_result_has(found):
+    for add in (
+        lambda target: (target / "empty").mkdir(),
+        lambda target: (target / "distprune" / "work").mkdir(),
+        lambda target: (target / "dangling").symlink_to("/nowhere"),
+        lambda target: (target / "loop").symlink_to(target / "loop"),
+        lambda target: (target / "up").symlink_to(target),
+    ):
+        (problem,) = found(add)
+        assert "that prune did not write" in problem
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+def test_a_healthy_result_passes_wherever_it_and_its_source_lie(made, tmp_path):
+    source, target = made
+    subprocess.run(["cp", "-r", source, tmp_path / "copy"], check=True)
+    subprocess.run(["cp", "-a", source, tmp_path / "exact copy"], check=True)
+    subprocess.run(["cp", "-r", target, tmp_path / "result"], check=True)
+    assert read_times(tmp_path / "copy") != read_times(source)
+    assert read_times(tmp_path / "exact copy") == read_times(source)
+    # As the cache of a hub has them: links to files, and the folder itself behind a link.
+    for folder in ("copy", "result"):
+        linked = tmp_path / f"linked {folder}"
+        for path in [p for p in (tmp_path / folder).rglob("*") if p.is_file()]:
+            blob = tmp_path / "blobs" / f"{folder}-{path.name}"
+            blob.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, blob)
+            link = linked / path.relative_to(tmp_path / folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+        (tmp_path / f"way to {folder}").symlink_to(linked)
+    for one in (source, "copy", "exact copy", "linked copy", "way to copy"):
+        for other in (target, "result", "linked result", "way to result"):
+            assert verify(tmp_path / other, tmp_path / one).problems == (), (one, other)
+
+
+def read_times(folder):
+    return [path.stat().st_mtime_ns for path in sorted(folder.glob("*.safetensors"))]
+
+
+# Report, recipe and run.json
+
+
+def edited(raw, path, value, delete=False):
+    values = json.loads(raw)
+    inner = values
+    for key in path[:-1]:
+        inner = inner[key]
+    if delete:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return (json.dumps(values, indent=1) + "\n").encode()
+
+
+def changed(value):
+    """Another value of the same type, and one of another type."""
+    if isinstance(value, bool | int | float):
+        return [value + 1, str(value)]
+    if isinstance(value, str):
+        return [value + "x", 0]
+    if isinstance(value, list):
+        return [[*value, *(value or [1])], {}]
+    if isinstance(value, dict):
+        return [{**value, "more": 1}, []]
+    return [0.5, "0x1"]
+
+
+def test_any_value_of_the_report(found, made):
+    raw = (made[1] / REPORT_FILE).read_bytes()
+    values = json.loads(raw)
+    paths = [((key,), value) for key, value in values.items()]
+    for key in ("recipe", "source", "mtimes_ns"):
+        paths += [((key, inner), value) for inner, value in values[key].items()]
+    for key in ("tensors", "groups"):
+        paths += [((key, 0, inner), value) for inner, value in values[key][0].items()]
+    edits = [edited(raw, path, each) for path, value in paths for each in changed(value)]
+    edits += [edited(raw, path, None, delete=True) for path, _ in paths]
+    for edit in [*every(3, edits), raw + b" ", raw.replace(b"\n", b"", 1), raw[:-1]]:
+        problems = found(lambda target, raw=edit: (target / REPORT_FILE).write_bytes(raw))
+        assert problems and any("report.json" in each for each in problems), edit
+    assert problems == ("distprune/report.json is not the report of this result, to the byte.",)
+
+
+def test_any_field_of_the_recipe(found, made):
+    text = (made[1] / RECIPE_FILE).read_text()
+    lines = text.splitlines(keepends=True)
+    edits = [text + "# more\n", text + "masks: false\n", text[:-1], "", text.replace(":", ": ", 1)]
+    for number, line in enumerate(lines):
+        key = line.partition(":")[0]
+        for new in every(3, ["", f"{key}: 7\n", f'{key}: "x"\n'], number):
+            edits.append("".join([*lines[:number], new, *lines[number + 1 :]]))
+    for edit in edits:
+        problems = found(lambda target, edit=edit: (target / RECIPE_FILE).write_text(edit))
+        assert len(problems) == 1 and "recipe.yaml" in problems[0], edit
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+def test_the_form_of_run_json_and_its_number_of_bytes(found, made):
+    raw = (made[1] / RUN_FILE).read_bytes()
+    edits = [
+        edited(raw, (key,), value)
+        for key, values in {
+            "num_ranks": ["1", None],
+            "seconds": [None, {"count": "1"}],
+            "peak_rss_bytes": [["1"], None],
+            "num_bytes": [0, 1.5, None],
+            "versions": [None, {"python": 3}],
+            "schema": [2],
+        }.items()
+        for value in values
+    ]
+    edits += [edited(raw, (key,), None, delete=True) for key in json.loads(raw)]
+    for edit in [*edits, raw + b" ", raw[:-1], b""]:
+        problems = found(lambda target, edit=edit: (target / RUN_FILE).write_bytes(edit))
+        assert problems and "run.json" in problems[0], edit
+
+
+@pytest.mark.parametrize("claimed", ["global", "row", "tiles"])
+def test_a_random_pruning_that_says_it_is_one_by_magnitude(tmp_path, claimed):
+    """Masks, weights, report and recipe fit together, and the report says nothing of thresholds."""
+    source = tiny_checkpoints.save(tmp_path / "source", tensors([torch.bfloat16]))
+    told = RECIPES[claimed]
+    done = FileRecipe(told.sparsity, told.scope, pattern=told.pattern, score="random", seed=1)
+    pruning.prune(planning.plan(source, done), tmp_path / "target")
+    assert verify(tmp_path / "target", source).is_good
+    report = read_report(tmp_path / "target")
+    values = json.loads(report.result_json())
+    values["recipe"] |= {"score": "magnitude", "seed": None}
+    plan = planning.plan(source, told)
+    values["digest"] = with_digest(report, report, plan).digest
+    nulls = dict.fromkeys(("threshold", "threshold_bits", "num_ties", "num_ties_pruned"))
+    (tmp_path / "target" / RECIPE_FILE).write_text(told.to_yaml())
+    for more in (nulls, {}):
+        text = json.dumps(values | more, indent=1) + "\n"
+        (tmp_path / "target" / REPORT_FILE).write_text(text)
+        problems = verify(tmp_path / "target", source).problems
+        assert any("order of scores" in problem for problem in problems)
+
+
+def test_the_digest_covers_the_recipe(found, made):
+    """Where a field has no effect on these weights, the digest still tells."""
+    raw = (made[1] / REPORT_FILE).read_bytes()
+    recipe = json.loads(raw)["recipe"]
+    field, other = "nan", "keep" if recipe["nan"] == "error" else "error"
+    if recipe["pattern"] == "1x4":  # NaN are always refused
+        field, other = "input_dims", [["*.weight", [1]]]
+    edit = edited(raw, ("recipe", field), other)
+
+    def change(target):
+        (target / REPORT_FILE).write_bytes(edit)
+        (target / RECIPE_FILE).write_text(FileRecipe(**json.loads(edit)["recipe"]).to_yaml())
+
+    (problem,) = found(change)
+    # Only NaN themselves tell otherwise.
+    is_refused = "does not fit" in problem and "NaN in a.weight" in problem
+    assert is_refused if other == "error" else problem.endswith("of this result (digest).")
+
+
+# Whatever is in a file is one clear error
+
+
+NO_JSON = [
+    b"", b"{", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"NaN", b"[" * 100_000, b'{"a":' * 100_000,
+    b"{}" * 3, b"null", b"[]", b"7", b'"text"', b"9" * 10_000, b'{"schema": 1, "schema": 1}',
+    b'{"schema": 1}', b'{"schema": 1, "status": "complete"}', b"\0" * 100, b'{"schema": true}',
+    json.dumps({"schema": 1, "x": "\ud800"}).encode(),
+]  # fmt: skip
+# In the place of a value.
+ODD = [
+    '{"\\u001b[2J": 1}', "true", "-1", "18446744073709551616", '"\\ud800\\u001b[2J"', "[[]]",
+    "[null]", "NaN", "1e999", "9" * 5000, "[" * 900 + "]" * 900, "[" * 50_000 + "]" * 50_000, "-0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+@pytest.mark.parametrize("name", [REPORT_FILE, RUN_FILE, RECIPE_FILE, MASK_FILE])
+def test_what_is_no_json_or_another_one(found, made, name):
+    for raw in NO_JSON:
+        text = "; ".join(found(lambda target, raw=raw: (target / name).write_bytes(raw)))
+        assert name in text and len(text) < 1500 and "\x1b" not in text
+        if name in (REPORT_FILE, RUN_FILE):
+            files = {REPORT_FILE: b"{}", RUN_FILE: (made[1] / RUN_FILE).read_bytes(), name: raw}
+            with pytest.raises(CheckpointError, match=name):
+                parse_report(files[REPORT_FILE], files[RUN_FILE], "folder")
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+@pytest.mark.parametrize("name", [REPORT_FILE, RUN_FILE])
+def test_values_of_other_types(found, made, name):
+    raw = (made[1] / name).read_bytes()
+    for number, key in enumerate(json.loads(raw)):
+        for odd in every(6, ODD, number):
+            edit = edited(raw, (key,), "(here)").replace(b'"(here)"', odd.encode())
+            text = "; ".join(found(lambda target, raw=edit: (target / name).write_bytes(raw)))
+            # A run of any number of ranks is plausible.
+            assert name in text or (name, key) == (RUN_FILE, "num_ranks"), (key, odd)
+            assert "\x1b" not in text and len(text) < 3000
+
+
+def test_a_name_of_a_file_that_no_json_can_hold(tmp_path):
+    """Names that are not UTF-8 come through the report."""
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": torch.randn(4, 6)})
+    (source / "caf\udce9 \x1b[2J").write_text("x")
+    pruning.prune(planning.plan(source, FileRecipe(0.5)), tmp_path / "target")
+    assert verify(tmp_path / "target", source).is_good
+    (tmp_path / "target" / "caf\udce9 \x1b[2J").write_text("xx")
+    (problem,) = verify(tmp_path / "target", source).problems
+    assert problem == r"'caf\udce9 \x1b[2J' has 2 bytes; expected 1."
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_a_threshold_that_json_has_no_number_for(tmp_path, scope):
+    """The largest magnitude that went is infinite: the report stays JSON for every program."""
+    values = torch.tensor([[1.0, float("inf")], [float("-inf"), 2.0]])
+    source = tiny_checkpoints.save(tmp_path / "source", {"a.weight": values})
+    report = pruning.prune(planning.plan(source, FileRecipe(1.0, scope)), tmp_path / "target")
+    assert report.threshold is None and report.tensors[0].threshold is None
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    raw = (tmp_path / "target" / REPORT_FILE).read_text()
+    bits = json.loads(raw, parse_constant=refuse)["threshold_bits"]
+    assert bits == ("0x7f800000" if scope == "global" else None)
+    assert verify(tmp_path / "target", source).is_good
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+def test_a_report_is_what_was_written(made):
+    report = read_report(made[1])
+    assert parse_report(report.result_json(), report.run_json()) == report
+    assert parse_report(report.result_json().decode(), report.run_json().decode()) == report
+    assert isinstance(report.tensors[0].shape, tuple) and isinstance(report.kept, tuple)
+
+
+@pytest.mark.parametrize("made", ["global"], indirect=True)
+def test_refuses_what_does_not_belong_together(found, made, tmp_path):
     other = tiny_checkpoints.save(tmp_path / "other", {"a.weight": torch.ones(4, 4)})
     with pytest.raises(CheckpointError, match="was not made from"):
-        verifying.verify(pruned[1], other)
+        verify(made[1], other)
     with pytest.raises(CheckpointError, match="has no report"):
-        verifying.verify(other, pruned[0])
-    report = pruned[1] / "distprune" / "report.json"
-    report.write_text(json.dumps({"schema": 2}))
-    with pytest.raises(CheckpointError, match="no report of distprune"):
-        verifying.verify(*pruned[::-1])
+        verify(other, made[0])
+    text = json.dumps({"schema": 2})
+    (problem,) = found(lambda target: (target / REPORT_FILE).write_text(text))
+    assert "no report of distprune" in problem
+
+
+# Ranks
+
+
+WAYS = [
+    {"sparsity": 0.5},
+    {"sparsity": 0.5, "scope": "layer"},
+    {"sparsity": 0.5, "scope": "row"},
+    {"sparsity": 0.5, "score": "random"},
+]
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(way, name="target"):
+        source = tmp_path / f"source of {name}"
+        g = torch.Generator().manual_seed(0)
+        weights = {
+            f"layers.{n}.weight": (torch.randn(6, 20, generator=g) * 2).round().bfloat16() + 0.25
+            for n in range(9)
+        }
+        weights["norm.weight"] = torch.ones(9)
+        names = list(weights)
+        parts = ({n: weights[n] for n in names[:4]}, {n: weights[n] for n in names[4:]})
+        tiny_checkpoints.save(source, *parts)
+        pruning.prune(planning.plan(source, FileRecipe(**way)), tmp_path / name)
+        return source, tmp_path / name
+
+    return make
+
+
+def found_here(target, source):
+    """On every rank: how verify ends."""
+    with (
+        small_units(num_elements=44, copy_bytes=100),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        small_chunks(patch, 24)
+        try:
+            found = verify(target, source)
+            return found.problems, found.num_bytes, found.num_pruned
+        except FilesError as error:
+            return type(error).__name__, error.headline
+
+
+def damage(source, target):
+    """Bytes that differ at the ends of units and between them, in weights, masks and copies."""
+    for path in target.glob("*.safetensors"):
+        for tensor in read_header(path).tensors:
+            for at in (tensor.start, tensor.start + 88, tensor.stop - 1):
+                if at < tensor.stop:
+                    write(path, at, xor=0x41)
+    masks = open_masks(target)
+    for name in ("layers.1.weight", "layers.7.weight"):
+        write(target / MASK_FILE, masks.starts[name], xor=3)
+    (target / "more").write_text("x")
+    text = (target / "config.json").read_text()
+    (target / "config.json").write_text(text.replace("tiny", "tinx"))
+
+
+@pytest.mark.parametrize("way", every(2, WAYS), ids=lambda way: "-".join(map(str, way.values())))
+def test_any_number_of_ranks_finds_the_same(make, way):
+    source, target = make(way)
+    healthy = verify(target, source)
+    assert healthy.is_good and healthy.num_pruned == healthy.num_elements // 2 == 540
+    size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
+    assert healthy.num_bytes == size
+    for world_size in (1, 3):
+        for found in run_ranks(found_here, world_size, target, source):
+            assert found == (healthy.problems, healthy.num_bytes, healthy.num_pruned)
+    damage(source, target)
+    damaged = verify(target, source)
+    assert len(damaged.problems) > 12
+    for world_size in (1, 2, 3):
+        for found in run_ranks(found_here, world_size, target, source):
+            assert found == (damaged.problems, damaged.num_bytes, damaged.num_pruned)
+
+
+def different_folders(targets, source):
+    return found_here(targets[world().index], source)
+
+
+def broken_on_one(target, source):
+    """One rank cannot read a file in the middle."""
+    if world().index == 1:
+
+        def fail(*_):
+            raise CheckpointError("a file went away")
+
+        with mock.patch.object(verifying, "read_keep", fail):
+            return found_here(target, source)
+    return found_here(target, source)
+
+
+def test_every_rank_raises_or_none_does(make, tmp_path):
+    source, target = make({"sparsity": 0.5})
+    os.symlink(target, tmp_path / "other name")
+    targets = [target, tmp_path / "other name"]
+    for kind, text in run_ranks(different_folders, 2, targets, source):
+        assert kind == "RanksError" and "other name" in text
+    for kind, text in run_ranks(broken_on_one, 2, target, source):
+        assert (kind, text) == ("CheckpointError", "on rank 1: a file went away")
+    (target / REPORT_FILE).write_text("{")
+    for kind, text in run_ranks(found_here, 2, target, source):
+        assert kind == "CheckpointError" and "report.json is not valid JSON" in text
+
+
+def test_progress_counts_every_byte_once_and_a_stop_is_obeyed(make):
+    source, target = make({"sparsity": 0.5})
+    seen = []
+    found = verify(target, source, progress=seen.append)
+    assert seen[-1].phase == "verify" and seen[-1].num_bytes == seen[-1].total_bytes
+    assert seen[-1].num_bytes == found.num_bytes + 9 * 6 * 20 * 2  # ranked again
+    before = tiny_checkpoints.tree_digest(target)
+    with pytest.raises(Interrupted, match="nothing was changed"):
+        verify(target, source, stop=lambda: True)
+    assert tiny_checkpoints.tree_digest(target) == before
+
+
+@pytest.mark.parametrize(
+    ("way", "in_memory", "num_reads"),
+    [
+        (WAYS[0], 50, 2),
+        (WAYS[1], 10**9, 1),
+        (WAYS[1], 50, 2),
+        (WAYS[2], 50, 1),
+        (WAYS[3], 50, 1),
+    ],
+)
+def test_the_result_is_read_once_and_the_source_as_prune_reads_it(
+    make, monkeypatch, way, in_memory, num_reads
+):
+    """Large layers, and what is ranked together, are counted before they are compared.
+
+    And blocks of ties that a cut divides are read for the places of these.
+    """
+    small_chunks(monkeypatch, 24, in_memory)
+    source, target = make(way)
+    counts = {}
+    preadv = os.preadv
+
+    def counting(descriptor, buffers, offset):
+        count = preadv(descriptor, buffers, offset)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        counts[path] = counts.get(path, 0) + count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    assert verify(target, source).is_good
+    for path in source.glob("*.safetensors"):
+        names = [t for t in read_header(path).tensors if t.name.startswith("layers")]
+        again = (num_reads - 1) * sum(tensor.nbytes for tensor in names)
+        ties = sum(tensor.nbytes for tensor in names) if again else 0
+        assert 0 <= counts[str(path)] - path.stat().st_size - again <= ties
+        result = target / path.name
+        assert counts[str(result)] == result.stat().st_size
+    assert counts[str(target / MASK_FILE)] <= (target / MASK_FILE).stat().st_size

@@ -62,8 +62,8 @@ ROOMS = {
 # The rooms of ``files``: each may import those before it. Its commands come last.
 FILES_ROOMS = [
     "text", "errors", "team", "disk", "recipe", "checkpoints", "layouts", "selecting",
-    "matching", "scoring", "planning", "tiles", "reading", "cuts", "units", "lowest", "reports",
-    "journals", "partial", "results", "checks",
+    "matching", "scoring", "planning", "tiles", "reading", "cuts", "units", "rewriting", "lowest",
+    "reports", "journals", "partial", "results",
 ]  # fmt: skip
 FILES_COMMANDS = {"pruning", "applying", "verifying", "inspecting", "converting"}
 

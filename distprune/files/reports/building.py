@@ -8,12 +8,13 @@ terminal alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from distprune._common.amount import collapsed
 from distprune.files.cuts import Cuts
 from distprune.files.errors import OutputError
-from distprune.files.planning import Plan
+from distprune.files.planning import Plan, digest_of
 from distprune.files.reading import Source
 from distprune.files.reports.report import (
     GroupReport,
@@ -35,7 +36,7 @@ def make_report(
     records: Sequence[Record],
     run: RunFacts,
 ) -> Report:
-    """The report of a run.
+    """The report of a run, or of what ``verify`` has counted.
 
     Args:
         plan: what was done.
@@ -43,31 +44,21 @@ def make_report(
         cuts: of the groups that are ranked together.
         records: of all units, each once.
         run: how the result was made.
-
-    Raises:
-        OutputError: the records do not add up to what was planned.
     """
-    report = derive_report(plan, source, cuts, records, run)
-    for group, planned in zip(report.groups, plan.groups, strict=True):
-        if group.num_pruned != planned.num_to_prune:
-            raise OutputError(
-                f"the records of what was done say that {group.num_pruned} elements were pruned; "
-                f"the plan says {planned.num_to_prune}. They were changed during the run, and "
-                "nothing is published. Run the same command with --discard, and then again without."
-            )
-    return report
-
-
-def derive_report(
-    plan: Plan,
-    source: Source,
-    cuts: Cuts,
-    records: Sequence[Record],
-    run: RunFacts,
-) -> Report:
-    """:func:`make_report` for counts that may differ from those of the plan."""
     tensors = _tensor_reports(plan, source, cuts, records)
-    groups = [_group_report(plan, source, cuts, i, tensors) for i in range(len(plan.groups))]
+    groups = []
+    for index, (group, cut) in enumerate(zip(plan.groups, cuts.groups, strict=True)):
+        num_pruned = sum(tensor.num_pruned for tensor in tensors[group.first : group.last])
+        report = GroupReport(index, group.num_elements, num_pruned, None, None, None, None)
+        if cut is not None:
+            report = replace(
+                report,
+                threshold=_score(source.key_range(group.first), cut.threshold),
+                threshold_bits=hex(cut.threshold),
+                num_ties=cut.num_ties,
+                num_ties_pruned=cut.num_ties_pruned,
+            )
+        groups.append(report)
     only = groups[0] if len(groups) == 1 else None
     return Report(
         digest=plan.digest,
@@ -91,6 +82,40 @@ def derive_report(
     )
 
 
+def check_counts(report: Report, plan: Plan) -> None:
+    """Raise OutputError if the records of a run do not add up to what was planned."""
+    for group, planned in zip(report.groups, plan.groups, strict=True):
+        if group.num_pruned != planned.num_to_prune:
+            raise OutputError(
+                f"the records of what was done say that {group.num_pruned} elements were pruned; "
+                f"the plan says {planned.num_to_prune}. They were changed during the run, and "
+                "nothing is published. Run the same command with --discard, and then again without."
+            )
+
+
+def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
+    """A derived report with the stored modification times, and the digest that follows from them.
+
+    A copy of the source, or of given scores, has other times. Since the digest depends on them,
+    neither the times nor the digest can be changed alone.
+
+    Args:
+        report: derived from the result.
+        stored: read from the result.
+        plan: of the source as it is now.
+    """
+    mtimes = {name: stored.mtimes_ns.get(name, now) for name, now in mtimes_of(plan).items()}
+    source = plan.checkpoint
+    original = replace(
+        source,
+        files=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.files),
+        others=tuple(replace(file, mtime_ns=mtimes[file.name]) for file in source.others),
+    )
+    inputs = plan.inputs.with_times(stored.inputs or {}).facts()
+    digest = digest_of(original, plan.recipe, inputs)
+    return replace(report, mtimes_ns=mtimes, digest=digest, inputs=inputs or None)
+
+
 def mtimes_of(plan: Plan) -> dict[str, int]:
     """When each file of a source was last changed, by name, in nanoseconds."""
     return {file.name: file.mtime_ns for file in plan.checkpoint.all_files}
@@ -100,13 +125,16 @@ def _tensor_reports(
     plan: Plan, source: Source, cuts: Cuts, records: Sequence[Record]
 ) -> list[TensorReport]:
     num_pruned, num_nan, num_zero = (summed(records, what) for what in ("pruned", "nan", "zero"))
-    thresholds = _thresholds(plan, source, cuts, records, num_pruned)
+    # Keys of tensors with a threshold of their own.
+    keys = {int(p): key for record in records for p, key in record.get("threshold", {}).items()}
     tensors = []
-    for position, tensor in enumerate(plan.tensors):
+    for position, (tensor, cut) in enumerate(zip(plan.tensors, cuts.tensors, strict=True)):
         entry, group = tensor.entry, plan.groups[tensor.group]
         if group.recipe.is_global:
             num_nan[position] = cuts.num_nan.get(entry.name, 0)
-        threshold, held_at = thresholds.get(position, (None, None))
+        key, held_at = keys.get(position), None
+        if cut is not None and (cut.bound or group.recipe.budget):
+            key, held_at = cut.cut.threshold if num_pruned[position] else None, cut.bound
         tensors.append(
             TensorReport(
                 name=entry.name,
@@ -116,7 +144,7 @@ def _tensor_reports(
                 num_elements=entry.numel,
                 num_pruned=num_pruned[position],
                 num_nan=num_nan[position],
-                threshold=threshold,
+                threshold=None if key is None else _score(source.key_range(position), key),
                 num_zero=num_zero[position],
                 group=tensor.group,
                 limits=(tensor.lowest, tensor.highest) if group.has_limits else None,
@@ -125,47 +153,6 @@ def _tensor_reports(
             )
         )
     return tensors
-
-
-def _group_report(
-    plan: Plan,
-    source: Source,
-    cuts: Cuts,
-    index: int,
-    tensors: Sequence[TensorReport],
-) -> GroupReport:
-    group = plan.groups[index]
-    cut = cuts.groups[index]
-    return GroupReport(
-        index=index,
-        num_elements=group.num_elements,
-        num_pruned=sum(tensor.num_pruned for tensor in tensors[group.first : group.last]),
-        threshold=None if cut is None else _score(source.key_range(group.first), cut.threshold),
-        threshold_bits=None if cut is None else hex(cut.threshold),
-        num_ties=None if cut is None else cut.num_ties,
-        num_ties_pruned=None if cut is None else cut.num_ties_pruned,
-    )
-
-
-def _thresholds(
-    plan: Plan,
-    source: Source,
-    cuts: Cuts,
-    records: Sequence[Record],
-    num_pruned: Mapping[int, int],
-) -> dict[int, tuple[float | None, str | None]]:
-    """Of tensors with a threshold of their own, by position: it, and the limit that set it."""
-    thresholds: dict[int, tuple[float | None, str | None]] = {}
-    for record in records:
-        for text, key in record.get("threshold", {}).items():
-            position = int(text)
-            thresholds[position] = _score(source.key_range(position), key), None
-    for position, cut in enumerate(cuts.tensors):
-        if cut is not None and (cut.bound or plan.recipe_of(position).budget):
-            is_cut = num_pruned[position] > 0
-            score = _score(source.key_range(position), cut.cut.threshold) if is_cut else None
-            thresholds[position] = score, cut.bound
-    return thresholds
 
 
 def _score(keys: KeyRange, key: int) -> float | None:

@@ -11,14 +11,16 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint
 from distprune.files.checkpoints.header import load_json
-from distprune.files.errors import CheckpointError
+from distprune.files.errors import CheckpointError, SelectionError
+from distprune.files.recipe import FileRecipe
+from distprune.files.text import printable
 
 REPORT_FILE = f"{SIDECAR}/report.json"  # the same for every number of ranks
 RUN_FILE = f"{SIDECAR}/run.json"
@@ -278,8 +280,7 @@ def _parsed(
     """The dataclass that a file holds; ``more`` are fields of it that are in another file."""
     from pydantic import ValidationError
 
-    raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    values = load_json(raw, path)
+    values = load_json(text, path)
     if not isinstance(values, dict):
         problem = "it holds no JSON object"
     elif values.pop("schema", None) != 1:
@@ -327,3 +328,30 @@ def _exact(schema: Any) -> Any:
     elif schema.get("type") == "dataclass-args":
         exact["extra_behavior"] = "forbid"
     return exact
+
+
+def recipe_of(report: Report, folder: str) -> FileRecipe:
+    """The recipe in a report.
+
+    Args:
+        report: of a result.
+        folder: of the result, for messages.
+
+    Raises:
+        CheckpointError: the recipe is invalid.
+    """
+    unknown = set(report.recipe) - {field.name for field in fields(FileRecipe)}
+    if unknown:
+        raise CheckpointError(
+            f"the recipe in {folder}/{REPORT_FILE} has an unknown field {printable(min(unknown))}."
+        )
+    try:
+        return FileRecipe(**report.recipe)
+    except SelectionError as error:
+        problems = error.problems or (error.headline,)
+        headline = f"the recipe in {folder}/{REPORT_FILE} is invalid:"
+        raise CheckpointError(headline, problems) from error
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"the recipe in {folder}/{REPORT_FILE} is invalid: {error}."
+        ) from error

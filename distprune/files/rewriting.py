@@ -1,0 +1,134 @@
+"""Tensors with zeros in their pruned elements: how ``prune`` and ``apply`` write them.
+
+    pieces of a tensor, and what is pruned of them --> Rewriter --> sink --> weights, masks
+                                                          |
+                                                          +--> counts for the report
+
+``verify`` runs the same loop, with a sink that compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from distprune._common.memory import Array
+from distprune.files.checkpoints.header import TensorEntry
+from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout, MaskWriter
+from distprune.files.disk.access import WRITE, OpenFiles, write_from
+from distprune.files.units import Span, SpanUnit
+
+Counts = dict[str, dict[int, int]]  # by what is counted, by position of a tensor
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of a tensor.
+
+    Attributes:
+        first: index of the first one.
+        bits: as they are stored.
+        lowest: bool, which of them are pruned; valid until the next piece.
+    """
+
+    first: int
+    bits: Array
+    lowest: Array
+
+
+class Pieces(Protocol):
+    """Says which elements of a span are pruned."""
+
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """The elements of a span, in their order."""
+        ...
+
+    def take_counts(self) -> Counts:
+        """What was counted in the pieces since the last call, for the report."""
+        ...
+
+
+class Sink(Protocol):
+    """Takes the pieces of a span, one after the other."""
+
+    def add(self, span: Span, piece: Piece, keep: Array) -> None:
+        """Take a piece, of which the elements in ``keep`` stay; may overwrite its bits."""
+        ...
+
+    def finish(self, span: Span) -> None:
+        """Note that all pieces of a span were added."""
+        ...
+
+
+class Rewriter:
+    """Passes the pieces of units to a sink, and counts their elements."""
+
+    def __init__(self, pieces: Pieces, sink: Sink) -> None:
+        self._pieces = pieces
+        self._sink = sink
+        self._pruned: dict[int, int] = {}
+        self._zero: dict[int, int] = {}
+
+    def rewrite(self, unit: SpanUnit) -> Iterator[int]:
+        """Do a unit; yields bytes. Then :meth:`record` returns its counts."""
+        self._pieces.take_counts()
+        self._pruned, self._zero = {}, {}
+        for span in unit.spans:
+            num_pruned = num_zero = 0
+            for piece in self._pieces.pieces(span):
+                num_pruned += int(np.count_nonzero(piece.lowest))
+                num_zero += len(piece.bits) - int(np.count_nonzero(piece.bits << 1))
+                num_bytes = piece.bits.nbytes
+                self._sink.add(span, piece, ~piece.lowest)
+                yield num_bytes
+            self._sink.finish(span)
+            position = span.position
+            self._pruned[position] = self._pruned.get(position, 0) + num_pruned
+            self._zero[position] = self._zero.get(position, 0) + num_zero
+
+    def record(self) -> dict[str, Any]:
+        """Counts of the last unit, by position of a tensor, and those of its pieces.
+
+        How many elements were pruned, and how many were zero in the source.
+        """
+        zero = {position: count for position, count in self._zero.items() if count}
+        counts = {"pruned": self._pruned, "zero": zero, **self._pieces.take_counts()}
+        return {what: of_tensors for what, of_tensors in counts.items() if of_tensors}
+
+
+class FileSink:
+    """Writes weights and masks into the files of a folder, which exist and have their sizes.
+
+    Args:
+        folder: the unfinished result.
+        entries: the rewritten tensors; the positions of spans count these.
+        layout: of the mask file; None: no masks.
+    """
+
+    def __init__(
+        self, folder: Path, entries: Sequence[TensorEntry], layout: MaskLayout | None
+    ) -> None:
+        self.outputs = OpenFiles(WRITE)
+        self._folder = folder
+        self._entries = entries
+        self._layout = layout
+        self._masks: MaskWriter | None = None
+
+    def add(self, span: Span, piece: Piece, keep: Array) -> None:
+        entry, bits = self._entries[span.position], piece.bits
+        np.multiply(bits, keep, out=bits)  # pruned bits are 0, so +0 whatever the sign was
+        start = entry.start + piece.first * bits.itemsize
+        write_from(self.outputs, str(self._folder / entry.file), start, bits.data)
+        if self._layout is None:
+            return
+        if self._masks is None:
+            start = self._layout.starts[entry.name] + span.first // 8
+            self._masks = MaskWriter(self.outputs, str(self._folder / MASK_FILE), start)
+        self._masks.add(keep)
+
+    def finish(self, span: Span) -> None:
+        if self._masks is not None:
+            self._masks.finish()
+            self._masks = None
