@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from distprune.files.checkpoints.header import HEAD_BYTES, check_no_pointer, loa
 from distprune.files.checkpoints.locating import PICKLES, find_weights, locate
 from distprune.files.disk.access import allocate, copy_file, sync_file, write_atomically, writing
 from distprune.files.disk.destination import resolve_destination
-from distprune.files.disk.listing import outside_problem, unreadable
+from distprune.files.disk.listing import OtherFile, outside_problem, unreadable
 from distprune.files.errors import (
     CheckpointError,
     Interrupted,
@@ -130,55 +130,56 @@ class Conversion:
         target = resolve_destination(destination)
         check_place(self._root, target)
         done = Converted(self._outputs, self._copied, dict(self.skipped))
+        weight_map: dict[str, str] = {}
         with new_folder(target, "convert", self._folders, self.total_bytes) as folder:
-            for num_bytes in self._fill(folder, done):
-                on_bytes(num_bytes)
+            for name, file in self._files.items():
+                path = folder / self._outputs.get(name, name)
+                if name in self._copied:
+                    allocate(str(path), 0, file.mode)
+                    with writing(path):
+                        copy_file(file.path, path)
+                elif name != self._index:
+                    self._convert(file, path, weight_map, done)
+                on_bytes(file.size)
                 if stop():
                     raise Interrupted("stopped as asked; nothing was kept.")
+            if self._index is not None:
+                self._write_index(self._index, folder, weight_map, done.num_bytes)
             check_unchanged(self.folder, self._files.values())
+        done.num_tensors = len(weight_map)
         return done
 
-    def _fill(self, folder: Path, done: Converted) -> Iterator[int]:
-        """Write all files; yields numbers of bytes."""
+    def _convert(
+        self, file: OtherFile, path: Path, weight_map: dict[str, str], done: Converted
+    ) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        weight_map: dict[str, str] = {}
-        for name, file in self._files.items():
-            output = self._outputs.get(name, name)
-            path = str(folder / output)
-            if name == self._index:
-                continue
-            allocate(path, 0, file.mode)
-            if name in self._copied:
-                with writing(path):
-                    copy_file(file.path, path)
-            else:
-                tensors = _load(file.path, name, done)
-                lost = [key for key, its in self._map.items() if its == name and key not in tensors]
-                problems = [f"{name} lacks {key}, which {self._index} lists." for key in lost]
-                twice = tensors.keys() & weight_map.keys()
-                self._check(
-                    [*problems, *(f"{key} is in {name} and in another file." for key in twice)]
-                )
-                weight_map |= dict.fromkeys(tensors, output)
-                done.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-                mode = os.stat(path).st_mode & 0o777
-                try:
-                    save_file(tensors, path, {"format": "pt"})
-                except (SafetensorError, OSError) as error:
-                    raise OutputError(f"{path} cannot be written: {error}.") from error
-                with writing(path):
-                    os.chmod(path, mode)  # the library replaces the file
-                    sync_file(path)
-            yield file.size
-        done.num_tensors = len(weight_map)
-        if self._index is not None:
-            index = load_json(Path(self._files[self._index].path).read_bytes(), self._index)
-            metadata = {**(index.get("metadata") or {}), "total_size": done.num_bytes}
-            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-            name = _output_name(self._index.removesuffix(".index.json")) + ".index.json"
-            write_atomically(folder / name, f"{json.dumps(index, indent=2)}\n".encode())
+        name, tensors = file.name, _load(file.path, file.name, done)
+        lost = [key for key, its in self._map.items() if its == name and key not in tensors]
+        problems = [f"{name} lacks {key}, which {self._index} lists." for key in lost]
+        twice = tensors.keys() & weight_map.keys()
+        self._check([*problems, *(f"{key} is in {name} and in another file." for key in twice)])
+        weight_map |= dict.fromkeys(tensors, path.name)
+        done.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        allocate(str(path), 0, file.mode)
+        mode = os.stat(path).st_mode & 0o777
+        try:
+            save_file(tensors, path, {"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise OutputError(f"{path} cannot be written: {error}.") from error
+        with writing(path):
+            os.chmod(path, mode)  # the library replaces the file
+            sync_file(path)
+
+    def _write_index(
+        self, name: str, folder: Path, weight_map: dict[str, str], num_bytes: int
+    ) -> None:
+        index = load_json(Path(self._files[name].path).read_bytes(), name)
+        metadata = {**(index.get("metadata") or {}), "total_size": num_bytes}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        output = _output_name(name.removesuffix(".index.json")) + ".index.json"
+        write_atomically(folder / output, f"{json.dumps(index, indent=2)}\n".encode())
 
     def _check(self, problems: list[str]) -> None:
         if problems:
@@ -191,12 +192,7 @@ def _output_name(name: str) -> str:
 
 
 def _load(path: str, name: str, done: Converted) -> dict[str, Any]:
-    """The tensors of a file of ``torch.save``, contiguous; none shares memory with another.
-
-    Raises:
-        CheckpointError: it is not such a file, loading it would run code, or safetensors cannot
-            store it; names the values that it cannot.
-    """
+    """The tensors of a file of ``torch.save``, contiguous; none shares memory with another."""
     import torch
 
     try:
@@ -219,7 +215,7 @@ def _load(path: str, name: str, done: Converted) -> dict[str, Any]:
         storage = tensor.untyped_storage().data_ptr()
         tensors[key] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
-    done.tied += [group for group in names.values() if len(group) > 1]
+    done.tied += [tied for tied in names.values() if len(tied) > 1]
     return tensors
 
 

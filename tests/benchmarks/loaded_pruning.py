@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from gloo_ranks import on_gloo_ranks
 from measuring import Bound, CheckFailed, Table, Verdict, measured
+from torch.distributed.tensor import DTensor
 
 FACTOR = 1.3  # of shard + largest layer + masks of one byte per element
 AMOUNT = 0.5
@@ -130,6 +131,4 @@ def load_and_prune(folder: str, statistics: str, wrap: Any, case: str) -> tuple[
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

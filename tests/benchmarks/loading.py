@@ -19,6 +19,7 @@ import loaded_pruning
 import torch
 import torch.distributed as dist
 from gloo_ranks import on_gloo_ranks
+from loaded_pruning import local
 from measuring import Bound, CheckFailed, Measurement, Options, Table, Verdict, measured
 from torch.distributed.tensor import DTensor
 
@@ -119,10 +120,6 @@ def load_on_rank(folder: str, tiny: str, wrap: Any) -> list[float]:
 
 def figures(measurement: Measurement) -> list[float]:
     return [measurement.peak_extra_bytes / 1e6, measurement.seconds]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save_sharded_into(model: Any, folder: str) -> None:

@@ -19,6 +19,7 @@ from distprune.files.errors import CheckpointError, Interrupted, OutputError, Se
 from distprune.files.planning import plan
 from distprune.files.recipe import FileRecipe
 from helpers.disk_crashes import Steps, disk_is_full, run_forked
+from helpers.sampling import every
 from helpers.tiny_checkpoints import tree_digest
 
 MANY = {
@@ -269,7 +270,7 @@ def test_the_destination_is_all_or_nothing(tmp_path):
     convert(source, tmp_path / "whole")
     with Steps() as steps:
         convert(source, tmp_path / "counted")
-    for at in range(1, steps.count + 1):
+    for at in every(3, range(1, steps.count + 1), steps.count - 1):
         target = tmp_path / f"target-{at}"
         with Steps(at, disk_is_full) as failing, contextlib.suppress(OutputError, OSError):
             convert(source, target)
@@ -330,17 +331,6 @@ def test_a_shard_is_not_held_in_memory(tmp_path):
         time.sleep(0.001)
     assert status == (child, 0)
     assert max(own) - own[0] < 100_000, (own[0], max(own))  # kB
-
-
-def test_a_model_of_the_local_cache(tmp_path, monkeypatch):
-    source = folder_of(tmp_path, {"w": torch.ones(2)})
-    model = tmp_path / "hub" / "models--org--name"
-    (model / "snapshots").mkdir(parents=True)
-    source.rename(model / "snapshots" / "a1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.chdir(tmp_path)
-    convert("org/name", "target")
-    assert torch.equal(load_file(tmp_path / "target" / "model.safetensors")["w"], torch.ones(2))
 
 
 def test_an_adapter_keeps_the_name_that_peft_looks_for(tmp_path):

@@ -16,8 +16,9 @@ from distprune.files.disk import access, destination
 from distprune.files.disk.destination import Lock
 from distprune.files.errors import OutputError
 from helpers.disk_crashes import run_forked
+from helpers.sampling import every
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+UNSUPPORTED = every(3, (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP))
 DEAD = int(subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           stdout=subprocess.PIPE, check=True).stdout)  # fmt: skip
 

@@ -1,0 +1,329 @@
+"""Names, links and permissions of sources and destinations; no copy is less private."""
+
+import errno
+import os
+import sys
+
+import pytest
+import torch
+
+from distprune.files.applying import Application
+from distprune.files.checkpoints.checkpoint import open_checkpoint
+from distprune.files.errors import CheckpointError, OutputError
+from distprune.files.planning import plan
+from distprune.files.pruning import prune
+from distprune.files.recipe import FileRecipe
+from helpers import tiny_checkpoints
+from helpers.permissions import without_root_privileges
+
+# Links that leave the source
+
+
+WEIGHTS = {"layers.0.weight": torch.randn(8, 8).bfloat16()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return tiny_checkpoints.save(tmp_path / "source", WEIGHTS)
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret"
+    path.mkdir()
+    (path / "shadow").write_text("root:x")
+    return path
+
+
+def link_file(source, secret):
+    (source / "merges.txt").symlink_to(secret / "shadow")
+    return "merges.txt", secret / "shadow"
+
+
+def link_folder(source, secret):
+    (source / "extra").symlink_to(secret, target_is_directory=True)
+    return "extra", secret
+
+
+def link_by_way_of_the_folder(source, secret):
+    (source / "merges.txt").symlink_to(f"../{source.name}/../{secret.name}/shadow")
+    return "merges.txt", secret / "shadow"
+
+
+def link_of_a_link(source, secret):
+    (secret.parent / "between").symlink_to(secret / "shadow")
+    (source / "merges.txt").symlink_to("../between")
+    return "merges.txt", secret / "shadow"
+
+
+def link_weights(source, secret):
+    (source / "model.safetensors").rename(secret / "model.safetensors")
+    (source / "model.safetensors").symlink_to(secret / "model.safetensors")
+    return "model.safetensors", secret / "model.safetensors"
+
+
+def link_to_a_folder_with_a_longer_name(source, secret):
+    longer = source.with_name(source.name + "-private")
+    secret.rename(longer)
+    (source / "merges.txt").symlink_to(longer / "shadow")
+    return "merges.txt", longer / "shadow"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        link_file,
+        link_folder,
+        link_by_way_of_the_folder,
+        link_of_a_link,
+        link_weights,
+        link_to_a_folder_with_a_longer_name,
+    ],
+)
+def test_it_is_refused_by_name_unless_links_are_trusted(source, secret, link, tmp_path):
+    name, goal = link(source, secret)
+    with pytest.raises(CheckpointError) as error:
+        plan(source, FileRecipe(0.5))
+    (problem,) = error.value.problems
+    assert problem.startswith("a link leads out") and f"{name} (to {goal})" in problem
+    assert "--follow-links" in problem
+    prune(plan(source, FileRecipe(0.5), follow_links=True), tmp_path / "target")
+    names = {str(p.relative_to(tmp_path / "target")) for p in (tmp_path / "target").rglob("*")}
+    assert name in names
+
+
+def cache_of(tmp_path, source, model):
+    """A model of the hub cache with the files of a folder, and its snapshot."""
+    blobs = tmp_path / "hub" / model / "blobs"
+    blobs.parent.mkdir(parents=True)
+    source.rename(blobs)
+    snapshot = blobs.parent / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    return snapshot
+
+
+def test_a_snapshot_may_link_into_its_own_cache_only(source, secret, tmp_path):
+    other = tmp_path / "hub" / "models--someone--other" / "blobs"
+    other.mkdir(parents=True)
+    (other / "private").write_text("x")
+    snapshot = cache_of(tmp_path, source, "models--org--name")
+    assert len(open_checkpoint(snapshot).others) == 2
+    (snapshot / "merges.txt").symlink_to("../../../models--someone--other/blobs/private")
+    with pytest.raises(CheckpointError, match=r"merges\.txt"):
+        open_checkpoint(snapshot)
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(folder):
+    found = {str(p.relative_to(folder)): p.stat().st_mode & 0o7777 for p in folder.rglob("*")}
+    return found | {"": folder.stat().st_mode & 0o7777}
+
+
+@pytest.mark.parametrize("how", ["prune", "apply"])
+def test_copies_take_the_permissions_of_the_source(source, tmp_path, umask, how):
+    (source / "code").mkdir(mode=0o700)
+    (source / "code" / "run.sh").write_text("#!/bin/sh\n")
+    (source / "code" / "run.sh").chmod(0o4777)
+    (source / "config.json").chmod(0o600)
+    (source / "model.safetensors").chmod(0o640)
+    (source / "tokenizer.json").chmod(0o444)
+    source.chmod(0o750)
+    target = tmp_path / "target"
+    if how == "prune":
+        prune(plan(source, FileRecipe(0.5)), target)
+    else:
+        prune(plan(source, FileRecipe(0.5)), tmp_path / "masks")
+        Application(tmp_path / "masks", source).write(target)
+    found = modes(target)
+    assert {name: found[name] for name in modes(source)} == {
+        "": 0o750, "code": 0o700, "code/run.sh": 0o755, "config.json": 0o600,
+        "model.safetensors": 0o640, "tokenizer.json": 0o644,
+    }  # fmt: skip
+    assert found["distprune/masks.safetensors"] == 0o640
+
+
+# Names and places
+
+
+def refuse(source):
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(source)
+    return str(error.value)
+
+
+@pytest.fixture(params=["prune", "apply"])
+def write(request, source, tmp_path):
+    """Write a result to a place; it raises OutputError, and leaves nothing."""
+    made = plan(source, FileRecipe(0.5))
+    prune(made, tmp_path / "masks")
+    application = Application(tmp_path / "masks", source)
+
+    def call(place):
+        before = sorted(os.listdir(tmp_path))
+        try:
+            application.write(place) if request.param == "apply" else prune(made, place)
+        except OutputError as error:
+            assert sorted(os.listdir(tmp_path)) == before
+            assert "\n" not in str(error)
+            return str(error)
+        return ""
+
+    return call
+
+
+def test_the_root_is_no_destination(write):
+    assert "has no name" in write("/")
+
+
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_name_that_leaves_no_room_for_the_partial_folder(write, tmp_path, letter):
+    width = len(letter.encode())
+    text = write(tmp_path / (letter * (230 // width)))
+    assert "has 230 bytes; expected at most 225" in text
+    assert "has 300 bytes" in write(tmp_path / ("x" * 300))
+    assert write(tmp_path / (letter * (224 // width))) == ""
+
+
+def test_a_destination_that_is_a_link_in_a_circle(write, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert "exists" in write(tmp_path / "loop")
+    assert "Too many levels of symbolic links" in write(tmp_path / "loop" / "new")
+
+
+def test_a_destination_in_a_folder_that_may_not_be_written_or_entered(write, tmp_path):
+    (tmp_path / "closed").mkdir()
+    for mode in (0o555, 0o444):
+        (tmp_path / "closed").chmod(mode)
+        with without_root_privileges():
+            text = write(tmp_path / "closed" / "new")
+        assert "Permission denied" in text
+    (tmp_path / "closed").chmod(0o777)
+
+
+def test_a_destination_whose_name_is_no_utf_8(write, tmp_path):
+    assert write(tmp_path / os.fsdecode(b"caf\xe9")) == ""
+
+
+def test_a_source_that_is_a_link_in_a_circle(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert "it is a circular link" in refuse(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to("nowhere")
+    assert "is a link to nowhere, which does not exist" in refuse(tmp_path / "gone")
+
+
+def test_links_in_the_source_that_go_round(source):
+    (source / "self").symlink_to("self")
+    (source / "deep").mkdir()
+    (source / "deep" / "up").symlink_to("..", target_is_directory=True)
+    text = refuse(source)
+    assert "self (a link to self) cannot be read: Too many levels of symbolic links" in text
+    assert "deep/up is a link to a folder that contains it" in text
+
+
+def test_names_in_the_source_that_are_no_utf_8(source, tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    (source / name).mkdir()
+    (source / name / name).write_text("x")
+    report = prune(plan(source, FileRecipe(0.5)), tmp_path / "target")
+    assert f"{name}/{name}" in report.copied
+    assert (tmp_path / "target" / name / name).read_text() == "x"
+    (source / name).chmod(0)
+    with without_root_privileges():
+        text = refuse(source)
+    (source / name).chmod(0o755)
+    assert "cannot be listed" in text
+
+
+def test_a_name_with_a_nul(tmp_path, write):
+    assert "cannot be read" in refuse("so\0urce")
+    assert "cannot be created" in write(tmp_path / "tar\0get")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of bytes")
+def test_a_whole_source_whose_name_is_no_utf_8(source, tmp_path):
+    odd = tmp_path / os.fsdecode(b"mod\xe9le")
+    source.rename(odd)
+    assert plan(odd, FileRecipe(0.5)).num_to_prune == 32
+    (odd / "config.json").write_text("[]")
+    assert refuse(odd).isascii()
+
+
+# Files that may not be read
+
+
+CLOSED = ("model.safetensors", "merges.txt", "code/secret.py")
+
+
+@pytest.fixture
+def guarded(source):
+    (source / "code").mkdir()
+    (source / "merges.txt").write_text("x")
+    (source / "code" / "secret.py").write_text("x")
+    return source
+
+
+def check(source):
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(source)
+    assert error.value.exit_code == 3
+    for name in CLOSED:
+        assert f"{name} cannot be read: Permission denied." in error.value.problems
+    assert len(error.value.problems) == len(CLOSED)
+
+
+def test_all_are_named_at_once_when_the_system_refuses(guarded, monkeypatch):
+    paths = {os.path.realpath(guarded / name) for name in CLOSED}
+    real_open = os.open
+
+    def refusing(path, *args, **kwargs):
+        if os.path.realpath(path) in paths:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr("builtins.open", lambda path, *a, **k: os.fdopen(refusing(path, 0), "rb"))
+    check(guarded)
+
+
+def test_by_the_permissions_of_the_files(guarded):
+    for name in CLOSED:
+        (guarded / name).chmod(0)
+    with without_root_privileges():
+        with pytest.raises(PermissionError):
+            (guarded / "merges.txt").read_bytes()
+        check(guarded)
+
+
+def test_the_index_and_the_config_keep_no_other_file_from_being_named(tmp_path):
+    source = tiny_checkpoints.save(tmp_path / "source", WEIGHTS, {"b.weight": torch.ones(2, 2)})
+    closed = {
+        "config.json", "model.safetensors.index.json", "tokenizer.json",
+        "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    for name in closed:
+        (source / name).chmod(0)
+    with without_root_privileges(), pytest.raises(CheckpointError) as error:
+        open_checkpoint(source)
+    found = sorted(error.value.problems)
+    assert found == sorted(f"{name} cannot be read: Permission denied." for name in closed)
+
+
+@pytest.mark.parametrize("mode", [0o333, 0o666])
+@pytest.mark.parametrize("inner", ["code", ""])
+def test_a_folder_that_may_not_be_listed_or_entered(guarded, mode, inner):
+    (guarded / inner).chmod(mode)
+    with without_root_privileges(), pytest.raises(CheckpointError) as error:
+        open_checkpoint(guarded)
+    (guarded / inner).chmod(0o777)
+    assert "Permission denied" in str(error.value) and error.value.exit_code == 3
+    if inner:
+        (problem,) = error.value.problems
+        assert problem.startswith("code")
