@@ -1,12 +1,25 @@
-"""Tied weights are one parameter: counted once, and masked wherever they are used."""
+"""Tied weights are one parameter: counted once, and masked wherever they are used.
+
+Plain modules allow that a tied parameter is pruned differently under its names, as in torch; a
+wrapper that masks the parameter once, and ``remove``, cannot keep two masks, and refuse before
+anything changes: no zeros are lost in silence.
+"""
+
+import copy
+import io
+import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 import distprune as prune
+from distprune import checkpoint, schedule
 from distprune.testing import run_ranks
 from helpers import reference, wrappings
+from helpers.comparisons import assert_nothing_wrong, changes, snapshot
 from helpers.models import fill
 
 WRAPPINGS = ["plain-1", "plain-2", "ddp-2", "fsdp2_root-2", "fsdp2_root-3"]
@@ -77,3 +90,199 @@ def test_tied_weights(wrapping, given):
     }
     size = wrappings.world_size(wrapping)
     assert run_ranks(outcome, size, wrapping, given) == [expected] * size
+
+
+TOKENS = torch.tensor([0, 3, 6, 2])
+HOW = ["two calls", "one name", "together and one more"]
+TEXT = r"embedding.weight|Embedding.weight|Linear.weight"
+
+
+def mask_of(seed: int) -> torch.Tensor:
+    return (torch.rand(7, 4, generator=torch.Generator().manual_seed(seed)) < 0.6).float()
+
+
+def pruned(how: str, library=prune) -> nn.Module:
+    model = fill(TiedNet(), "normal", "float32")
+    if how == "together and one more":
+        own = torch.distributed.new_subgroups(1)[0]
+        pairs = prune.select(model, "embedding")
+        prune.global_unstructured(pairs, prune.L1Unstructured, amount=0.3, group=own)
+    elif how == "two calls":
+        library.custom_from_mask(model.embedding, "weight", mask_of(1))
+    library.custom_from_mask(model.head, "weight", mask_of(2))
+    return model
+
+
+def refused(what: str, how: str) -> list[str]:
+    model = pruned(how)
+    call = {
+        "shard_masks": lambda: prune.shard_masks(model),
+        "masks_aside": lambda: prune.masks_aside(model).__enter__(),
+        "pruned again": lambda: prune.global_unstructured(
+            [(model.head, "weight")], prune.L1Unstructured, amount=0.1
+        ),
+        "other name again": lambda: prune.l1_unstructured(model.embedding, "weight", 0.1),
+    }[what]
+    if what != "masks_aside":
+        model = wrappings.wrap(model, "fsdp2_root-2")
+    before = snapshot(model)
+    try:
+        call()
+    except ValueError as error:
+        wrong = [] if re.search(f"({TEXT})(.|\n)*tied", str(error)) else [str(error)]
+        return wrong + changes(before, snapshot(model))
+    return ["nothing was raised"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", ["shard_masks", "masks_aside", "pruned again", "other name again"])
+def test_two_masks_are_refused_by_wrappers(what, how):
+    assert_nothing_wrong(run_ranks(refused, 2, what, how))
+
+
+def refused_fsdp1(how: str) -> list[str]:
+    model = wrappings.wrap(pruned(how), "fsdp1_root-2")
+    before = snapshot(model)
+    try:
+        prune.shard_masks(model)
+    except ValueError as error:
+        wrong = [] if "tied" in str(error) else [str(error)]
+        return wrong + changes(before, snapshot(model))
+    return ["nothing was raised"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_masks_are_refused_in_fsdp1(how):
+    assert_nothing_wrong(run_ranks(refused_fsdp1, 2, how))
+
+
+def removed(what: str, how: str, restored: str) -> list[str]:
+    model = pruned(how)
+    if restored == "copied":
+        model = copy.deepcopy(model)
+    elif restored == "pickled":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+        model(TOKENS)
+    output = model(TOKENS)
+    before = snapshot(model)
+    pruner = schedule.ScheduledPruner(
+        prune.select(model, everything=True), schedule.OneShot(0, 0.5)
+    )
+    try:
+        if what == "one name":
+            prune.remove(model.embedding, "weight")
+        elif what == "the other name":
+            prune.remove(model.head, "weight")
+        elif what == "over select":
+            for module, name in prune.select(model, "embedding"):
+                prune.remove(module, name)
+        else:
+            pruner.remove()
+    except ValueError as error:
+        wrong = [] if re.search(f"({TEXT})(.|\n)*tied", str(error)) else [str(error)]
+        wrong += changes(before, snapshot(model))
+        return wrong + ([] if torch.equal(model(TOKENS), output) else ["other outputs"])
+    return ["nothing was raised"]
+
+
+@pytest.mark.parametrize("restored", ["", "copied", "pickled"])
+@pytest.mark.parametrize("how", ["two calls", "together and one more"])
+@pytest.mark.parametrize("what", ["one name", "the other name", "over select", "pruner"])
+def test_two_masks_are_not_removed_one_by_one(what, how, restored):
+    assert_nothing_wrong(run_ranks(removed, 1, what, how, restored))
+
+
+def way_out() -> list[str]:
+    """What the message says: give each name the other's mask."""
+    model = pruned("two calls")
+    prune.custom_from_mask(model.embedding, "weight", mask_of(2))
+    prune.custom_from_mask(model.head, "weight", mask_of(1))
+    output = model(TOKENS)
+    prune.remove(model.embedding, "weight")
+    wrong = [] if torch.equal(model(TOKENS), output) else ["other outputs after one removal"]
+    prune.remove(model.head, "weight")
+    wrong += [] if torch.equal(model(TOKENS), output) else ["other outputs after both"]
+    wrong += [] if model.head.weight is model.embedding.weight else ["no longer tied"]
+    zero = int((model.head.weight == 0).sum())
+    return wrong + ([] if zero == int((mask_of(1) * mask_of(2) == 0).sum()) else ["zeros"])
+
+
+def test_the_way_out_of_two_masks():
+    assert_nothing_wrong(run_ranks(way_out, 1))
+
+
+@pytest.mark.parametrize("how", ["two calls", "one name"])
+def test_plain_modules_with_two_masks_are_as_in_torch(how):
+    mine, of_torch = pruned(how), pruned(how, torch_prune)
+    assert torch.equal(mine(TOKENS), of_torch(TOKENS))
+    if how == "one name":  # torch writes the zeros into the parameter that both names have
+        prune.remove(mine.head, "weight")
+        torch_prune.remove(of_torch.head, "weight")
+        assert torch.equal(mine(TOKENS), of_torch(TOKENS))
+
+
+def saved(path: str, how: str) -> None:
+    dcp.save(checkpoint.get_state_dict(pruned(how)), checkpoint_id=path)
+
+
+def loaded(path: str, wrapping: str, prepared_only: bool) -> list[str]:
+    model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
+    before = snapshot(model)
+    try:
+        if prepared_only:
+            keys = ["embedding.weight", "head.weight_orig", "head.weight_mask", "hidden.weight"]
+            checkpoint.prepare_for_load(model, keys)
+        else:
+            checkpoint.load(path, model)
+    except ValueError as error:
+        wrong = [] if re.search("head.weight(.|\n)*embedding.weight", str(error)) else [str(error)]
+        return wrong + changes(before, snapshot(model))
+    return ["nothing was raised"]
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2_root-2", "fsdp1_root-2"])
+def test_checkpoint_with_one_name_pruned(tmp_path, wrapping):
+    run_ranks(saved, 1, str(tmp_path), "one name")
+    assert_nothing_wrong(run_ranks(loaded, 2, str(tmp_path), wrapping, True))
+    assert_nothing_wrong(run_ranks(loaded, 2, str(tmp_path), wrapping, False))
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2_root-2", "fsdp1_root-2", "plain-1"])
+def test_checkpoint_with_two_masks(tmp_path, wrapping):
+    run_ranks(saved, 1, str(tmp_path), "two calls")
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(into_one_mask, size, str(tmp_path), wrapping))
+
+
+def into_one_mask(path: str, wrapping: str) -> list[str]:
+    """Both names have one mask in the model; the checkpoint has two that differ."""
+    model = wrappings.wrap(fill(TiedNet(), "normal", "float32", 5), wrapping)
+    prune.global_unstructured(
+        prune.select(model, everything=True), prune.L1Unstructured, amount=0.5
+    )
+    before = snapshot(model)
+    try:
+        checkpoint.load(path, model, unmasked="ones")
+    except ValueError as error:
+        wrong = [] if re.search("head.weight(.|\n)*differ", str(error)) else [str(error)]
+        return wrong + changes(before, snapshot(model))
+    return ["nothing was raised"]
+
+
+def loaded_plain(path: str, how: str) -> list[str]:
+    """A plain model takes one mask, or two, as they were saved."""
+    model, other = fill(TiedNet(), "normal", "float32", 5), pruned(how)
+    if how == "two calls":
+        prune.identity(model.embedding, "weight")
+        prune.identity(model.head, "weight")
+    checkpoint.load(path, model)
+    return [] if torch.equal(model(TOKENS), other(TOKENS)) else ["other outputs"]
+
+
+@pytest.mark.parametrize("how", ["one name", "two calls"])
+def test_checkpoint_into_a_plain_model(tmp_path, how):
+    run_ranks(saved, 1, str(tmp_path), how)
+    assert_nothing_wrong(run_ranks(loaded_plain, 1, str(tmp_path), how))
