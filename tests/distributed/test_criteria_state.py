@@ -14,7 +14,8 @@ from distprune.testing import run_ranks
 from helpers import criteria_runs as runs
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
-from helpers.models import fill
+from helpers.micro_batches import Wrapped, gradients_of_units
+from helpers.models import fill, fqns
 
 CRITERIA = {
     "SNIP": prune.criteria.SNIP,
@@ -160,3 +161,32 @@ def not_row_major() -> str:
 def test_runs_that_are_no_boxes_are_refused():
     for text in run_ranks(not_row_major, 2):
         assert "0.weight: its memory is not row-major" in text
+
+
+def continued(wrapping: str, state: dict | None = None) -> tuple[dict, list[str]]:
+    """One of two calibrations; the second one, on another sharding, goes on with whole sums."""
+    wrapped = Wrapped(wrapping, "integer float32", sizes_for="tp-2")
+    pairs = zip(wrapped.pairs, fqns(wrapped.dense), strict=True)
+    criterion = prune.criteria.Fisher(
+        [prune.NamedParameter(*pair, name) for pair, name in pairs], unit="rank_batch"
+    )
+    if state is not None:
+        criterion.load_state_dict(state)
+    wrapped.calibrate(criterion)
+    units = wrapped.units()
+    if state is not None:
+        units += gradients_of_units(wrapped.dense, wrapped.data, 2, 3)
+    wrong = wrapped.wrong(criterion, units)
+    if state is not None:
+        return {}, wrong
+    saved = criterion.state_dict()
+    whole = {name: tensor.full_tensor() for name, tensor in saved["accumulators"]["moment"].items()}
+    return {**saved, "accumulators": {"moment": whole}}, wrong
+
+
+@pytest.mark.parametrize("wrapping", ["plain-1", "ddp-3", "fsdp1-2", "fsdp2-3", "hsdp-2x2"])
+def test_a_saved_calibration_goes_on_elsewhere(wrapping):
+    (state, wrong), _ = run_ranks(continued, 2, "fsdp2-2")
+    assert not wrong
+    ranks = run_ranks(continued, wrappings.world_size(wrapping), wrapping, state)
+    assert_nothing_wrong(wrong for _, wrong in ranks)

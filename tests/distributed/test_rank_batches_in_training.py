@@ -1,4 +1,4 @@
-"""What a training loop does to gradients does not reach the gradients of rank batches."""
+"""Gradients of rank batches do not see what a training loop does; global batches are its steps."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from distprune.criteria import Taylor
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
-from helpers.micro_batches import Wrapped, num_tokens
+from helpers.micro_batches import Wrapped, num_data_ranks, num_tokens
+from helpers.models import fqns
 
 NUM_BATCHES = 3
 FSDP2 = ["fsdp2-1", "fsdp2-3", "hsdp-2x2", "fsdp2_root-2"]
@@ -153,3 +154,44 @@ def test_mixed_precision_of_fsdp1(wrapping):
 @pytest.mark.parametrize("wrapping", ["ddp-2", "fsdp1-2", "fsdp2-2"])
 def test_a_loss_scale_is_divided_out(wrapping, power):
     check(wrapping, loss_scale=1024.0, power=power)
+
+
+STEP_WEIGHTS, STEP_BATCHES = [3.0, 1.0], 2
+
+
+def global_differences(wrapping: str, power: int, loss_scale: float) -> list[str]:
+    """Steps of several micro-batches each; gradients are averaged over the ranks by the wrapper."""
+    wrapped = Wrapped(wrapping, "integer float32")
+    criterion = Taylor(wrapped.pairs, unit="global_batch", power=power)
+    size = num_data_ranks(wrapping)
+    with criterion.calibrating():
+        for step in range(len(STEP_WEIGHTS)):
+            with criterion.batch(weight=STEP_WEIGHTS[step], loss_scale=loss_scale):
+                for number in range(STEP_BATCHES):
+                    loss = wrapped.loss(STEP_BATCHES * step + number)
+                    # Times the ranks: the average is then a sum of integers.
+                    (loss * size * loss_scale).backward()
+            wrapped.model.zero_grad()
+    units = wrapped.units(len(STEP_WEIGHTS) * STEP_BATCHES)
+    steps = []
+    for step, weight in enumerate(STEP_WEIGHTS):
+        chosen = [
+            gradients
+            for number, (_, gradients) in enumerate(units)
+            if number % (len(STEP_WEIGHTS) * STEP_BATCHES) // STEP_BATCHES == step
+        ]
+        names = fqns(wrapped.dense)
+        steps.append((weight, {name: sum(g[name] for g in chosen) for name in names}))
+    return wrapped.wrong(criterion, steps, power, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "power", "loss_scale"),
+    [
+        ("ddp-2", 1, 256.0), ("ddp-2", 2, 256.0), ("fsdp1-2", 2, 1.0), ("fsdp2_dim1-3", 2, 1.0),
+        ("hsdp-2x2", 1, 1.0), ("fsdp2_tp-2x2", 2, 1.0),
+    ],
+)  # fmt: skip
+def test_global_batches_of_several_backwards(wrapping, power, loss_scale):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(global_differences, size, wrapping, power, loss_scale))
