@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -129,9 +130,10 @@ def read_items(
     if pipeline_parallel:
         _check_pipeline(named, k, groups)
     keys = list(named)
-    labels, counts = _groups(keys, k, groups, is_mapping=isinstance(tensors, Mapping))
-    ranked = {} if scores is None or scores is RANDOM else _like("scores", scores, tensors, keys)
-    competing = {} if candidates is None else _like("candidates", candidates, tensors, keys)
+    like = partial(_like, keys=keys, is_mapping=isinstance(tensors, Mapping))
+    labels, counts = _groups(keys, k, groups, like)
+    ranked = {} if scores is None or scores is RANDOM else like("scores", scores)
+    competing = {} if candidates is None else like("candidates", candidates)
     reader = ShardReader(communicator.index, communicator.size)
     targets: list[Target] = []
     seen: dict[Hashable, str] = {}
@@ -206,10 +208,13 @@ def _check_pipeline(named: Mapping[Hashable, Any], k: Any, groups: Any) -> None:
     check_names([_label(key, given) for key, given in named.items()], "tensors")
 
 
-def _like(what: str, values: Any, tensors: Any, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
+def _like(
+    what: str, values: Any, keys: Sequence[Hashable], *, is_mapping: bool
+) -> dict[Hashable, Any]:
     """Values by the keys of the tensors; those of a mapping may be missing."""
     if isinstance(values, Mapping):
-        unknown = [key for key in values if key not in set(keys)]
+        known = set(keys)
+        unknown = [key for key in values if key not in known]
         if unknown:
             raise ValueError(
                 f"{what} has the key {unknown[0]!r}, which is none of the tensors; expected keys "
@@ -217,8 +222,8 @@ def _like(what: str, values: Any, tensors: Any, keys: Sequence[Hashable]) -> dic
             )
         return dict(values)
     is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
-    if not is_sequence or isinstance(tensors, Mapping):
-        expected = "a mapping with the keys" if isinstance(tensors, Mapping) else "a sequence"
+    if not is_sequence or is_mapping:
+        expected = "a mapping with the keys" if is_mapping else "a sequence"
         raise TypeError(f"{what} is a {type(values).__name__}; expected {expected} of the tensors.")
     if len(values) != len(keys):
         raise ValueError(
@@ -228,18 +233,17 @@ def _like(what: str, values: Any, tensors: Any, keys: Sequence[Hashable]) -> dic
 
 
 def _groups(
-    keys: list[Hashable], k: Any, groups: Any, *, is_mapping: bool
+    keys: list[Hashable], k: Any, groups: Any, like: Callable[[str, Any], dict[Hashable, Any]]
 ) -> tuple[list[Hashable], dict[Hashable, int]]:
     """The label of every tensor's group, and the count of each group."""
     if groups is None and isinstance(k, numbers.Integral):
         return [None] * len(keys), {None: _checked_k(k, "k")}
-    like: Any = dict.fromkeys(keys) if is_mapping else keys
     if groups is None:
-        counts = _like("k", k, like, keys)
+        counts = like("k", k)
         missing = [key for key in keys if key not in counts]
         labels = list(keys)
     else:
-        of_tensor = _like("groups", groups, like, keys)
+        of_tensor = like("groups", groups)
         missing = [key for key in keys if key not in of_tensor]
         labels = [of_tensor.get(key) for key in keys]
         if not isinstance(k, Mapping):
