@@ -38,7 +38,7 @@ class Applied:
     """What :meth:`Application.write` did.
 
     Attributes:
-        num_elements: of the tensors that have a mask.
+        num_elements: how many elements the tensors have that have a mask.
         num_pruned: elements that the masks prune.
         num_zeroed: pruned elements that were not zero before.
         num_tensors: tensors that have a mask.
@@ -62,8 +62,8 @@ class Application:
         masks: the masks.
         checkpoint: the source.
         entries: its tensors that have a mask, in the order of the masks.
-        digest: of everything that decides the result: headers, sizes and times of change of both,
-            and where the masks are.
+        digest: a hash of everything that decides the result: headers, sizes and times of change of
+            both, and where the masks are.
         sources: opens files of both for reading.
 
     Raises:

@@ -21,7 +21,14 @@ from typing import Any
 from distprune.files.checkpoints.checkpoint import list_source
 from distprune.files.checkpoints.header import HEAD_BYTES, check_no_pointer, load_json
 from distprune.files.checkpoints.locating import PICKLES, find_weights, locate
-from distprune.files.disk.access import allocate, copy_file, sync_file, write_atomically, writing
+from distprune.files.disk.access import (
+    allocate,
+    copy_file,
+    reading,
+    sync_file,
+    write_atomically,
+    writing,
+)
 from distprune.files.disk.destination import resolve_destination
 from distprune.files.disk.listing import OtherFile, outside_problem, unreadable
 from distprune.files.errors import (
@@ -46,7 +53,7 @@ class Converted:
         files: by name of a pickled file, the name of its safetensors file.
         copied: names of other files.
         not_copied: by name of a file, the reason.
-        num_tensors, num_bytes: of all tensors.
+        num_tensors, num_bytes: how many tensors there are, and their bytes.
         tied: groups of names that shared one tensor.
         notes: sentences on other content of the pickled files.
     """
@@ -68,7 +75,7 @@ class Conversion:
         follow_links: also copy the targets of links that leave the source.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         skipped: (name, reason) of files that are not copied.
         note: a sentence for the user on how the checkpoint was found; may be empty.
         total_bytes: to write, approximately.
@@ -195,14 +202,12 @@ def _load(path: str, name: str, done: Converted) -> dict[str, Any]:
     """The tensors of a file of ``torch.save``, contiguous; none shares memory with another."""
     import torch
 
+    with reading(path), open(path, "rb") as file:
+        check_no_pointer(file.read(HEAD_BYTES), name)
     try:
-        with open(path, "rb") as file:
-            check_no_pointer(file.read(HEAD_BYTES), name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             content = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except CheckpointError:
-        raise
     except Exception as error:  # a malformed pickle can raise anything
         raise CheckpointError(f"{name} {_why_refused(str(error))}") from error
     tensors: dict[str, Any] = {}

@@ -99,7 +99,7 @@ def sample_exponents(
 
     Args:
         checkpoint: from ``open_checkpoint``.
-        names: of tensors; those that are not plain floats are skipped.
+        names: the names of tensors; those that are not plain floats are skipped.
         max_bytes: roughly the most bytes to read.
         on_bytes: called with numbers of bytes that were read.
 
@@ -225,7 +225,7 @@ class TensorDifference:
     """Two tensors of one name, element by element.
 
     Attributes:
-        name: of both.
+        name: the name of both.
         numel: elements of each; 0 if there is a ``problem``.
         num_differing: elements whose bits differ.
         num_zero_in_both: elements that are +0 or -0 in both.

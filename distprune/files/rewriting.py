@@ -104,7 +104,7 @@ class FileSink:
     Args:
         folder: the unfinished result.
         entries: the rewritten tensors; the positions of spans count these.
-        layout: of the mask file; None: no masks.
+        layout: the layout of the mask file; None: no masks are written.
     """
 
     def __init__(

@@ -64,9 +64,9 @@ class VerifyReport:
 
     Attributes:
         problems: everything that is wrong; empty if the result is what the recipe asks for.
-        num_bytes: of the source that were compared.
-        num_elements: of the selected tensors.
-        num_pruned: of these elements, according to the masks.
+        num_bytes: how many bytes of the source were compared.
+        num_elements: how many elements the selected tensors have.
+        num_pruned: how many of these elements are pruned, according to the masks.
     """
 
     problems: tuple[str, ...]
@@ -193,8 +193,8 @@ class _Comparison:
 
     Attributes:
         outputs: opens the result's files for reading.
-        num_bytes: of the source that were compared.
-        num_pruned: elements, according to the masks.
+        num_bytes: how many bytes of the source were compared.
+        num_pruned: how many elements are pruned, according to the masks.
         found: by (what is wrong, tensor or file): how often, and the first element or byte.
     """
 

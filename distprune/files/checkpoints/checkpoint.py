@@ -47,7 +47,7 @@ class Checkpoint:
         folder: from the caller, or of the snapshot that was found.
         files: the safetensors files, by name.
         index: name of the index file; None for a single file.
-        config: of config.json; empty if there is none.
+        config: the content of config.json; empty if there is none.
         others: files to copy, the index and the config among them.
         skipped: (name, reason) of what is not part of the checkpoint, and not copied.
         folders: (name, permissions) of the folder ("") and of its subfolders with files of the

@@ -44,7 +44,7 @@ class TensorEntry:
     """A tensor as a header describes it.
 
     Attributes:
-        name: of the tensor.
+        name: the name of the tensor.
         dtype: as in the header, for example "BF16"; may be unknown.
         shape: () for a scalar.
         file: name of its file, relative to the checkpoint.
@@ -75,7 +75,7 @@ class WeightFile:
 
     Attributes:
         name: relative to the checkpoint.
-        path: of the file itself, links resolved.
+        path: the path of the file itself, links resolved.
         size, mtime_ns: when the header was read; if they change, the file has changed.
         data_start: the first byte after the header.
         header_crc: crc32 of all bytes before ``data_start``.
@@ -99,8 +99,8 @@ def read_header(path: str | Path, name: str | None = None) -> WeightFile:
     """Read and check the header of a file.
 
     Args:
-        path: of the file; links are followed.
-        name: of the file in messages and entries; by default the last part of the path.
+        path: the path of the file; links are followed.
+        name: the name of the file in messages and entries; by default the last part of the path.
 
     Raises:
         CheckpointError: with all problems.
@@ -143,7 +143,7 @@ def parse_header(
     Args:
         raw: the JSON, with its padding.
         data_size: bytes after the header.
-        name: of the file.
+        name: the name of the file, for messages.
 
     Returns:
         The metadata, and the tensors in the order of the data; byte ranges count from the
@@ -310,7 +310,7 @@ def check_no_pointer(head: bytes, name: str) -> None:
 
     Args:
         head: the first ``HEAD_BYTES`` bytes of the file, or more.
-        name: of the file, for the message.
+        name: the name of the file, for the message.
     """
     if head.startswith(_START):
         raise CheckpointError(

@@ -57,7 +57,7 @@ def locate(source: str | Path, suffixes: tuple[str, ...] = ()) -> Location:
 
     Args:
         source: the path or name.
-        suffixes: of other files than safetensors files that may be given.
+        suffixes: what names of other files end with that may be given too.
 
     Raises:
         CheckpointError: the source does not exist or cannot be read.
@@ -240,8 +240,8 @@ def why_duplicate(folder: str, name: str, tensors: Collection[str]) -> str | Non
     """Why a file is a duplicate of the checkpoint's weights; None if it is not known to be one.
 
     Args:
-        folder: of the checkpoint.
-        name: of the file, relative to it.
+        folder: the folder of the checkpoint.
+        name: the name of the file, relative to the folder.
         tensors: names of the checkpoint's tensors; a safetensors file in the folder without other
             names is a duplicate.
     """
@@ -285,7 +285,7 @@ def what_to_do(folder: str, names: Collection[str]) -> str:
 
     Args:
         folder: its path.
-        names: of all its files, relative to it.
+        names: the names of all its files, relative to it.
 
     Returns:
         A sentence without its subject, the folder.
@@ -359,8 +359,8 @@ def find_weights(
     """Find the weight files of a checkpoint.
 
     Args:
-        location: of the checkpoint.
-        listing: of its folder.
+        location: where the checkpoint is.
+        listing: the content of its folder.
         problems: sentences are added on what is wrong.
         form: ``SAFETENSORS`` or ``PICKLES``.
 

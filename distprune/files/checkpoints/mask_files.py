@@ -40,7 +40,7 @@ class MaskLayout:
     Attributes:
         header: the first bytes of the file.
         starts: by name of a tensor, the first byte of its mask.
-        size: of the file.
+        size: the size of the file.
     """
 
     header: bytes
@@ -53,7 +53,7 @@ class MaskFile:
     """An existing mask file; :func:`read_keep` reads parts of it.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         shapes: by name of a tensor, its shape.
         header_crcs: by name of a weight file, the crc32 of its header.
         starts: by name of a tensor, the first byte of its mask.
@@ -79,7 +79,7 @@ def mask_layout(
 
     Args:
         entries: the tensors.
-        files: of the checkpoint; () if there is none.
+        files: the weight files of the checkpoint; () if there is none.
         is_of_checkpoint: whether names are those of a checkpoint although ``files`` is empty.
     """
     shapes = {entry.name: entry.shape for entry in entries}
@@ -101,7 +101,7 @@ def open_masks(folder: str | Path) -> MaskFile:
     """Read the header of a pruned checkpoint's mask file.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
 
     Raises:
         CheckpointError: there are none, or the file is malformed.
@@ -153,7 +153,7 @@ class MaskWriter:
 
     Args:
         files: opened for writing.
-        path: of the mask file.
+        path: the path of the mask file.
         start: offset of the first byte.
     """
 

@@ -61,8 +61,8 @@ class StoredStatistics:
     Attributes:
         layout: "linear", "conv1d_of_transformers", "convolution", "experts" or
             "transposed_experts".
-        shape: of the whole weight.
-        groups: of a convolution; 1 otherwise.
+        shape: the shape of the whole weight.
+        groups: how many groups a convolution has; 1 otherwise.
         num_tokens: how many inputs were seen; of fused experts, by each of them.
         sums, squares: float64, of the input shape.
     """

@@ -31,7 +31,7 @@ def write_atomically(path: str | Path, data: bytes | Iterable[bytes]) -> None:
     """Write a small file; after a crash it has either all of the new content or the old one.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         data: its content, or parts of it in order.
 
     Raises:
@@ -182,7 +182,7 @@ class OpenFiles:
     At most 32 files are open. If the system refuses to open one more, the oldest are closed.
 
     Args:
-        flags: of ``os.open``.
+        flags: those of ``os.open``.
     """
 
     def __init__(self, flags: int) -> None:
@@ -255,7 +255,7 @@ def read_into(files: OpenFiles, path: str, offset: int, buffer: memoryview) -> N
     """Fill a buffer with the bytes of a file from an offset on.
 
     Args:
-        buffer: of bytes; ``array.data`` of a uint8 array, for example.
+        buffer: a buffer of bytes; ``array.data`` of a uint8 array, for example.
 
     Raises:
         CheckpointError: the file cannot be read, or ends too early.

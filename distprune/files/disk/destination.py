@@ -135,7 +135,7 @@ class Lock:
         destination: absolute.
 
     Attributes:
-        path: of the lock file.
+        path: the path of the lock file.
     """
 
     def __init__(self, destination: Path) -> None:

@@ -71,8 +71,8 @@ def list_files(
     Args:
         folder: an existing one.
         why_left_out: returns the reason for which a subfolder is skipped, by name; None to list it.
-        suffixes: of the files of a checkpoint. If no file in the folder itself has one of them, the
-            folder is not a checkpoint, and only one level of subfolders is listed.
+        suffixes: how names of files of a checkpoint end. If no file in the folder itself has one of
+            them, the folder is not a checkpoint, and only one level of subfolders is listed.
         follow_links: follow links wherever they lead.
 
     Returns:

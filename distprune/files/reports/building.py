@@ -40,9 +40,9 @@ def make_report(
 
     Args:
         plan: what was done.
-        source: of the plan.
-        cuts: of the groups that are ranked together.
-        records: of all units, each once.
+        source: reads the scores of the plan.
+        cuts: where the groups that are ranked together are cut.
+        records: the records of all units, each once.
         run: how the result was made.
     """
     tensors = _tensor_reports(plan, source, cuts, records)
@@ -102,7 +102,7 @@ def with_digest(report: Report, stored: Report, plan: Plan) -> Report:
     Args:
         report: derived from the result.
         stored: read from the result.
-        plan: of the source as it is now.
+        plan: the plan of the source as it is now.
     """
     mtimes = {name: stored.mtimes_ns.get(name, now) for name, now in mtimes_of(plan).items()}
     source = plan.checkpoint
@@ -172,7 +172,7 @@ def warnings_about(plan: Plan, tensors: Sequence[TensorReport]) -> tuple[str, ..
     """One or two sentences for each thing that may be wrong with a result.
 
     Args:
-        plan: of the result.
+        plan: what was done.
         tensors: counts of each tensor of the plan.
     """
     is_raw = all(

@@ -75,7 +75,7 @@ def card_problem(folder: str | Path, plan: Plan, report: Report) -> str:
     """A sentence if the README.md of a result is not its card; "" if it is, or needs no card.
 
     Args:
-        folder: of the result.
+        folder: the result.
         plan: derived from the source.
         report: with correct counts.
 

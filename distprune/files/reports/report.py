@@ -32,7 +32,7 @@ class TensorReport:
 
     Attributes:
         name, dtype, shape, file: as in its header.
-        num_elements: of the tensor.
+        num_elements: how many elements the tensor has.
         num_pruned: elements that were pruned.
         num_nan: elements that are NaN and were kept.
         threshold: the largest score that was pruned, of a tensor that was ranked on its own, or
@@ -75,7 +75,7 @@ class GroupReport:
 
     Attributes:
         index: its number in the recipe, from 0.
-        num_elements: of its tensors.
+        num_elements: how many elements its tensors have.
         num_pruned: elements that were pruned, exactly as many as the plan said.
         threshold: the largest score that was pruned by the ranking of the group, if its tensors
             were ranked together by magnitude; None if they were not, or nothing was pruned by it.
@@ -105,11 +105,12 @@ class RunFacts:
     """How a result was made; may differ from run to run.
 
     Attributes:
-        num_ranks: of the run that finished it.
-        seconds: of that run, by phase: "check" if it continued an earlier run, "count" and "write".
-        peak_rss_bytes: of each of its ranks.
-        num_bytes: that were written, over all runs, without the masks.
-        versions: of Python, torch and numpy.
+        num_ranks: how many ranks the run had that finished it.
+        seconds: how long that run took, by phase: "check" if it continued an earlier run, "count"
+            and "write".
+        peak_rss_bytes: the peak memory of each of its ranks.
+        num_bytes: how many bytes were written, over all runs, without the masks.
+        versions: the versions of Python, torch and numpy.
     """
 
     num_ranks: int
@@ -128,9 +129,9 @@ class Report:
     """A finished pruning.
 
     Attributes:
-        digest: of the plan.
+        digest: the digest of the plan.
         recipe: with all defaults.
-        num_elements: of the selected tensors.
+        num_elements: how many elements the selected tensors have.
         num_pruned: elements that were pruned, exactly as many as the plan said.
         threshold, threshold_bits, num_ties, num_ties_pruned: those of the group, if there is one.
         tensors: the pruned ones, group by group, in the order of ranking.
@@ -171,7 +172,7 @@ class Report:
         """About where the magnitudes (the raw scores) of a tensor were cut; None if unknown.
 
         Args:
-            tensor: of this report.
+            tensor: one of this report.
         """
         threshold = tensor.threshold
         if threshold is None and tensor.held_at is None:
@@ -261,8 +262,8 @@ def parse_report(result: str | bytes, run: str | bytes, folder: str = "") -> Rep
     """A report from the texts of its two files.
 
     Args:
-        result: of report.json.
-        run: of run.json.
+        result: the text of report.json.
+        run: the text of run.json.
         folder: for messages.
 
     Raises:
@@ -334,8 +335,8 @@ def recipe_of(report: Report, folder: str) -> FileRecipe:
     """The recipe in a report.
 
     Args:
-        report: of a result.
-        folder: of the result, for messages.
+        report: the report of a result.
+        folder: the folder of the result, for messages.
 
     Raises:
         CheckpointError: the recipe is invalid.
