@@ -159,13 +159,11 @@ class Group:
         return needed > self._count(target)
 
     def bounds_now(self, is_growing: bool) -> tuple[SparsityBound | None, SparsityBound | None]:
-        """The floors and ceilings of the next pruning, as ``global_unstructured`` takes them."""
-        if self._bounds is None:
-            return None, None
-        lowest, highest = self._bounds.lowest, self._bounds.highest
-        if is_growing:
-            return None, self._by_key(lowest)
-        return self._by_key(lowest), self._by_key(highest)
+        """The floors and ceilings of the next pruning; while it is growing, floors are ceilings."""
+        if not is_growing or self._bounds is None:
+            return self._limits
+        counts = zip(self._keys, self._bounds.lowest, self._sizes, strict=True)
+        return None, {key: Fraction(count, size) for key, count, size in counts if size}
 
     def to_state(self) -> dict[str, Any]:
         """The group's schedule, parameters and target, as plain Python values."""
@@ -180,16 +178,10 @@ class Group:
         """Halves to even, like any amount."""
         return resolve_count(float(sparsity), self.num_elements)
 
-    def _by_key(self, counts: Sequence[int]) -> dict[Any, Fraction]:
-        by_key = zip(self._keys, counts, self._sizes, strict=True)
-        return {key: Fraction(count, size) for key, count, size in by_key if size}
-
     def _check_scope(self) -> None:
         """Raise ValueError for a scope that is none, or a pattern that the schedule cannot meet."""
-        rule, end = (
-            to_rule(self.scope, self.pattern, 0.0 if self.has_share else None),
-            self.schedule.ends_at,
-        )
+        rule = to_rule(self.scope, self.pattern, 0.0 if self.has_share else None)
+        end = self.schedule.ends_at
         if rule is None or rule.kept_of is None or end is None:
             return
         n, m = rule.kept_of

@@ -15,8 +15,9 @@ import torch
 from commands import start
 from rich.console import Console
 
-from distprune.cli import console, process, prune, ranks
+from distprune.cli import console, process, ranks
 from distprune.cli.console import Terminal
+from distprune.files import pruning
 from distprune.files.team import Progress
 from distprune.files.text import format_size
 from helpers.tiny_checkpoints import load, save, save_zeros, tree_digest
@@ -82,7 +83,7 @@ def test_what_cannot_be_done_is_refused_with_its_code(run, source, tmp_path, mon
 
 
 def test_a_defect_is_exit_code_1_with_its_traceback(run, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune, "_prune", lambda *_: 1 / 0)
+    monkeypatch.setattr(pruning, "plan_together", lambda *_, **__: 1 / 0)
     done = run("prune", source, tmp_path / "out", "-s", "0.5")
     assert done.code == 1
     assert "ZeroDivisionError" in done.err and "distprune env" in done.err
@@ -168,7 +169,11 @@ def test_ranks_that_differ_end_with_code_5_and_say_in_what(source, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "nproc"), [(signal.SIGTERM, 143, ["--nproc", "2"]), (signal.SIGINT, 130, [])]
+    ("number", "code", "nproc"),
+    [
+        (signal.SIGTERM, 143, ["--nproc", "2"]),
+        pytest.param(signal.SIGINT, 130, [], marks=pytest.mark.thorough),
+    ],
 )
 def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(tmp_path, number, code, nproc):
     command = [

@@ -14,6 +14,7 @@ from distprune.files.recipe import FileRecipe
 from distprune.recipe import RecipeError, load_recipe, parse_recipe
 from distprune.recipes import checking
 from helpers import tiny_checkpoints
+from helpers.sampling import num_examples
 
 yaml = pytest.importorskip("yaml")
 FILE_FIELDS = [field.name for field in fields(FileRecipe)]
@@ -164,7 +165,7 @@ budgets = st.builds(lambda *parts: {k: v for part in parts for k, v in part.item
                     selections, some({"score": scores}))  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.lists(budgets, min_size=1, max_size=3), some(wholes), st.booleans())
 def test_whatever_is_a_recipe_is_read_as_it_was_written(parts, whole, is_flat):
     parts = parts[:1] if is_flat else parts
@@ -206,7 +207,7 @@ groups = patterned | st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.lists(groups, min_size=1, max_size=3), st.booleans(), some({"score": scores}))
 def test_whatever_is_read_is_the_same_as_plain_values(parts, is_flat, top):
     document = {"version": 1} | (parts[0] if is_flat else {"groups": parts} | top)
