@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class Recomputing(runs.IntegerNet):
 class Case:
     """A pruned model on a wrapping, and what one process computes for it."""
 
-    def __init__(self, wrapping: str, recompute: str = ""):
+    def __init__(self, wrapping: str, recompute: str = "", pruned_first: bool = False):
         self.dense = runs.integer_net(wrapping)
         self.wrapping = wrapping
         self.indices = wrappings.local_indices(self.dense, wrapping)
@@ -37,18 +38,25 @@ class Case:
             model.__class__ = Recomputing
         if recompute == "wrapper":
             model.l3 = checkpoint_wrapper(model.l3)
-        self.model = wrappings.wrap(model, wrapping)
-        self.pairs = runs.targets(self.model, runs.WEIGHTS)
         generator = torch.Generator().manual_seed(5)
         self.masks = {
             name: torch.rand(self.dense.get_parameter(name).shape, generator=generator) < 0.6
             for name in runs.WEIGHTS
         }
-        for (module, name), mask in zip(self.pairs, self.masks.values(), strict=True):
-            prune.custom_from_mask(module, name, mask)
+        if pruned_first:
+            self.prune(model)
+        self.model = wrappings.wrap(model, wrapping)
+        if not pruned_first:
+            self.prune(self.model)
+        self.pairs = runs.targets(self.model, runs.WEIGHTS)
         for name, mask in self.masks.items():
             self.dense.get_parameter(name).data.mul_(mask)
         self.batches = runs.batches(self.dense, 4)
+
+    def prune(self, model: torch.nn.Module) -> None:
+        targets = runs.targets(model, runs.WEIGHTS)
+        for (module, name), mask in zip(targets, self.masks.values(), strict=True):
+            prune.custom_from_mask(module, name, mask)
 
     def backward(self, *numbers: int, sync: bool = True) -> None:
         for number in numbers:
@@ -73,6 +81,13 @@ class Case:
             if not torch.equal(wrappings.local(mine).view(part.shape), part):
                 wrong.append(f"{when}, {name}: {mine} is not {part}")
         return wrong
+
+    def differences_of_a_backward(self) -> list[str]:
+        dense = self.expected(0)
+        with prune.dense_gradients(self.model):
+            self.backward(0)
+            wrong = self.differences(dense, "inside")
+        return wrong + self.differences(self.masked(dense), "after")
 
     def output(self) -> Tensor:
         part, num_parts = wrappings.data_rank(self.wrapping)
@@ -179,11 +194,7 @@ def test_unusual_contexts(wrapping):
 
 
 def differences_when_recomputing(wrapping: str, kind: str) -> list[str]:
-    case = Case(wrapping, recompute=kind)
-    with prune.dense_gradients(case.model):
-        case.backward(0)
-        wrong = case.differences(case.expected(0), "inside")
-    return wrong + case.differences(case.masked(case.expected(0)), "after")
+    return Case(wrapping, recompute=kind).differences_of_a_backward()
 
 
 @pytest.mark.parametrize("kind", ["inside", "wrapper"])
@@ -191,6 +202,25 @@ def differences_when_recomputing(wrapping: str, kind: str) -> list[str]:
 def test_activation_checkpointing(wrapping, kind):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences_when_recomputing, size, wrapping, kind))
+
+
+def differences_after_wrapping(wrapping: str, shard_masks: bool) -> list[str]:
+    """Pruned first and wrapped second: masks are whole, and act in the forward pre-hook."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the masks are whole
+        case = Case(wrapping, pruned_first=True)
+        if shard_masks:
+            prune.shard_masks(case.model)
+        return case.differences_of_a_backward()
+
+
+@pytest.mark.parametrize("shard_masks", [True, False])
+@pytest.mark.parametrize(
+    "wrapping", ["ddp-2", "fsdp2-2", "fsdp2_root-3", "hsdp-2x2", "fsdp1-2", "fsdp1_root-3"]
+)
+def test_pruned_and_then_wrapped(wrapping, shard_masks):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(differences_after_wrapping, size, wrapping, shard_masks))
 
 
 def differences_when_compiled(wrapping: str, backend: str) -> list[str]:

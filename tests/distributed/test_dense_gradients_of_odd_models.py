@@ -1,7 +1,6 @@
-"""Dense gradients of tied weights, of models that were pruned and then wrapped, and in a loop."""
+"""Dense gradients of tied weights, and in loops of movement pruning."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -68,50 +67,6 @@ def prune_mask(values: torch.Tensor, number: int) -> torch.Tensor:
 def test_tied_weights(wrapping, given):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences_of_tied, size, wrapping, given))
-
-
-def differences_after_wrapping(wrapping: str, shard_masks: bool) -> list[str]:
-    """Pruned first and wrapped second: masks are whole, and act in the forward pre-hook."""
-    dense = runs.integer_net(wrapping)
-    model, indices = copy.deepcopy(dense), wrappings.local_indices(dense, wrapping)
-    masks = {name: prune_mask(dense.get_parameter(name).detach(), 7) for name in runs.WEIGHTS}
-    for (module, name), mask in zip(runs.targets(model, runs.WEIGHTS), masks.values(), strict=True):
-        prune.custom_from_mask(module, name, mask)
-    for name, mask in masks.items():
-        dense.get_parameter(name).data.mul_(mask)
-    model, wrong = wrappings.wrap(model, wrapping), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the masks are whole
-        if shard_masks:
-            prune.shard_masks(model)
-        batch = runs.batches(dense, 1)[0]
-        weights = [dense.get_parameter(name) for name in runs.WEIGHTS]
-        gradients = torch.autograd.grad(runs.loss(dense, *batch), weights)
-        expected = dict(zip(runs.WEIGHTS, gradients, strict=True))
-        with prune.dense_gradients(model):
-            runs.backward(model, batch, *wrappings.data_rank(wrapping))
-            wrong += different(model, expected, indices, "inside")
-        masked = {name: gradient * masks[name] for name, gradient in expected.items()}
-        return wrong + different(model, masked, indices, "after")
-
-
-def different(model, expected, indices, when: str) -> list[str]:
-    wrong = []
-    for name, whole in expected.items():
-        part = wrappings.my_part(whole, indices[name])
-        mine = wrappings.local(wrappings.gradient(model, name, indices)).view(part.shape)
-        if not torch.equal(mine, part):
-            wrong.append(f"{when} {name}: {mine} is not {part}")
-    return wrong
-
-
-@pytest.mark.parametrize("shard_masks", [True, False])
-@pytest.mark.parametrize(
-    "wrapping", ["ddp-2", "fsdp2-2", "fsdp2_root-3", "hsdp-2x2", "fsdp1-2", "fsdp1_root-3"]
-)
-def test_pruned_and_then_wrapped(wrapping, shard_masks):
-    size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences_after_wrapping, size, wrapping, shard_masks))
 
 
 def movement_in_training(wrapping: str) -> tuple[int, bool, int]:

@@ -81,7 +81,7 @@ def living() -> Counter:
 
 
 def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
-    """What there is more or less of around the 50th pruning than around the first ones."""
+    """What there is more or less of after 15 more prunings than around the first ones."""
     model = wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping)
     targets = prune.select(model)
     module, name = targets[0]
@@ -107,7 +107,7 @@ def growth(wrapping: str, removed: bool) -> dict[str, tuple[int, int]]:
     for _ in range(3):  # from the second pruning on there are containers
         prune_and_run()
     early = fewest_living(5)
-    for _ in range(40):
+    for _ in range(10):
         prune_and_run()
     late = fewest_living(5)
     return {kind: (early[kind], late[kind]) for kind in early | late if early[kind] != late[kind]}

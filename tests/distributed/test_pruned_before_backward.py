@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import distprune as prune
@@ -30,8 +29,8 @@ MANAGED = ["fsdp2-2", "fsdp2_root-2", "fsdp2_tp-1x2", "fsdp1-2", "fsdp1_root-2",
 OTHERS = ["plain-1", "ddp-2", "tp-2"]
 
 
-def made(wrapping, **options):
-    return wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping, **options)
+def made(wrapping):
+    return wrappings.wrap(seeded(Net(wrappings.runnable_sizes(wrapping))), wrapping)
 
 
 def layers(model):
@@ -170,12 +169,18 @@ def wrong_after_refusal(wrapping):
         for parameter in model.parameters():
             parameter.grad = None
         model(inputs()).square().sum().backward()
-    pairs = zip(tried.parameters(), other.parameters(), strict=True)
-    for p, q in pairs:
-        if p.grad is not q.grad and not torch.equal(
+    return found + different_gradients(tried, other)
+
+
+def different_gradients(model, other):
+    found = []
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        if (p.grad is None) != (q.grad is None):
+            found.append(f"{name}: a gradient on one of them")
+        elif p.grad is not None and not torch.equal(
             wrappings.local(p.grad), wrappings.local(q.grad)
         ):
-            found.append(f"gradients of shape {tuple(p.shape)} differ")
+            found.append(f"{name}: gradients differ")
     return found
 
 
@@ -253,15 +258,8 @@ def wrong_when_idle(wrapping, run, before, change):
     found = [] if torch.equal(*outputs) else ["outputs differ"]
     for output in outputs:
         output.square().sum().backward()
-    for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
-        if (p.grad is None) != (q.grad is None):
-            found.append(f"{name}: a gradient on one of them")
-        elif p.grad is not None and not torch.equal(
-            wrappings.local(p.grad), wrappings.local(q.grad)
-        ):
-            found.append(f"{name}: gradients differ")
     del kept
-    return found
+    return found + different_gradients(model, fresh)
 
 
 @pytest.mark.parametrize(
@@ -326,24 +324,6 @@ def wrong_with_frozen(wrapping):
 
 def test_frozen_weights_are_part_of_a_backward():
     assert_nothing_wrong(run_ranks(wrong_with_frozen, 2, "fsdp2-2"))
-
-
-def wrong_in_mixed_precision():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = made("fsdp2-2", mp_policy=policy)
-    loss = model(inputs()).square().sum()
-    try:
-        prune_all(model)
-        return ["not refused"]
-    except RuntimeError:
-        pass
-    loss.backward()
-    prune_all(model)
-    return []
-
-
-def test_mixed_precision():
-    assert_nothing_wrong(run_ranks(wrong_in_mixed_precision, 2))
 
 
 def penalty(model):

@@ -36,7 +36,8 @@ def pruned_by_torch(sizes=UNEVEN) -> torch.nn.Module:
     return model
 
 
-def mask_problems(wrapping: str, dtype: str) -> list[str]:
+def mask_problems(wrapping: str, dtype: str, keys: list[set[str]]) -> list[str]:
+    """Masks, and the keys of the state dict while it is pruned, and after remove."""
     wrapped = pruned(wrapping, dtype)
     model = wrappings.unwrapped(wrapped)
     fully_sharded = wrappings.kind_of(wrapping).startswith(("fsdp", "hsdp"))
@@ -61,31 +62,22 @@ def mask_problems(wrapping: str, dtype: str) -> list[str]:
             problems.append(f"{name}: mask is no buffer")
         if mask.requires_grad:
             problems.append(f"{name}: mask requires a gradient")
+    found = [set(model.state_dict())]
+    for name in NAMES:
+        prune.remove(*target(model, name))
+    found.append(set(model.state_dict()))
+    if found != keys:
+        problems.append(f"keys: {found}")
     return problems
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_masks_lie_as_their_parameters_do(wrapping):
+def test_masks_lie_as_their_parameters_do_under_the_keys_of_torch(wrapping):
+    size, keys = wrappings.world_size(wrapping), [pruned_by_torch(), Net()]
+    keys = [set(model.state_dict()) for model in keys]
+    assert {"l1.weight_orig", "l1.weight_mask", "l3.bias_orig", "l3.bias_mask"} < keys[0]
     for dtype in ("float32", "bfloat16"):
-        per_rank = run_ranks(mask_problems, wrappings.world_size(wrapping), wrapping, dtype)
-        assert per_rank == [[]] * wrappings.world_size(wrapping), dtype
-
-
-def state_dict_keys(wrapping: str) -> tuple[set[str], set[str]]:
-    """While it is pruned, and after remove."""
-    model = pruned(wrapping)
-    keys = set(wrappings.unwrapped(model).state_dict())
-    for name in NAMES:
-        prune.remove(*target(wrappings.unwrapped(model), name))
-    return keys, set(wrappings.unwrapped(model).state_dict())
-
-
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_state_dict_has_the_keys_of_torch(wrapping):
-    size = wrappings.world_size(wrapping)
-    expected = set(pruned_by_torch().state_dict()), set(Net().state_dict())
-    assert {"l1.weight_orig", "l1.weight_mask", "l3.bias_orig", "l3.bias_mask"} < expected[0]
-    assert run_ranks(state_dict_keys, size, wrapping) == [expected] * size
+        assert run_ranks(mask_problems, size, wrapping, dtype, keys) == [[]] * size, dtype
 
 
 def consolidated(wrapping: str) -> list[dict[str, torch.Tensor]]:

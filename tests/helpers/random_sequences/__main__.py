@@ -1,4 +1,4 @@
-"""Repeat one random sequence, or run them for an hour: see run.py."""
+"""Repeat one random sequence: see run.py."""
 
 import sys
 from pathlib import Path

@@ -20,9 +20,6 @@ WORLD_SIZES = (2, 3, 1, 2, 3)
 ROWS = 12  # of a batch of data: 1, 2 and 3 ranks share them evenly
 DATA = ["normal", "normal", "rounded", "few", "equal", "zeros", "denormal"]
 
-# Plain modules prune a tied parameter under the name that is given, as torch does; FSDP under all.
-TIED_UNDER_ONE_NAME = False
-
 _UNEVEN_SIZES = [UNEVEN, (5, 7, 4, 3), (3, 4, 2, 1), (7, 1, 3, 2)]
 _EVEN_SIZES = [EVEN_HIDDEN, EVEN]
 _WRAPPINGS = {
@@ -147,11 +144,8 @@ class _Drawing:
         self.names = fqns(model)
         self.numel = {name: p.numel() for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.single = [
-            name
-            for name in self.names
-            if TIED_UNDER_ONE_NAME or (self.family, name) != ("tied", "embedding.weight")
-        ]
+        # Plain modules prune a tied parameter under the given name, as torch does; FSDP under all.
+        self.single = [n for n in self.names if (self.family, n) != ("tied", "embedding.weight")]
         self.matrices = [name for name in self.single if len(self.shapes[name]) > 1]
 
     def plan(self) -> Plan:

@@ -1,10 +1,8 @@
 """Random sequences of operations on sharded models, compared with one process after every step.
 
-Everything about a sequence is a function of its seed: see plans.py. To repeat one, or to
-run them for an hour::
+Everything about a sequence is a function of its seed: see plans.py. To repeat one::
 
     python tests/helpers/random_sequences --seed 1234 --shrink
-    python tests/helpers/random_sequences --minutes 60 --save sequences.txt
 
 After each operation masks, counts and weights equal those of the oracle bit for bit, and outputs
 do at rounding level. After a training step weights are compared at rounding level, and then the
@@ -15,21 +13,13 @@ direction needs no communication, and an error of the sharded model never reache
 import argparse
 import contextlib
 import functools
-import itertools
-import os
-import platform
-import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-
-import distprune
 from distprune.testing import RankError, run_ranks
 from helpers import wrappings
 from helpers.random_sequences.operations import Run
@@ -123,63 +113,13 @@ def batch(number: int) -> range:
     return range(number * BATCH, (number + 1) * BATCH)
 
 
-class Log:
-    """The state of a long run, as text that is written to a file after every batch."""
-
-    def __init__(self, first: int) -> None:
-        self.first = self.last = first
-        self.started = time.monotonic()
-        self.num_sequences = 0
-        self.operations: Counter = Counter()
-        self.wrong: list[Outcome] = []
-
-    def add(self, number: int, outcomes: Sequence[Outcome]) -> None:
-        self.last = number
-        self.num_sequences += len(outcomes)
-        for outcome in outcomes:
-            self.operations.update(outcome.operations)
-        self.wrong += [outcome for outcome in outcomes if outcome.wrong]
-
-    @property
-    def minutes(self) -> float:
-        return (time.monotonic() - self.started) / 60
-
-    def __str__(self) -> str:
-        seeds = f"{batch(self.first)[0]} to {batch(self.last)[-1]}"
-        lines = [
-            f"command: {' '.join(['python', *sys.argv])}",
-            f"distprune {distprune.__version__}, torch {torch.__version__}, gloo, "
-            f"Python {platform.python_version()}, {os.cpu_count()} cores",
-            f"seeds: {seeds} on 1, 2 and 3 ranks, in {self.minutes:.1f} minutes",
-            f"sequences: {self.num_sequences}",
-            f"operations: {self.operations.total()}, each compared with one process",
-            *(f"  {name}: {number}" for name, number in sorted(self.operations.items())),
-            f"sequences with a difference: {len(self.wrong)}",
-        ]
-        return "\n".join([*lines, *map(str, self.wrong)]) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, help="repeat one sequence")
+    parser.add_argument("--seed", type=int, required=True, help="repeat this sequence")
     parser.add_argument("--shrink", action="store_true", help="leave out what it does not need")
-    parser.add_argument("--minutes", type=float, default=1.0, help="run for so long")
-    parser.add_argument("--first", type=int, default=20, help="batch of seeds to start with")
-    parser.add_argument("--save", type=Path, help="write what was done to a text file")
     options = parser.parse_args()
-    if options.seed is not None:
-        (outcome,) = run_seeds([options.seed])
-        if outcome.wrong and options.shrink:
-            outcome = shrunk(outcome)
-        print(outcome, "" if outcome.wrong else "no difference", sep="\n")
-        return bool(outcome.wrong)
-    log = Log(options.first)
-    for number in itertools.count(options.first):
-        log.add(number, run_seeds(batch(number)))
-        if options.save is not None:
-            options.save.parent.mkdir(parents=True, exist_ok=True)
-            options.save.write_text(str(log))
-        if log.minutes >= options.minutes:
-            break
-    print(log, end="")
-    return bool(log.wrong)
+    (outcome,) = run_seeds([options.seed])
+    if outcome.wrong and options.shrink:
+        outcome = shrunk(outcome)
+    print(outcome, "" if outcome.wrong else "no difference", sep="\n")
+    return bool(outcome.wrong)
