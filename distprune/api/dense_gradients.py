@@ -87,7 +87,7 @@ def _pruned_places(parameters: nn.Module | Iterable[tuple[nn.Module, str]]) -> P
         managed = reader.managed(*place)
         owners = [] if managed is None else managed.owners
         tied = [(owner, name_without_orig(name)) for owner, name in owners]
-        for module, name in (place, *present[1].tied_places, *tied):
+        for module, name in (place, *present.tied_places, *tied):
             places[id(unwrap(module)), name] = unwrap(module), name
     return [place for place in places.values() if find_hook(*place) is not None]
 
@@ -97,9 +97,9 @@ def _check(places: Places) -> None:
     for module, name in places:
         present = find_hook(module, name)
         assert present is not None
-        if not present[1].multiplies:
+        if not present.multiplies:
             raise NotImplementedError(
-                f"{type(module).__name__}.{name}: {type(present[1]).__name__} defines apply_mask, "
+                f"{type(module).__name__}.{name}: {type(present).__name__} defines apply_mask, "
                 "so its mask is not a factor; expected a method that leaves apply_mask as it is."
             )
         managed = reader.managed(module, name)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from distprune._common.amount import Amount
 from distprune._common.naming import unwrap
-from distprune.masks.attach import unregister
-from distprune.masks.hook import find_hook, hooks_on
+from distprune.masks.hook import find_hook, hooks_on, unregister
 from distprune.methods.base import BasePruningMethod
 from distprune.methods.builtin import (
     CustomFromMask,
@@ -166,12 +165,11 @@ def remove(module: ModuleT, name: str) -> ModuleT:
             backward of it is running.
     """
     owner = unwrap(module)
-    present = find_hook(owner, name)
-    if present is None:
+    hook = find_hook(owner, name)
+    if hook is None:
         raise ValueError(
             f"Parameter '{name}' of module {module} has to be pruned before pruning can be removed"
         )
-    hook = present[1]
     assert isinstance(hook, BasePruningMethod)
     hook.remove(owner)
     unregister(owner, name)

@@ -220,7 +220,10 @@ def _places(model: nn.Module, names: list[str] | None, prefix: str) -> Iterator[
             plain = name_without_orig(name)
             if names is not None and plain not in names and name not in names:
                 continue
-            if find_hook(module, plain) and module._buffers.get(mask_key(plain)) is None:
+            if (
+                find_hook(module, plain) is not None
+                and module._buffers.get(mask_key(plain)) is None
+            ):
                 raise lost_mask(module, plain)
             pair = NamedParameter(module, name, full_name(prefix, place.pair.fqn))
             by_name[name] = replace(place, pair=pair)

@@ -16,14 +16,14 @@ from distprune._common.naming import full_name
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor, mask_key
 from distprune.call.reading import check_at_rest
-from distprune.masks.attach import Transaction, mask_dtype, unregister
+from distprune.masks.attach import Transaction, mask_dtype
 from distprune.masks.checks import (
     check_binary,
     check_hook,
     check_state,
     check_ties,
 )
-from distprune.masks.hook import PruningHook, find_hook, named_hooks
+from distprune.masks.hook import PruningHook, find_hook, named_hooks, unregister
 from distprune.shards.checksum import checksums
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard

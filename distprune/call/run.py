@@ -216,7 +216,7 @@ def attach_masks(
             mask = target.shard.as_parameter_layout(local_mask)
             for module, name in target.places:
                 present = find_hook(module, name)
-                earlier.append(None if present is None else present[1].member)
+                earlier.append(None if present is None else present.member)
                 hook = arguments.make_hook(module, name)
                 transaction.attach(module, name, hook, mask, target.managed)
                 if target.is_tied and target.managed is None:

@@ -426,7 +426,7 @@ class HeldDelta:
                 self._zeros = None
             present = find_hook(base, "weight")
             if present is not None:
-                present[1](base, ())  # computes the product anew
+                present(base, ())  # computes the product anew
         # What PEFT assigns to ``weight.data``: it has it already.
         changed: Tensor = base.weight.data
         return changed

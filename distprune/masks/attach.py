@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, mask_key, orig_key
 from distprune.masks import guards
-from distprune.masks.hook import PruningHook, find_hook, hooks_on
+from distprune.masks.hook import PruningHook, find_hook, hooks_on, register, unregister
 from distprune.torch_private import masked_value
 from distprune.torch_private.dtensor import rebind
 from distprune.torch_private.managed import Managed
@@ -71,11 +71,7 @@ class Transaction:
         for owner in owners:
             guards.keep_mask(owner, name)
             _update_after_loading(owner)
-            present = find_hook(owner, name)
-            if present is None:
-                owner.register_forward_pre_hook(hook)
-            else:
-                owner._forward_pre_hooks[present[0]] = hook
+            register(owner, hook)
 
     def detach(
         self, module: nn.Module, name: str, final: Tensor | None, managed: Managed | None
@@ -182,7 +178,7 @@ def _is_renamed(managed: Managed | None, name: str) -> bool:
 def _tied_places(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
     """The other places of a tied parameter at which it is still pruned as one with this place."""
     present = find_hook(module, name)
-    places = present[1].tied_places if present is not None else ()
+    places = () if present is None else present.tied_places
     parameter = module._parameters[orig_key(name)]
     return [
         (other, other_name)
@@ -280,18 +276,11 @@ def _check_free(module: nn.Module, *names: str) -> None:
             )
 
 
-def unregister(module: nn.Module, name: str) -> None:
-    """Delete the pruning hook of a parameter."""
-    present = find_hook(module, name)
-    if present is not None:
-        del module._forward_pre_hooks[present[0]]
-
-
 def _update_after_loading(module: nn.Module) -> None:
     """Update the module after each ``load_state_dict`` from now on."""
     if not any(isinstance(hook, _AfterLoading) for hook in _hooks(module).values()):
-        register: Callable[[Any], object] = module.register_load_state_dict_post_hook
-        register(_AfterLoading())
+        register_hook: Callable[[Any], object] = module.register_load_state_dict_post_hook
+        register_hook(_AfterLoading())
 
 
 def _stop_updating(module: nn.Module) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distprune._common.naming import full_name, named_modules
+from distprune._common.naming import Pair, full_name, named_modules
 from distprune._common.pruned_form import is_dtensor, lost_mask, mask_key, masked_product, orig_key
 from distprune.masks.guards import guard_merges
 from distprune.masks.record import CallRecord, MaskRecord, Member
@@ -189,12 +189,35 @@ def hooks_on(module: nn.Module) -> list[PruningHook]:
     return [hook for hook in hooks if isinstance(hook, PruningHook)]
 
 
-def find_hook(module: nn.Module, name: str) -> tuple[int, PruningHook] | None:
-    """The pruning hook of a parameter and its key in ``_forward_pre_hooks``."""
-    for key, hook in module._forward_pre_hooks.items():
-        if isinstance(hook, PruningHook) and hook._tensor_name == name:
-            return key, hook
-    return None
+def find_hook(module: nn.Module, name: str) -> PruningHook | None:
+    """The pruning hook of a parameter; None if it is not pruned."""
+    return next((hook for hook in hooks_on(module) if hook._tensor_name == name), None)
+
+
+def register(module: nn.Module, hook: PruningHook) -> None:
+    """Register the hook of a parameter, in the place of the present one if there is one."""
+    present = find_hook(module, hook._tensor_name)
+    if present is None:
+        module.register_forward_pre_hook(hook)
+        return
+    hooks = module._forward_pre_hooks
+    hooks[next(key for key, each in hooks.items() if each is present)] = hook
+
+
+def unregister(module: nn.Module, name: str) -> None:
+    """Delete the pruning hook of a parameter."""
+    present = find_hook(module, name)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is present:
+            del module._forward_pre_hooks[key]
+
+
+def refresh_products(places: Iterable[Pair]) -> None:
+    """Compute ``module.<name>`` anew, as the hooks do, where modules keep it."""
+    for module, name in places:
+        hook = find_hook(module, name)
+        if hook is not None:
+            hook.refresh_product(module)
 
 
 def new_modules() -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distprune._common.pruned_form import is_dtensor, local_tensor
-from distprune.masks.hook import find_hook
+from distprune.masks.hook import refresh_products
 from distprune.shards.shard import LocalShard
 from distprune.torch_private.managed import Managed
 
@@ -106,7 +106,4 @@ class Replaced:
 
     def refresh(self) -> None:
         """Compute ``mask * weight_orig`` anew where a module keeps it."""
-        for module, name in self.places:
-            present = find_hook(module, name)
-            if present is not None:
-                present[1].refresh_product(module)
+        refresh_products(self.places)

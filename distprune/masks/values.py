@@ -18,7 +18,7 @@ from distprune._common.mask_bits import pack, unpack
 from distprune._common.naming import Pair, label_of, tied_places, unwrap
 from distprune._common.pruned_form import local_tensor, name_of_mask
 from distprune.masks.checks import check_idle, check_state
-from distprune.masks.hook import find_hook
+from distprune.masks.hook import find_hook, refresh_products
 from distprune.shards.geometry import memory_order
 from distprune.shards.reader import ShardReader
 from distprune.shards.shard import LocalShard
@@ -161,10 +161,8 @@ class _Part:
 
     def refresh_products(self) -> None:
         """Compute ``mask * weight_orig`` anew where a module keeps it."""
-        for module, name in self.places if self.managed is None else ():
-            present = find_hook(module, name)
-            if present is not None:
-                present[1].refresh_product(module)
+        if self.managed is None:
+            refresh_products(self.places)
 
     def check_no_backward(self, when: str) -> None:
         """Raise RuntimeError if a backward is still to come that may need the values."""

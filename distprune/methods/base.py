@@ -230,7 +230,7 @@ class BasePruningMethod(PruningHook, ABC):
         hook.record = MaskRecord(int(fingerprint_part(shard, mask)), num_pruned)
         hook.member = Member(shard.name, False, module)
         hook.call_record = None
-        join([hook.member], [None if present is None else present[1].member])
+        join([hook.member], [None if present is None else present.member])
         return hook
 
     @classmethod
@@ -260,8 +260,8 @@ class BasePruningMethod(PruningHook, ABC):
 
         prune_parameters(make_arguments, ShardReader().communicator(module, name))
         present = find_hook(module, name)
-        assert present is not None and isinstance(present[1], BasePruningMethod)
-        return present[1]
+        assert present is not None and isinstance(present, BasePruningMethod)
+        return present
 
     def prune(
         self, t: Tensor, default_mask: Tensor | None = None, importance_scores: Tensor | None = None
@@ -311,8 +311,8 @@ class BasePruningMethod(PruningHook, ABC):
                 final = self.apply_mask(module)
             present = find_hook(module, name)
             Transaction().detach(module, name, final, managed)
-        if present is not None and present[1].member is not None:
-            present[1].member.forget()
+        if present is not None and present.member is not None:
+            present.member.forget()
 
 
 class PruningContainer(BasePruningMethod):
@@ -383,7 +383,7 @@ def hook_with(module: nn.Module, name: str, method: BasePruningMethod) -> BasePr
     A new container, so that nothing has changed if the pruning fails after all.
     """
     present = find_hook(module, name)
-    return method if present is None else joined(present[1], method)
+    return method if present is None else joined(present, method)
 
 
 def joined(earlier: PruningHook, method: BasePruningMethod) -> PruningContainer:

@@ -251,8 +251,7 @@ def hook_for_chosen_mask(module: nn.Module, name: str, *, reuse: bool = False) -
         reuse: return the present hook if it stands for a chosen mask already, so that a mask that
             is replaced at every step leaves one entry in the container.
     """
-    present = find_hook(module, name)
-    hook = None if present is None else present[1]
+    hook = find_hook(module, name)
     last = hook[-1] if isinstance(hook, PruningContainer) and len(hook) else hook
     if type(last) is not CustomFromMask or not last._is_in_buffer:
         last = CustomFromMask(None)

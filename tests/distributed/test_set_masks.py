@@ -136,7 +136,7 @@ def differences_of_updates(wrapping: str, kind: str) -> list[str]:
                     wrong.append(f"{state} {name} {key}: {value} is not {earlier}")
         wrong += case.differences(f"{state}, {grown}")
     for pair in case.pairs:
-        _, hook = find_hook(unwrap(pair[0]), pair[1])
+        hook = find_hook(unwrap(pair[0]), pair[1])
         if isinstance(hook, prune.PruningContainer):
             wrong.append(f"a container of {len(hook)} entries")
     case.step(3)  # trains on

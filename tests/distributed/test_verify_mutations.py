@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import distprune as prune
 from distprune._common.naming import named_modules
-from distprune.masks.hook import find_hook
+from distprune.masks.hook import unregister
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.models import Net, fill
@@ -78,7 +78,7 @@ def mask_of_other_layer(model, kind):
 
 def drop_hook(model, kind):
     module = inner(model, "l1")
-    del module._forward_pre_hooks[find_hook(module, "weight")[0]]
+    unregister(module, "weight")
 
 
 def drop_all_hooks(model, kind):
