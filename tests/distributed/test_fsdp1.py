@@ -1,16 +1,14 @@
-"""What only FSDP1 has: strategies, flat parameters, mixed precision, summon_full_params.
+"""What only FSDP1 has: strategies, flat parameters, summon_full_params.
 
 See pair for how models are compared.
 """
-
-import copy
 
 import pytest
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 import distprune as prune
 from distprune.testing import run_ranks
@@ -22,9 +20,6 @@ from helpers.training_pair import WEIGHTS, Pair, train
 OPTIONS = {
     "default": {},
     "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "bf16": {
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    },
     "prefetching": {"limit_all_gathers": False, "forward_prefetch": True},
 }
 
@@ -53,34 +48,6 @@ def test_training_equals_one_process(wrapping, options, optimizer):
     """Prune, evaluate, accumulate, clip, prune again and remove."""
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(training, size, wrapping, options, optimizer, PLAN))
-
-
-def mixed_precision(wrapping: str) -> list[str]:
-    """Outputs and gradients in bf16 are bit-equal to those of one process in bf16."""
-    pair = Pair(wrapping, **OPTIONS["bf16"])
-    pair.prune(0.5)
-    pair.compare_values("bf16")
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    out = pair.model(x)
-    for name in WEIGHTS:
-        torch_prune.remove(*target(pair.dense, name))
-    half = copy.deepcopy(pair.dense).bfloat16()
-    expected = half(x.bfloat16())
-    if not torch.equal(out.bfloat16(), expected):
-        pair.wrong.append(f"outputs {out} != {expected}")
-    out.square().sum().backward()
-    expected.square().sum().backward()
-    for name in WEIGHTS:
-        gradient = half.get_parameter(name).grad.float() * pair.keeps[name]
-        gradient = wrappings.my_part(gradient, pair.indices[name])
-        if not torch.equal(wrappings.gradient(pair.model, name, pair.indices), gradient):
-            pair.wrong.append(f"{name}: gradient")
-    return pair.wrong
-
-
-@pytest.mark.parametrize("wrapping", ["fsdp1-2", "fsdp1_root-2", "fsdp1_flat-2"])
-def test_bf16_mixed_precision_is_bit_equal(wrapping):
-    assert_nothing_wrong(run_ranks(mixed_precision, wrappings.world_size(wrapping), wrapping))
 
 
 class TiedNet(Net):

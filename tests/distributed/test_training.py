@@ -14,14 +14,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from distprune.testing import run_ranks
 from helpers import wrappings
 from helpers.comparisons import assert_nothing_wrong
-from helpers.sampling import every
+from helpers.sampling import THOROUGH, every
 from helpers.training_pair import OPTIMIZERS, Pair, train
 
 WRAPPINGS = [
-    *["plain-1", "ddp-2", "ddp-3", "fsdp2-1", "fsdp2-2", "fsdp2-3", "fsdp2_root-2"],
-    *["fsdp2_root-4", "fsdp2_dim1-2", "hsdp-2x2", "hsdp-1x3", "tp-2", "fsdp2_tp-2x2"],
-    *["fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"],
+    *["plain-1", "ddp-2", "fsdp2-2", "fsdp2_root-2", "fsdp2_dim1-2", "hsdp-2x2", "tp-2"],
+    *["fsdp2_tp-2x2", "fsdp1-2", "fsdp1_root-3", "fsdp1_flat-2", "fsdp1_hybrid-2x2"],
 ]
+if THOROUGH:
+    WRAPPINGS += ["ddp-3", "fsdp2-1", "fsdp2-3", "fsdp2_root-4", "hsdp-1x3"]
 PLANS = {  # the optimizer is made before pruning; see pair.train
     "removed and pruned again": {"amounts": {1: 0.5, 7: 0.6}, "remove_at": 4},
     "accumulated and clipped": {"amounts": {1: 0.4, 6: 0.5}, "micro_batches": 2, "clip": 0.05},
@@ -65,6 +66,7 @@ OPTIONS = {
 )
 def test_training_with_options_of_fsdp2(wrapping, options):
     plans = ["evaluated in between", "accumulated and clipped"]
+    plans = every(2, plans, list(OPTIONS).index(options))
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans, **OPTIONS[options]))
 
@@ -77,6 +79,7 @@ def test_activation_checkpointing(wrapping, recompute):
     if recompute == "wrapper" and wrapping == "tp-2":
         pytest.skip("torch's ColwiseParallel does not know a layer that is wrapped already")
     plans = ["removed and pruned again", "evaluated in between"]
+    plans = every(2, plans, int(recompute == "wrapper"))
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, plans, recompute=recompute))
 
