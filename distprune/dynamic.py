@@ -17,12 +17,11 @@ from distprune._common.naming import Pair, label_of, unwrap
 from distprune._common.process_groups import world
 from distprune._common.pruned_form import local_tensor
 from distprune.api.global_mask import global_mask
-from distprune.api.replacing_masks import StateRule, get_masks, set_masks
+from distprune.api.replacing_masks import Optimizer, StateRule, get_masks, set_masks
 from distprune.call.report import MaskUpdateReport
 from distprune.call.request import ParameterArguments
 from distprune.call.run import count_pruned
 from distprune.masks.hook import find_hook
-from distprune.masks.optimizer_state import Optimizer
 from distprune.shards.gradients import local_gradient
 from distprune.shards.reader import ShardReader
 from distprune.torch_private import masked_value
