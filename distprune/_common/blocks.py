@@ -102,11 +102,6 @@ class Layout:
         rows = self.outer // outputs
         return Layout(rows, self.inputs // inputs, 1, self.kernel, self.stack)
 
-    def tile_sizes(self, tile: tuple[int, int]) -> tuple[int, int, int, int]:
-        """A tile's share of [outer, inputs, columns, kernel]."""
-        outputs, inputs = tile
-        return (1, inputs, outputs, 1) if self.columns > 1 else (outputs, inputs, 1, 1)
-
     @property
     def outputs(self) -> int:
         """The number of outputs."""

@@ -20,7 +20,7 @@ It runs inside :meth:`Communicator.raising_everywhere`: a rank on which the code
 in the next collective of the others, with its error. All entry points of the library begin with the
 same collective, :meth:`Communicator.agree` (:meth:`Communicator.run` is one), so that it does not
 matter which one comes next; one that begins with a :meth:`Communicator.reduce` could not be joined.
-An error that all ranks know is marked (shared_errors.py), and passes through contexts around it
+An error that all ranks know is marked (attempts.py), and passes through contexts around it
 without being told again.
 """
 
@@ -347,7 +347,7 @@ class Communicator:
             self._raise_difference(facts, num_common=-shared[2])
 
     def exclusively(self) -> AbstractContextManager[None]:
-        """Keep other calls off these process groups, and interrupts waiting: see exclusive.py.
+        """Keep other calls off these process groups, and interrupts waiting: see attempts.py.
 
         Raises:
             RuntimeError: another call is under way on one of these groups; nothing was sent.

@@ -42,7 +42,7 @@ from distprune.selection.keys import KeyRange
 from distprune.selection.radix import changed
 
 # Larger bands are not ranked in memory.
-_MAX_BLOCK = 1 << 22
+_MAX_BAND = 1 << 22
 # Positions whose block numbers, int64, are in memory at a time.
 _CHUNK = 1 << 18
 
@@ -69,7 +69,7 @@ class BlockedParameter:
     dims: tuple[int, ...]
 
     @property
-    def is_trivial(self) -> bool:
+    def prunes_nothing(self) -> bool:
         """Whether no block loses an element."""
         return not self.blocks.num_pruned or not self.num_blocks
 
@@ -109,13 +109,13 @@ def places_of(part: Candidates, parameter: BlockedParameter) -> Places:
     blocks = parameter.blocks
     if not part.num_local:
         return NOWHERE
-    if parameter.is_trivial:
+    if parameter.prunes_nothing:
         return Places(NOWHERE.local, range(0), (everything,), nothing, nothing)
     local = _blocks_of_box(part, parameter)
-    if local is not None and local.band <= _MAX_BLOCK:
+    if local is not None and local.band <= _MAX_BAND:
         return Places(local, everything, (), nothing, nothing)
     bands, rest = range(0), [everything]
-    if part.index.start is not None and blocks.band <= _MAX_BLOCK:
+    if part.index.start is not None and blocks.band <= _MAX_BAND:
         start = part.index.start
         first = min(-start % blocks.band, part.num_local)
         last = first + (part.num_local - first) // blocks.band * blocks.band

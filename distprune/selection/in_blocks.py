@@ -2,7 +2,7 @@
 
 Each block loses its lowest elements by itself, in the order (key, row-major index). Blocks that are
 whole on a rank are ranked there, many at a time. Blocks that the sharding cuts are decided together
-by the ranks that have their elements: see block_descent.py. No rank gathers a parameter.
+by the ranks that have their elements: see block_cuts.py. No rank gathers a parameter.
 """
 
 from __future__ import annotations
