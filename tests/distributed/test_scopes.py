@@ -94,7 +94,7 @@ def differences(wrapping: str, net: type, cases: list) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("wrapping", wrappings.ALL)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.ALL))
 def test_equal_to_one_process(wrapping):
     size = wrappings.world_size(wrapping)
     cases = CASES if size < 3 else CASES[wrappings.ALL.index(wrapping) % 2 :: 2]
@@ -103,7 +103,7 @@ def test_equal_to_one_process(wrapping):
     assert_nothing_wrong(run_ranks(differences, size, wrapping, net, cases))
 
 
-@pytest.mark.parametrize("wrapping", wrappings.FSDP2_DIM1)
+@pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.FSDP2_DIM1))
 def test_shards_of_columns(wrapping):
     size = wrappings.world_size(wrapping)
     assert_nothing_wrong(run_ranks(differences, size, wrapping, LinearNet, CASES))

@@ -147,4 +147,5 @@ def test_equal_to_one_process(wrapping):
 @pytest.mark.parametrize("wrapping", wrappings.sampled(wrappings.FSDP2_DIM1))
 def test_shards_of_columns(wrapping):
     size = wrappings.world_size(wrapping)
-    assert_nothing_wrong(run_ranks(differences, size, wrapping, LinearNet, CASES))
+    cases = every(3, CASES, wrappings.FSDP2_DIM1.index(wrapping))
+    assert_nothing_wrong(run_ranks(differences, size, wrapping, LinearNet, cases))

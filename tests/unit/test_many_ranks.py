@@ -1,11 +1,17 @@
-"""A thousand ranks: their shards partition every parameter, and one call sends them kilobytes."""
+"""A thousand ranks: our geometry is DTensor's, shards partition every parameter, and one call sends
+them kilobytes.
+"""
 
 import functools
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distprune.shards import dtensor
+from distprune.shards.reader import ShardReader
 from helpers import reference
 from helpers.fake_ranks import run_fake_ranks
 from helpers.sampling import every
@@ -84,6 +90,57 @@ def test_a_wrapped_model_holds_what_is_computed(wrapping):
     computed, size = layouts(wrapping, Sizes()), world_size(wrapping)
     ranks = [0, 1, mesh_shape(wrapping)[-1] - 1, size // 2 + 3, size - 1]
     assert run_fake_ranks(differences, size, wrapping, computed, ranks=ranks) == [[]] * len(ranks)
+
+
+def global_indices(shard):
+    """What the shard says of its elements, in the shape of its values."""
+    index = shard.index(torch.arange(shard.values.numel()))
+    return index.view([shard.values.shape[dim] for dim in shard.order])
+
+
+def distributed(mesh_shape, shape, placements):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    whole = torch.arange(shape.numel()).view(shape)
+    tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    shard = dtensor.local_shard("w", tensor, None)
+    assert torch.equal(global_indices(shard), tensor.to_local())
+    return shard.values.numel() if shard.replica == 0 else 0
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, shape, placements",
+    [
+        ((64,), (1000, 3), [Shard(0)]),
+        ((64,), (63, 2), [Shard(0)]),  # empty shards
+        ((8, 8), (37, 50), [Shard(0), Shard(1)]),
+        ((8, 8), (130, 5), [Shard(0), Shard(0)]),  # nested, uneven
+        ((4, 16), (33, 5), [Replicate(), Shard(0)]),
+        ((2, 4, 8), (9, 70, 3), [Replicate(), Shard(0), Shard(1)]),
+    ],
+)
+def test_distribute_tensor(mesh_shape, shape, placements):
+    shape = torch.Size(shape)
+    world_size = torch.Size(mesh_shape).numel()
+    owned = run_fake_ranks(distributed, world_size, mesh_shape, shape, placements)
+    assert sum(owned) == shape.numel()
+
+
+def lists_of_ranks(mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    module = nn.Module()
+    for name in "abc":
+        whole = torch.zeros(8, 3)
+        weight = distribute_tensor(whole, mesh, [Shard(0)] * len(mesh_shape), src_data_rank=None)
+        setattr(module, name, nn.Parameter(weight))
+    reader = ShardReader()
+    return [reader.read(module, name, name).ranks for name in "abc"]
+
+
+def test_parameters_of_one_mesh_share_their_list_of_ranks():
+    """Ten thousand parameters on as many ranks would have a hundred million numbers otherwise."""
+    first, *others = run_fake_ranks(lists_of_ranks, 1024, (128, 8), ranks=[5])[0]
+    assert first == tuple(range(1024))
+    assert all(ranks is first for ranks in others)
 
 
 @functools.cache
