@@ -348,9 +348,10 @@ class Stop:
             error.exit_code = self.code or TERMINATED
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.code is not None:
-            handler = self._previous_handlers[number]
-            if callable(handler):
-                handler(number, frame)  # it writes a message
-            os._exit(self.code)
+        is_second = self.code is not None
         self.code = INTERRUPTED if number == signal.SIGINT else TERMINATED
+        if is_second:
+            command = getattr(self._previous_handlers[number], "__self__", None)
+            if isinstance(command, Ending):
+                command.end_at_once(number, frame)  # it writes a message
+            os._exit(self.code)

@@ -70,7 +70,9 @@ def start_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks report
+    for name in logging.root.manager.loggerDict:  # each has a level; the ranks say what is wrong
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # using every core would slow them down
     as_json = process.wants_json(arguments)
     flags = ["-I"] if sys.flags.isolated else []
