@@ -96,7 +96,7 @@ def test_other_ranks_of_torchrun_write_none(run, monkeypatch, command):
 
 
 def test_of_a_defect(run, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune, "_prune", lambda *_: 1 / 0)
+    monkeypatch.setattr("distprune.files.pruning.plan_together", lambda *_, **__: 1 / 0)
     done = run("prune", folders["SRC"], tmp_path / "out", "-s", "0.5", "--json")
     assert done.code == 1 and done.json["exit_code"] == 1 and "Traceback" in done.err
 
