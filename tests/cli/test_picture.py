@@ -10,9 +10,9 @@ import pytest
 import torch
 from commands import start
 
-from distprune.cli import console, plotting, prune
+from distprune.cli import console, plotting
 from distprune.cli.plotting import Picture, make_figure, make_grid, robust_limits
-from distprune.files import inspecting
+from distprune.files import inspecting, pruning
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.inspecting import inspect, sample_exponents
 from helpers.tiny_checkpoints import save
@@ -169,14 +169,14 @@ def test_a_result_is_finished_although_its_picture_is_not(run, tmp_path, monkeyp
     source = save(tmp_path / "source", {"layers.0.a.weight": torch.randn(8, 8)})
     folder = tmp_path / "pictures"
     folder.mkdir()
-    real = prune._prune
+    real = pruning.prune
 
-    def and_remove_the_folder(*arguments):
-        found = real(*arguments)
+    def and_remove_the_folder(*arguments, **keywords):
+        found = real(*arguments, **keywords)
         folder.rmdir()
         return found
 
-    monkeypatch.setattr(prune, "_prune", and_remove_the_folder)
+    monkeypatch.setattr(pruning, "prune", and_remove_the_folder)
     done = run("prune", source, tmp_path / "out", "-s", "0.5", "--plot", folder / "a.png")
     assert done.code == 4 and "Traceback" not in done.err
     assert "out is finished, but there is no picture of it" in done.err.replace("\n", " ")
