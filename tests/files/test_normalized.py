@@ -7,8 +7,7 @@ import pytest
 import torch
 from test_verifying import exchange
 
-from distprune.files import cuts, planning, pruning, verifying
-from distprune.files import pruning as rewriting
+from distprune.files import cuts, planning, pruning, rewriting, verifying
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report

@@ -136,6 +136,13 @@ def write(path, offset, xor=0, raw=None):
     Path(path).write_bytes(data)
 
 
+def exchange(source, target, back, out):
+    """Keep the first pruned element of one tensor, and prune the last kept one of another."""
+    bits = Bits(source, target)
+    for name, is_kept, which in ((back, False, 0), (out, True, -1)):
+        bits.flip(name, int(np.flatnonzero(bits.keep(name) == is_kept)[which]))
+
+
 # Masks and weights
 
 
@@ -262,10 +269,7 @@ def test_an_exchange_in_a_group(tmp_path, change):
         "between": ("a.0.weight", "b.weight"),
         "limit": ("a.1.weight", "a.0.weight"),  # a.0 is at its ceiling
     }[change]
-    bits = Bits(source, target)
-    # The first pruned element of one tensor stays, and the last kept one of another goes.
-    for name, is_kept, which in ((pair[0], False, 0), (pair[1], True, -1)):
-        bits.flip(name, int(np.flatnonzero(bits.keep(name) == is_kept)[which]))
+    exchange(source, target, *pair)
     problems = verify(target, source).problems
     for name in pair:
         text = f"{name}: {pair.count(name)} elements are pruned or kept against the order of scores"
