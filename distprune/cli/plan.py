@@ -210,9 +210,8 @@ def as_values(plan: Plan, has_amount: bool = True) -> dict[str, Any]:
 
 def _count(plan: Plan, tensor: PlannedTensor) -> int | None:
     """Number of elements of a tensor to prune; None if it depends on the weights."""
-    if tensor.num_groups:
-        size = plan.groups[tensor.group].recipe.group_rule.tile_size
-        return tensor.num_groups * tensor.num_pruned_per_group * size
+    if tensor.blocks is not None:
+        return tensor.num_blocks * tensor.blocks.num_pruned * tensor.tile_size
     if tensor.budgeted is not None:
         return tensor.budgeted
     return tensor.lowest if tensor.lowest == tensor.highest else None
@@ -274,7 +273,7 @@ def estimate(plan: Plan, destination: Path | None) -> Cost:
 
     Cost: reads up to 64 MB of the source, for a third of a second.
     """
-    from distprune.files.reading import bytes_to_count, bytes_to_count_alone
+    from distprune.files.planning import bytes_to_count, bytes_to_count_alone
 
     checkpoint = plan.checkpoint
     others = sum(file.size for file in checkpoint.others)

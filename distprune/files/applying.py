@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,10 +24,10 @@ from distprune.files.errors import CheckpointError, headline
 from distprune.files.partial import Partial
 from distprune.files.planning import source_facts
 from distprune.files.reports.report import Record, RunFacts, as_json, identity_of, summed
-from distprune.files.results import carry_out, versions
+from distprune.files.results import resumed, versions
 from distprune.files.rewriting import Counts, Piece
 from distprune.files.team import Progress, Team
-from distprune.files.units import Span, SpanUnit, Task, full_runs, span_bytes
+from distprune.files.units import Span, SpanUnit, Task, span_units
 
 _MAX_PROBLEMS = 12
 _VERSION = 1  # raised when the same masks and source would give other bytes
@@ -133,11 +133,15 @@ class Application:
             layout=mask_layout(self.entries, self.checkpoint.files),
             copied=self.checkpoint.others,
         )
-        try:
-            text, _ = carry_out(team, task, self, target, take_over=take_over, tell=tell)
-        finally:
-            self.sources.close()
-        report = json.loads(text)
+        with (
+            contextlib.closing(self.sources),
+            resumed(team, task, target, self.sources, take_over=take_over, tell=tell) as run,
+        ):
+            if run.texts is None:
+                run.write(_MaskedElements(self))
+                run.publish(self._complete)
+        assert run.texts is not None  # it is published
+        report = json.loads(run.texts[0])
         return Applied(
             num_elements=report["num_elements"],
             num_pruned=report["num_pruned"],
@@ -145,18 +149,7 @@ class Application:
             num_tensors=len(report["tensors"]),
         )
 
-    # How masks are applied; see ``results.Work``. The masks decide everything beforehand.
-
-    def bytes_to_prepare(self) -> int:
-        return 0
-
-    def prepare(self, partial: Partial, prepared: Any) -> None:
-        pass
-
-    def elements(self) -> _MaskedElements:
-        return _MaskedElements(self)
-
-    def complete(self, partial: Partial, run: RunFacts) -> None:
+    def _complete(self, partial: Partial, records: Sequence[Record], run: RunFacts) -> None:
         """Write the report and, as the recipe, which masks were applied."""
         with reading(self.masks.path):
             info = os.stat(self.masks.path)
@@ -172,8 +165,7 @@ class Application:
             f"masks: {json.dumps(self._folder)}\n"
             f"masks_header_crc32: {header_crc}\n"
         )
-        report = self._report(partial.finished_units.records())
-        partial.complete(recipe.encode(), run.to_json(), report)
+        partial.complete(recipe.encode(), run.to_json(), self._report(records))
 
     def _report(self, records: Sequence[Record]) -> bytes:
         num_pruned, num_zeroed = (summed(records, what) for what in ("pruned", "zeroed"))
@@ -257,8 +249,4 @@ _UNIT_ELEMENTS = 1 << 23
 
 def mask_units(entries: Sequence[TensorEntry]) -> list[SpanUnit]:
     """All elements of some tensors, cut into units of about equal size."""
-    tensors = ((position, entry.numel, 8) for position, entry in enumerate(entries))
-    return [
-        SpanUnit(tuple(spans), span_bytes(spans, entries))
-        for spans in full_runs(tensors, _UNIT_ELEMENTS)
-    ]
+    return list(span_units(entries, ((i, 8) for i in range(len(entries))), _UNIT_ELEMENTS))

@@ -22,12 +22,11 @@ from distprune.budgets.base import RankedShards
 from distprune.budgets.outliers import OWL_MULTIPLE, block_of, outlier_ratios
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.planning import Plan, PlannedGroup
-from distprune.files.reading import CPU, Source
+from distprune.files.reading import Source
 from distprune.files.selecting import check_budget, division_of
 from distprune.files.team import Team
 from distprune.recipes import BUDGET_FROM_STATISTICS
 from distprune.selection.candidates import Candidates, Cut, PartCut
-from distprune.selection.keys import KeyRange
 from distprune.selection.normalizing import Scored, divisors_of
 from distprune.selection.passes import scan
 from distprune.selection.radix import ChangedError
@@ -98,7 +97,7 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     Args:
         team: the ranks; :meth:`Team.begin` was called.
         plan: what to do.
-        source: of the plan; ranks normalised scores from now on, where the plan says so.
+        source: of the plan.
 
     Raises:
         NaNError: a selected tensor has NaN, and the recipe does not keep them; on every rank.
@@ -112,25 +111,57 @@ def find_cuts(team: Team, plan: Plan, source: Source) -> Cuts:
     Memory: tallies of up to 48 MiB, or 36 MiB of keys.
     """
     add_up(team, plan, source)
-    groups: list[GroupCut | None] = []
-    tensors: list[PartCut | None] = []
+    cuts: list[GroupCut | None] = [None] * len(plan.groups)
+    of_tensors: list[PartCut | None] = [None] * len(plan.tensors)
+    divisors: list[float | None] = [None] * len(plan.tensors)
     num_nan: dict[str, int] = {}
-    divisors: list[float | None] = []
     for number, group in enumerate(plan.groups):
-        count = group.last - group.first
         if not group.recipe.is_global:
-            groups.append(None)
-            tensors += [None] * count
-            divisors += [None] * count
             continue
+        members = slice(group.first, group.last)
+        tensors = plan.tensors[members]
         with _errors_of_files(plan):
-            ranked = _rank(team, plan, source, number, divisors)
-            cut, own = _cut(team, plan, source, ranked, number)
-        groups.append(cut)
-        tensors += own
-        names = [part.name for part in ranked.parts]
-        num_nan |= {name: nan for name, nan in zip(names, ranked.num_nan, strict=True) if nan}
-    return Cuts(tuple(groups), tuple(tensors), num_nan, tuple(divisors))
+            sizes = [tensor.num_items for tensor in tensors]
+            shares = enumerate(team.shares(sizes), group.first)
+            parts = [source.scored(position, share) for position, share in shares]
+            if group.recipe.score != "random":
+                scores = tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
+                if scores is not None:
+                    parts = [replace(p, scores=own) for p, own in zip(parts, scores, strict=True)]
+            counts = _count_nan(team, plan, source, group, parts)
+            numbers = [size - nan for size, nan in zip(sizes, counts, strict=True)]
+            if group.recipe.normalize is not None:
+                divisors[members] = divisors_of(parts, group.recipe.normalize, numbers, team)
+            candidates = [
+                source.part(group.first + i, divisors[group.first + i], part.counted, part.scores)
+                for i, part in enumerate(parts)
+            ]
+            what = (
+                candidates,
+                [part.name for part in parts],
+                sizes,
+                group.num_to_prune // tensors[0].tile_size,
+                source.key_ranges[group.first],
+                team,
+            )
+            refuse_nan, most = plan.recipe.nan == "error", _MOST_COLLECTED * team.size
+            selection: Selection | None
+            if group.has_limits or group.recipe.budget is not None:
+                limits, bounds = _limits(team, plan, source, group, candidates, numbers)
+                found, selection = select_within(
+                    *what, limits, refuse_nan=refuse_nan, most_collected=most
+                )
+                if bounds is not None:
+                    found = [replace(cut, bound=at) for cut, at in zip(found, bounds, strict=True)]
+                of_tensors[members] = found
+            else:
+                selection = select_lowest(*what, refuse_nan=refuse_nan, most_collected=most)
+                of_tensors[members] = [PartCut(i, selection.cut) for i in range(len(parts))]
+        if selection is not None and group.num_to_prune:
+            ties = selection.num_ties, selection.num_ties_pruned
+            cuts[number] = GroupCut(selection.cut.threshold, *ties)
+        num_nan |= {part.name: nan for part, nan in zip(parts, counts, strict=True) if nan}
+    return Cuts(tuple(cuts), tuple(of_tensors), num_nan, tuple(divisors))
 
 
 def add_up(team: Team, plan: Plan, source: Source) -> None:
@@ -143,7 +174,7 @@ def add_up(team: Team, plan: Plan, source: Source) -> None:
         source.add_up(team)
 
 
-def cut_of_one_group(
+def cut_of_block(
     plan: Plan, source: Source, position: int, group: range, num_pruned: int
 ) -> PartCut:
     """Where items [start, stop) of a tensor are cut, which are ranked on their own. Local.
@@ -154,19 +185,19 @@ def cut_of_one_group(
     Cost: one read; two, if the keys around the cut do not fit into memory.
     """
     name = plan.tensors[position].entry.name
-    scored = Scored(name, source.raw_scores(position), None, group, CPU)
     alone = Communicator(())
     with _errors_of_files(plan):
         scores = None
-        if not source.is_random(position):
-            scores = tallied([scored], alone, _TALLY_BYTES, _block(len(group)))
-        part = source.part(position, group, None if scores is None else scores[0])
+        if plan.tensors[position].recipe.score != "random":
+            parts = [source.scored(position, group)]
+            scores = tallied(parts, alone, _TALLY_BYTES, _block(len(group)))
+        part = source.part(position, None, group, None if scores is None else scores[0])
         selection = select_lowest(
             [part],
             [name],
             [len(group)],
             num_pruned,
-            source.key_range(position),
+            source.key_ranges[position],
             alone,
             refuse_nan=plan.recipe.nan == "error",
             most_collected=_MOST_COLLECTED,
@@ -177,7 +208,7 @@ def cut_of_one_group(
 def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
     """The error for selected tensors that have NaN among their weights or their given scores."""
     names = ", ".join(plan.tensors[position].entry.name for position in positions)
-    are_given = any(plan.recipe_of(position).score == "given" for position in positions)
+    are_given = any(plan.tensors[position].recipe.score == "given" for position in positions)
     return NaNError(
         f"NaN in {'the scores of ' if are_given else ''}{names}; a NaN has no place in a ranking. "
         f"Repair the {'scores' if are_given else 'checkpoint'}, exclude the tensor, or keep NaN as "
@@ -185,120 +216,45 @@ def nan_error(plan: Plan, positions: Sequence[int]) -> NaNError:
     )
 
 
-@dataclass(frozen=True)
-class _Ranked:
-    """What is ranked together: the tensors of a group.
-
-    Attributes:
-        parts: this rank's part of every tensor, before the scores are divided.
-        candidates: the same, with the keys that are ranked.
-        keys: the range of all keys.
-        sizes: items of every tensor.
-        num_nan: NaN of every tensor, if they are kept.
-    """
-
-    parts: list[Scored]
-    candidates: list[Candidates]
-    keys: KeyRange
-    sizes: list[int]
-    num_nan: list[int]
-
-
-def _rank(
-    team: Team, plan: Plan, source: Source, number: int, divisors: list[float | None]
-) -> _Ranked:
-    """Measure what the scores of a group are divided by, and make the keys. Collective.
+def _limits(
+    team: Team,
+    plan: Plan,
+    source: Source,
+    group: PlannedGroup,
+    candidates: Sequence[Candidates],
+    num_numbers: Sequence[int],
+) -> tuple[Limits, list[str | None] | None]:
+    """How many items each tensor of a group loses at least, and at most. Collective.
 
     Args:
-        divisors: of the tensors of the groups before; those of this group are added.
+        candidates: of the group.
+        num_numbers: items of each tensor that are no NaN.
+
+    Returns:
+        The limits; and if a budget has made them equal, which bound decided each of them.
     """
-    group = plan.groups[number]
-    positions = range(group.first, group.last)
-    sizes = [source.num_items(position) for position in positions]
-    keeps_nan, is_random = plan.recipe.nan == "keep", group.recipe.score == "random"
-    parts = [
-        source.scored(p, share) for p, share in zip(positions, team.shares(sizes), strict=True)
-    ]
-    scores = None if is_random else tallied(parts, team, _TALLY_BYTES, _block(sum(sizes)))
-    if scores is not None:
-        parts = [replace(part, scores=own) for part, own in zip(parts, scores, strict=True)]
-    num_nan = [0] * len(parts)
-    if keeps_nan and not is_random:
-        raw = [
-            source.part(p, own.counted, own.scores) for p, own in zip(positions, parts, strict=True)
-        ]
-        num_nan = _count_nan(raw, sizes, source.key_range(group.first), team)
-        _check_numbers(plan, group, num_nan)
-    divisors += [None] * len(parts)
-    if group.recipe.normalize is not None:
-        num_numbers = [size - nan for size, nan in zip(sizes, num_nan, strict=True)]
-        divisors[group.first :] = divisors_of(parts, group.recipe.normalize, num_numbers, team)
-        source.divide(divisors)
-    candidates = [
-        source.part(p, own.counted, source.divided(p, own.scores))
-        for p, own in zip(positions, parts, strict=True)
-    ]
-    return _Ranked(parts, candidates, source.key_range(group.first), sizes, num_nan)
-
-
-def _cut(
-    team: Team, plan: Plan, source: Source, ranked: _Ranked, number: int
-) -> tuple[GroupCut | None, list[PartCut]]:
-    """Cut the ranking of a group. Collective."""
-    group = plan.groups[number]
-    k = group.num_to_prune // group.recipe.group_rule.tile_size
-    refuse_nan, most = plan.recipe.nan == "error", _MOST_COLLECTED * team.size
-    names = [part.name for part in ranked.parts]
-    what = ranked.candidates, names, ranked.sizes, k, ranked.keys, team
-    selection: Selection | None
     tensors = plan.tensors[group.first : group.last]
     lowest = tuple(tensor.lowest for tensor in tensors)
-    highest = tuple(
-        min(tensor.highest, size - nan)
-        for tensor, size, nan in zip(tensors, ranked.sizes, ranked.num_nan, strict=True)
-    )
-    if group.recipe.budget is not None:
-        counts = _divided(team, plan, source, ranked, number, Bounds(lowest, highest))
-        cuts, selection = select_within(
-            *what, Limits(counts, counts), refuse_nan=refuse_nan, most_collected=most
-        )
-        met = map(bound_met, counts, lowest, highest, ranked.sizes, [0] * len(counts))
-        cuts = [replace(cut, bound=bound) for cut, bound in zip(cuts, met, strict=True)]
-    elif group.has_limits:
-        limits = Limits(lowest, highest)
-        cuts, selection = select_within(*what, limits, refuse_nan=refuse_nan, most_collected=most)
-    else:
-        selection = select_lowest(*what, refuse_nan=refuse_nan, most_collected=most)
-        cuts = [PartCut(position, selection.cut) for position in range(len(names))]
-    if selection is None or not k:
-        return None, cuts
-    return GroupCut(selection.cut.threshold, selection.num_ties, selection.num_ties_pruned), cuts
-
-
-def _divided(
-    team: Team, plan: Plan, source: Source, ranked: _Ranked, number: int, limits: Bounds
-) -> tuple[int, ...]:
-    """How many elements of each tensor the budget of a group prunes. Collective."""
-    group = plan.groups[number]
-    tensors = plan.tensors[group.first : group.last]
-    of_shapes = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
-    if len(of_shapes) == len(tensors):
-        return of_shapes
-    entries = [tensor.entry for tensor in tensors]
-    ratios = None
-    if group.recipe.budget == BUDGET_FROM_STATISTICS:
-        names = [entry.name for entry in entries]
-        parts = [
-            source.outlier_scores(position, part.counted)
-            for position, part in enumerate(ranked.parts, group.first)
-        ]
-        num_numbers = [size - nan for size, nan in zip(ranked.sizes, ranked.num_nan, strict=True)]
-        blocks = [block_of(name) for name in names]
-        found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, team)
-        ratios = dict(zip(names, found, strict=True))
-    division = division_of(group.recipe, entries, ratios)
-    what = RankedShards(ranked.candidates, ranked.sizes, ranked.keys, team)
-    return division.counts(group.num_to_prune, limits, what).counts
+    highest = tuple(min(t.highest, most) for t, most in zip(tensors, num_numbers, strict=True))
+    if group.recipe.budget is None:
+        return Limits(lowest, highest), None
+    sizes = [tensor.num_items for tensor in tensors]
+    counts = tuple(tensor.budgeted for tensor in tensors if tensor.budgeted is not None)
+    if len(counts) < len(tensors):  # what is stored decides
+        entries, ratios = [tensor.entry for tensor in tensors], None
+        if group.recipe.budget == BUDGET_FROM_STATISTICS:
+            parts = [
+                source.outlier_scores(position, part.counted)
+                for position, part in enumerate(candidates, group.first)
+            ]
+            blocks = [block_of(entry.name) for entry in entries]
+            found = outlier_ratios(parts, num_numbers, blocks, OWL_MULTIPLE, team)
+            ratios = dict(zip([entry.name for entry in entries], found, strict=True))
+        ranked = RankedShards(candidates, sizes, source.key_ranges[group.first], team)
+        division = division_of(group.recipe, entries, ratios)
+        counts = division.counts(group.num_to_prune, Bounds(lowest, highest), ranked).counts
+    bounds = list(map(bound_met, counts, lowest, highest, sizes, [0] * len(counts)))
+    return Limits(counts, counts), bounds
 
 
 def _block(num_items: int) -> int:
@@ -306,21 +262,29 @@ def _block(num_items: int) -> int:
 
 
 def _count_nan(
-    parts: Sequence[Candidates], sizes: Sequence[int], keys: KeyRange, team: Team
+    team: Team, plan: Plan, source: Source, group: PlannedGroup, parts: Sequence[Scored]
 ) -> list[int]:
-    """NaN of every tensor. Collective; one read of scores that have no tallies."""
+    """NaN of every tensor, if they are kept. Collective; one read of scores without tallies."""
+    if plan.recipe.nan != "keep" or group.recipe.score == "random":
+        return [0] * len(parts)
+    largest = source.key_ranges[group.first].largest_number
+    raw = [
+        source.part(position, None, part.counted, part.scores)
+        for position, part in enumerate(parts, group.first)
+    ]
 
     def count() -> Tensor:
-        if are_tallied(parts):
-            numbers = [
-                int(counts[own <= keys.largest_number].sum())
-                for own, counts in map(keys_of_tally, parts)
-            ]
+        if are_tallied(raw):
+            numbers = [int(counts[own <= largest].sum()) for own, counts in map(keys_of_tally, raw)]
         else:
-            numbers = [row[0] for row in scan(parts, [keys.largest_number], None).counts]
+            numbers = [row[0] for row in scan(raw, [largest], None).counts]
         return torch.tensor(numbers, dtype=torch.int64)
 
-    return (torch.tensor(sizes) - team.reduce(len(parts), count)).tolist()
+    numbers = team.reduce(len(parts), count).tolist()
+    sizes = [tensor.num_items for tensor in plan.tensors[group.first : group.last]]
+    num_nan = [size - number for size, number in zip(sizes, numbers, strict=True)]
+    _check_numbers(plan, group, num_nan)
+    return num_nan
 
 
 def _check_numbers(plan: Plan, group: PlannedGroup, num_nan: Sequence[int]) -> None:
@@ -365,7 +329,7 @@ def _errors_of_files(plan: Plan) -> Iterator[None]:
             raise CheckpointError(str(error)) from None
         if what != "infinite":
             raise
-        recipes = [plan.recipe_of(position) for position in positions]
+        recipes = [plan.tensors[position].recipe for position in positions]
         if not any(recipe.normalize for recipe in recipes):
             raise CheckpointError(
                 f"elements of {', '.join(names)} are not finite; the score 'ria' and the budgets "

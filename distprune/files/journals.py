@@ -12,6 +12,7 @@ the crc32 of what was written; copies, whose bytes never pass through the proces
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -34,11 +35,17 @@ from distprune.files.disk.access import (
     writing,
 )
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.units import CopyUnit, SpanUnit, Task, Unit
+from distprune.files.units import CopyUnit, Task
 
 # After a kill, the units of at most so many bytes have to be written again.
 _FLUSH_BYTES = 1 << 28
 _NAME = re.compile(r"done-(\d+)-\d+\.jsonl")
+# What all units need, in the folder of journals, and the names there that are no journals'.
+PREPARED_FILE = "decision.json"
+SMALL_FILES = (PREPARED_FILE, PREPARED_FILE + NEW)
+_PIECE = 4 << 20
+# Number of a unit, and by name of a file the crc32 of what it wrote there.
+Recorded = tuple[int, dict[str, int]]
 
 
 class Journal:
@@ -149,184 +156,144 @@ def _journals(work: Path) -> list[str]:
     return [name for name in os.listdir(work) if is_journal(name)] if work.is_dir() else []
 
 
-PREPARED_FILE = "decision.json"
-# Names in the folder of journals, besides the journals.
-SMALL_FILES = (PREPARED_FILE, PREPARED_FILE + NEW)
+def keep_prepared(task: Task, work: Path, value: Any) -> None:
+    """Keep the JSON value that all units need, for the next run."""
+    write_atomically(work / PREPARED_FILE, f"{sealed(value, task.digest)}\n".encode())
 
 
-class FinishedUnits:
-    """The finished units of a task.
+def all_records(task: Task, work: Path) -> list[dict[str, Any]]:
+    """The records of all units, in order.
+
+    Raises:
+        OutputError: some are missing, although all units are finished.
+    """
+    records = read_records(work, task.digest)
+    missing = [unit for unit in range(len(task.units)) if unit not in records]
+    if missing:
+        raise OutputError(
+            f"{work} has no record of {len(missing)} of {len(task.units)} units, such as unit "
+            f"{missing[0]}, although this run has finished them; it was changed during the run. "
+            "Run the same command again: it does what is missing."
+        )
+    return [records[unit] for unit in range(len(task.units))]
+
+
+def readable_units(task: Task, work: Path) -> dict[int, dict[str, Any]]:
+    """The records of the finished units, by number; none if the records cannot be read."""
+    with contextlib.suppress(OSError):
+        return _finished_units(task, work)
+    return {}
+
+
+def _finished_units(task: Task, work: Path) -> dict[int, dict[str, Any]]:
+    records = read_records(work, task.digest)
+    if not records:
+        return {}  # without cutting the work into units
+    return {number: each for number, each in records.items() if 0 <= number < len(task.units)}
+
+
+def is_empty(task: Task, work: Path) -> bool:
+    """Whether no unit is finished and nothing was prepared."""
+    return not readable_units(task, work) and not (work / PREPARED_FILE).exists()
+
+
+def usable(task: Task, folder: Path, work: Path) -> tuple[Any, list[Recorded], int]:
+    """What the next run can use of an unfinished result.
 
     Args:
-        task: the units belong to it.
+        task: it belongs to it.
         folder: the unfinished result.
         work: the folder of journals in it.
+
+    Returns:
+        The value of :func:`keep_prepared`, or None; the units whose files have their full size; and
+        how many units have lost a file.
     """
-
-    def __init__(self, task: Task, folder: Path, work: Path) -> None:
-        self._task = task
-        self._folder = folder
-        self._work = work
-
-    def write_prepared(self, value: Any) -> None:
-        """Keep the JSON value that all units need, for the next run."""
-        line = sealed(value, self._task.digest) + "\n"
-        write_atomically(self._work / PREPARED_FILE, line.encode())
-
-    def records(self) -> list[dict[str, Any]]:
-        """The records of all units, in order.
-
-        Raises:
-            OutputError: some are missing, although all units are finished.
-        """
-        records = read_records(self._work, self._task.digest)
-        missing = [unit for unit in range(len(self._task.units)) if unit not in records]
-        if missing:
-            raise OutputError(
-                f"{self._work} has no record of {len(missing)} of {len(self._task.units)} units, "
-                f"such as unit {missing[0]}, although this run has finished them; it was changed "
-                "during the run. Run the same command again: it does what is missing."
-            )
-        return [records[unit] for unit in range(len(self._task.units))]
-
-    def find(self) -> tuple[Any, list[tuple[int, dict[str, int]]], int]:
-        """Find what the next run can use.
-
-        Returns:
-            The value of :meth:`write_prepared`, or None; (number, checksums) of the units whose
-            files have their full size; and how many units have lost a file.
-        """
-        is_complete = {}
-        for name, size in self._task.sizes.items():
-            try:
-                is_complete[name] = os.lstat(self._folder / name).st_size == size
-            except OSError:
-                is_complete[name] = False
+    is_complete = {}
+    for name, size in task.sizes.items():
         try:
-            line = read_small(self._work / PREPARED_FILE)
+            is_complete[name] = os.lstat(folder / name).st_size == size
         except OSError:
-            prepared = None
-        else:
-            prepared = unsealed(line, self._task.digest)
-            if prepared is None:  # edited: the units may have been made from another value
-                return None, [], len(self.numbers())
-        records = read_records(self._work, self._task.digest)
-        units, num_lost = [], 0
-        for number, record in sorted(records.items()):
-            if not 0 <= number < len(self._task.units):
-                continue
-            if all(is_complete[name] for name in self._task.ranges(self._task.units[number])):
-                units.append((number, record.get("crc32", {})))
-            else:
-                num_lost += 1
-        return prepared, units, num_lost
-
-    def numbers(self) -> set[int]:
-        """Numbers of the units with a record; empty if the records cannot be read."""
-        try:
-            records = read_records(self._work, self._task.digest)
-        except OSError:
-            return set()
-        if not records:
-            return set()  # without cutting the work into units
-        return {number for number in records if 0 <= number < len(self._task.units)}
-
-    def is_empty(self) -> bool:
-        """Whether no unit is finished and nothing was prepared."""
-        return not self.numbers() and not (self._work / PREPARED_FILE).exists()
-
-    def num_bytes(self) -> int:
-        """Bytes of the finished units."""
-        return sum(self._task.units[number].num_bytes for number in self.numbers())
+            is_complete[name] = False
+    prepared = None
+    with contextlib.suppress(OSError):
+        prepared = unsealed(read_small(work / PREPARED_FILE), task.digest)
+        if prepared is None:  # edited: the units may have been made from another value
+            return None, [], len(readable_units(task, work))
+    finished = sorted(_finished_units(task, work).items())
+    units = [
+        (number, record.get("crc32", {}))
+        for number, record in finished
+        if all(is_complete[name] for name in task.ranges(task.units[number]))
+    ]
+    return prepared, units, len(finished) - len(units)
 
 
-_PIECE = 4 << 20
-# Number of a unit, and by name of a file the crc32 of what it wrote there.
-Recorded = tuple[int, dict[str, int]]
+class _DamagedError(Exception):
+    """A unit is not as it was written."""
 
 
-class Rechecker:
-    """Checks units that are recorded as done.
+def recheck(
+    task: Task, folder: Path, sources: OpenFiles, recorded: Sequence[Recorded], damaged: list[int]
+) -> Iterator[int]:
+    """Check units that are recorded as done; yields the bytes that were processed.
 
     Args:
         task: that they belong to.
         folder: where they were written.
-        sources: files of the source, opened for reading.
+        sources: opens files of the source.
+        recorded: the units.
+        damaged: gets the numbers of those that are not as they were written.
 
-    Attributes:
-        damaged: numbers of the units that are not as they were written.
+    Raises:
+        CheckpointError: the source cannot be read.
     """
-
-    def __init__(self, task: Task, folder: Path, sources: OpenFiles) -> None:
-        self.damaged: list[int] = []
-        self._task = task
-        self._folder = folder
-        self._sources = sources
-        self._outputs = OpenFiles(os.O_RDONLY | os.O_NOFOLLOW)
-        self._buffers = [np.empty(_PIECE, np.uint8) for _ in range(2)]
-
-    def steps(self, recorded: Sequence[Recorded]) -> Iterator[int]:
-        """Check units; yields the bytes that were processed.
-
-        Raises:
-            CheckpointError: the source cannot be read.
-        """
+    with contextlib.closing(OpenFiles(os.O_RDONLY | os.O_NOFOLLOW)) as outputs:
         for number, checksums in recorded:
-            unit = self._task.units[number]
-            seen = 0
-            for is_good, num_bytes in self._check(unit, checksums):
-                seen += num_bytes
-                yield num_bytes
-                if not is_good:
-                    self.damaged.append(number)
-                    break
-            yield unit.num_bytes - seen
+            num_seen = 0
+            try:
+                for num_bytes in _compare(task, number, checksums, folder, sources, outputs):
+                    num_seen += num_bytes
+                    yield num_bytes
+            except _DamagedError:
+                damaged.append(number)
+            yield task.units[number].num_bytes - num_seen
 
-    def close(self) -> None:
-        """Close the files of the result."""
-        self._outputs.close()
 
-    def _check(self, unit: Unit, checksums: dict[str, int]) -> Iterator[tuple[bool, int]]:
-        """For every piece: whether it is good, as far as is known yet; and its bytes."""
-        if isinstance(unit, CopyUnit):
-            yield from self._check_copy(unit)
-        else:
-            yield from self._check_rewritten(unit, checksums)
-
-    def _check_copy(self, unit: CopyUnit) -> Iterator[tuple[bool, int]]:
-        for first in range(unit.start, unit.stop, _PIECE):
-            written = self._read(unit.name, first, min(first + _PIECE, unit.stop))
-            if written is None:
-                yield False, 0
-                return
-            expected = self._buffers[1][: len(written)]
-            read_into(self._sources, unit.path, first, expected.data)
-            yield np.array_equal(written, expected), len(written)
-
-    def _check_rewritten(
-        self, unit: SpanUnit, checksums: dict[str, int]
-    ) -> Iterator[tuple[bool, int]]:
-        ranges = self._task.ranges(unit)
-        if set(ranges) != set(checksums):
-            yield False, 0
-            return
-        for name, pieces in ranges.items():
-            checksum = 0
-            for start, stop in pieces:
-                for first in range(start, stop, _PIECE):
-                    written = self._read(name, first, min(first + _PIECE, stop))
-                    if written is None:
-                        yield False, 0
-                        return
-                    checksum = zlib.crc32(written.data, checksum)
-                    yield True, len(written) if name != MASK_FILE else 0
-            yield checksum == checksums[name], 0
-
-    def _read(self, name: str, start: int, stop: int) -> np.ndarray | None:
-        """Bytes of an output; None if it cannot be read."""
-        buffer = self._buffers[0][: stop - start]
-        try:
-            read_into(self._outputs, str(self._folder / name), start, buffer.data)
-        except CheckpointError:
-            return None
-        return buffer
+def _compare(
+    task: Task,
+    number: int,
+    checksums: dict[str, int],
+    folder: Path,
+    sources: OpenFiles,
+    outputs: OpenFiles,
+) -> Iterator[int]:
+    """Compare a unit with its checksums, or a copy with the source; yields bytes."""
+    unit = task.units[number]
+    ranges = task.ranges(unit)
+    is_copy = isinstance(unit, CopyUnit)
+    if not is_copy and ranges.keys() != checksums.keys():
+        raise _DamagedError
+    for name, runs in ranges.items():
+        checksum = 0
+        pieces = (
+            (first, min(first + _PIECE, stop))
+            for start, stop in runs
+            for first in range(start, stop, _PIECE)
+        )
+        for first, last in pieces:
+            written = np.empty(last - first, np.uint8)
+            try:
+                read_into(outputs, str(folder / name), first, written.data)
+            except CheckpointError as error:
+                raise _DamagedError from error
+            if isinstance(unit, CopyUnit):
+                expected = np.empty_like(written)
+                read_into(sources, unit.path, first, expected.data)
+                if not np.array_equal(written, expected):
+                    raise _DamagedError
+            else:
+                checksum = zlib.crc32(written.data, checksum)
+            yield len(written) if name != MASK_FILE else 0
+        if not is_copy and checksum != checksums[name]:
+            raise _DamagedError

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from distprune._common.blocks import Blocks
 from distprune._common.memory import Array, Scratch
-from distprune.files.cuts import Cuts, cut_of_one_group, nan_error
+from distprune.files.cuts import Cuts, cut_of_block, nan_error
 from distprune.files.errors import SelectionError
-from distprune.files.planning import Plan
-from distprune.files.reading import CHUNK, MAX_IN_MEMORY, Source, groups_of
+from distprune.files.planning import CHUNK, MAX_IN_MEMORY, Plan
+from distprune.files.reading import Source
 from distprune.files.rewriting import Counts, Piece
 from distprune.files.units import Span
 from distprune.selection import cpu
@@ -21,18 +20,12 @@ from distprune.selection.candidates import Candidates, PartCut
 from distprune.selection.cpu import lowest_of
 from distprune.selection.passes import natively
 
-
-class _Stretch(NamedTuple):
-    """Items [first, last) of a tensor that are decided by one function, so many at a time."""
-
-    first: int
-    last: int
-    step: int
-    decide: Callable[[range], Array]
+# Which of some items are pruned.
+_Decide = Callable[[range], Array]
 
 
 class LowestElements:
-    """Applies the cuts of a plan, and ranks the groups that are ranked on their own.
+    """Applies the cuts of a plan, and ranks the blocks that are ranked on their own.
 
     Args:
         plan: what to prune.
@@ -50,7 +43,7 @@ class LowestElements:
 
     def take_counts(self) -> Counts:
         """By position: the NaN in the pieces since the last call, of tensors that are ranked on
-        their own, and the largest key that was pruned, of tensors that are one group.
+        their own, and the largest key that was pruned, of tensors that are one block.
         """
         counts = {"nan": self._num_nan, "threshold": self._thresholds}
         self._num_nan, self._thresholds = {}, {}
@@ -63,63 +56,55 @@ class LowestElements:
             NaNError, SelectionError: of a tensor that is ranked on its own.
             CheckpointError: the source cannot be read, or has changed.
         """
-        source, position = self._source, span.position
-        bands = source.bands(position)
-        size = 1 if bands is None else bands.tile_size
-        for first, last, step, decide in self._stretches(
-            position, span.first // size, span.last // size
-        ):
-            for start in range(first, last, step):
-                items = range(start, min(start + step, last))
+        values, bands = self._source.values[span.position], self._source.bands[span.position]
+        size = self._plan.tensors[span.position].tile_size
+        items = range(span.first // size, span.last // size)
+        for stretch, step, decide in self._stretches(span.position, items):
+            for start in range(stretch.start, stretch.stop, step):
+                run = range(start, min(start + step, stretch.stop))
                 if bands is None:
-                    bits = source.read_bits(position, items.start, items.stop)
-                    with source.holding(position, items.start, bits):
-                        lowest = decide(items)
-                    yield Piece(items.start, bits, lowest)
+                    with values.holding(run.start, run.stop) as bits:
+                        lowest = decide(run)
+                    yield Piece(run.start, bits, lowest)
                     continue
                 # A run of many tiles has more elements than fit into memory.
-                for index, lowest in bands.spread(decide(items), items.start * size, CHUNK):
-                    bits = source.read_bits(position, index, index + len(lowest))
-                    yield Piece(index, bits, lowest)
+                for index, lowest in bands.spread(decide(run), run.start * size, CHUNK):
+                    yield Piece(index, values.read_bits(index, index + len(lowest)), lowest)
 
-    def _stretches(self, position: int, first: int, last: int) -> Iterator[_Stretch]:
-        tensor, recipe = self._plan.tensors[position], self._plan.recipe_of(position)
-        bands = self._source.bands(position)
-        part = self._source.part(position)
-        step, whole = CHUNK, 1
-        if bands is not None:
-            step, whole = max(CHUNK // bands.size, 1) * bands.num_tiles, bands.tile_size
-        if recipe.is_global:
-            cut = self._cuts.tensors[position]
-            assert cut is not None
-            yield _Stretch(first, last, step, functools.partial(self._before, *natively(part, cut)))
-            return
-        groups = groups_of(tensor, recipe)
-        if is_too_large(groups):
-            for start in range(first, last, groups.band):
-                columns = ColumnCuts(part, start, groups)
-                rows = step if bands is not None else columns.step
-                decide = functools.partial(self._in_columns, part, position, columns)
-                yield _Stretch(start, start + groups.band, rows, decide)
-        elif groups.size <= MAX_IN_MEMORY:
-            step = max(CHUNK // (groups.band * whole), 1) * groups.band
-            decide = functools.partial(self._in_memory, part, position, groups)
-            yield _Stretch(first, last, step, decide)
+    def _stretches(self, position: int, items: range) -> Iterator[tuple[range, int, _Decide]]:
+        """Runs of items, how many to decide on at a time, and how to decide."""
+        tensor, bands = self._plan.tensors[position], self._source.bands[position]
+        part = self._source.part(position, self._cuts.divisors[position])
+        step = CHUNK if bands is None else max(CHUNK // bands.size, 1) * bands.num_tiles
+        cut, blocks = self._cuts.tensors[position], tensor.blocks
+        if blocks is None:
+            assert cut is not None  # it is ranked together with others
+            yield items, step, functools.partial(self._before, *natively(part, cut))
+        elif is_too_large(blocks):
+            for start in range(items.start, items.stop, blocks.band):
+                columns = ColumnCuts(part, start, blocks)
+                rows = columns.step if bands is None else step
+                decide = functools.partial(self._alone, part, position, columns.lowest)
+                yield range(start, start + blocks.band), rows, decide
+        elif blocks.size <= MAX_IN_MEMORY:
+            step = max(CHUNK // (blocks.band * tensor.tile_size), 1) * blocks.band
+            lowest = functools.partial(lowest_of, blocks, scratch=self._scratch)
+            yield items, step, functools.partial(self._alone, part, position, lowest)
         else:
-            for start in range(first, last, groups.size):
-                group = range(start, start + groups.size)
-                cut = cut_of_one_group(self._plan, self._source, position, group, groups.num_pruned)
-                if tensor.num_groups == 1 and groups.num_pruned:
+            for start in range(items.start, items.stop, blocks.size):
+                block = range(start, start + blocks.size)
+                cut = cut_of_block(self._plan, self._source, position, block, blocks.num_pruned)
+                if tensor.num_blocks == 1 and blocks.num_pruned:
                     self._thresholds[position] = cut.cut.threshold
-                decide = functools.partial(self._before_in_group, part, position, cut)
-                yield _Stretch(group.start, group.stop, step, decide)
+                decide = functools.partial(self._before_in_block, part, position, cut)
+                yield block, step, decide
 
     def _before(self, part: Candidates, cut: PartCut, items: range) -> Array:
         keep = cpu.kept_at(part, items, cut.position, cut.cut, self._scratch)
         lowest: Array = np.logical_not(keep, out=keep)
         return lowest
 
-    def _before_in_group(
+    def _before_in_block(
         self, part: Candidates, position: int, cut: PartCut, items: range
     ) -> Array:
         lowest = self._before(part, cut, items)
@@ -127,30 +112,24 @@ class LowestElements:
             self._count_nan(position, self._keys(part, items), lowest)
         return lowest
 
-    def _in_memory(self, part: Candidates, position: int, groups: Blocks, items: range) -> Array:
-        keys = self._keys(part, items)
-        return self._checked(position, keys, lowest_of(groups, keys, self._scratch))
-
-    def _in_columns(
-        self, part: Candidates, position: int, columns: ColumnCuts, items: range
+    def _alone(
+        self, part: Candidates, position: int, lowest_of: Callable[[Array], Array], items: range
     ) -> Array:
+        """The lowest of a tensor's own blocks; refuses or counts NaN, and notes its threshold."""
         keys = self._keys(part, items)
-        return self._checked(position, keys, columns.lowest(keys))
+        lowest = lowest_of(keys)
+        self._count_nan(position, keys, lowest)
+        if self._plan.tensors[position].num_blocks == 1 and lowest.any():
+            largest = max(self._thresholds.get(position, 0), int(keys[lowest].max()))
+            self._thresholds[position] = largest
+        return lowest
 
     def _keys(self, part: Candidates, items: range) -> Array:
         keys: Array = part.keys.load(items.start, items.stop, self._scratch).values.numpy()
         return keys
 
-    def _checked(self, position: int, keys: Array, lowest: Array) -> Array:
-        """Refuse or count NaN in a tensor that is ranked on its own, and note its threshold."""
-        self._count_nan(position, keys, lowest)
-        if self._plan.tensors[position].num_groups == 1 and lowest.any():
-            largest = max(self._thresholds.get(position, 0), int(keys[lowest].max()))
-            self._thresholds[position] = largest
-        return lowest
-
     def _count_nan(self, position: int, keys: Array, lowest: Array) -> None:
-        key_range = self._source.key_range(position)
+        key_range = self._source.key_ranges[position]
         is_nan = keys > key_range.largest_number
         num_nan = int(np.count_nonzero(is_nan)) if key_range.is_float else 0
         if not num_nan:
@@ -165,61 +144,61 @@ class LowestElements:
             )
 
 
-def is_too_large(groups: Blocks) -> bool:
-    """Whether groups are columns of blocks that are too large to rank in memory.
+def is_too_large(blocks: Blocks) -> bool:
+    """Whether blocks are the columns of a band that is too large to rank in memory.
 
-    The limit is half of that of a group that is a run: with the same limit, a process would take
+    The limit is half of that of a block that is a run: with the same limit, a process would take
     285 MB in all instead of 255 MB.
     """
-    return groups.columns > 1 and groups.band > MAX_IN_MEMORY // 2
+    return blocks.columns > 1 and blocks.band > MAX_IN_MEMORY // 2
 
 
 class ColumnCuts:
-    """The cuts of all columns of one block, found and then applied.
+    """The cuts of all columns of one band, found and then applied.
 
     Args:
         part: the tensor.
-        first: index of the block's first item.
-        groups: of the tensor.
+        first: index of the band's first item.
+        blocks: of the tensor.
 
-    Cost: one read of the block.
+    Cost: one read of the band.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
 
-    def __init__(self, part: Candidates, first: int, groups: Blocks) -> None:
+    def __init__(self, part: Candidates, first: int, blocks: Blocks) -> None:
         self._part = part
         self._first = first
-        self._groups = groups
+        self._blocks = blocks
         dtype = np.dtype(f"i{part.keys.dtype.itemsize}")
-        self._thresholds = np.zeros((groups.columns, 1), dtype=dtype)
-        self._num_ties = np.zeros(groups.columns, dtype=np.int64)
+        self._thresholds = np.zeros((blocks.columns, 1), dtype=dtype)
+        self._num_ties = np.zeros(blocks.columns, dtype=np.int64)
         self._find()
 
     @property
     def step(self) -> int:
         """How many elements to pass to :meth:`lowest` at a time: whole rows, about a chunk."""
-        return max(CHUNK // self._groups.stride, 1) * self._groups.stride
+        return max(CHUNK // self._blocks.stride, 1) * self._blocks.stride
 
     def _find(self) -> None:
-        """Read the block once, column by column."""
-        groups = self._groups
-        if groups.num_pruned == 0:
+        """Read the band once, column by column."""
+        blocks = self._blocks
+        if blocks.num_pruned == 0:
             return
-        width = max(MAX_IN_MEMORY // 2 // groups.size, 1)
-        for column in range(0, groups.columns, width):
-            last = min(column + width, groups.columns)
+        width = max(MAX_IN_MEMORY // 2 // blocks.size, 1)
+        for column in range(0, blocks.columns, width):
+            last = min(column + width, blocks.columns)
             keys = self._columns(column, last)
-            step = max(CHUNK // groups.size, 1)
+            step = max(CHUNK // blocks.size, 1)
             for start in range(0, last - column, step):
-                rows = keys[:, start : start + step].swapaxes(0, 1).reshape(-1, groups.size)
-                rows.partition(groups.num_pruned - 1, axis=1)
-                thresholds = rows[:, groups.num_pruned - 1 : groups.num_pruned]
+                rows = keys[:, start : start + step].swapaxes(0, 1).reshape(-1, blocks.size)
+                rows.partition(blocks.num_pruned - 1, axis=1)
+                thresholds = rows[:, blocks.num_pruned - 1 : blocks.num_pruned]
                 columns = slice(column + start, column + start + len(rows))
                 self._thresholds[columns] = thresholds
                 num_below = np.count_nonzero(rows < thresholds, axis=1)
-                self._num_ties[columns] = groups.num_pruned - num_below
+                self._num_ties[columns] = blocks.num_pruned - num_below
 
     def lowest(self, keys: Array) -> Array:
         """Which of the next elements are pruned.
@@ -230,8 +209,8 @@ class ColumnCuts:
         Returns:
             bool, like keys.
         """
-        groups = self._groups
-        rows = keys.reshape(-1, groups.columns, groups.kernel)
+        blocks = self._blocks
+        rows = keys.reshape(-1, blocks.columns, blocks.kernel)
         lowest: Array = rows < self._thresholds
         if self._num_ties.any():
             ties = rows == self._thresholds
@@ -248,11 +227,11 @@ class ColumnCuts:
 
     def _columns(self, first: int, last: int) -> Array:
         """Keys [length, columns, kernel] of some columns."""
-        groups, scratch = self._groups, Scratch()
-        size = (last - first) * groups.kernel
-        keys = np.empty((groups.length, size), dtype=self._thresholds.dtype)
-        start = self._first + first * groups.kernel
+        blocks, scratch = self._blocks, Scratch()
+        size = (last - first) * blocks.kernel
+        keys = np.empty((blocks.length, size), dtype=self._thresholds.dtype)
+        start = self._first + first * blocks.kernel
         for row in keys:
             row[:] = self._part.keys.load(start, start + size, scratch).values.numpy()
-            start += groups.stride
-        return keys.reshape(groups.length, last - first, groups.kernel)
+            start += blocks.stride
+        return keys.reshape(blocks.length, last - first, blocks.kernel)

@@ -18,10 +18,12 @@ of its expert, in whatever order the outputs are merged.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from distprune._common.blocks import Layout, layout_along
@@ -31,13 +33,26 @@ from distprune.files.checkpoints.statistics_file import (
     StoredStatistics,
     read_statistics,
 )
-from distprune.files.errors import CheckpointError, SelectionError, headline
+from distprune.files.errors import CheckpointError, SelectionError, headline, shown
 
-_MAX_PROBLEMS = 12
 _NUM_SHOWN = 5
 _BLOCK = 1 << 20
 # By layout, the dimension of the inputs; of others, all but the first.
 _INPUT_DIMS = {"conv1d_of_transformers": 0, "experts": 2, "transposed_experts": 1}
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<matrix>\w+)\.weight")
+# By name of a matrix: the parameters that it may be a part of, and how many such parts one has.
+_GATED, _UNGATED, _LAST = ("gate_up_proj", 2), ("up_proj", 1), ("down_proj", 1)
+_MERGED = {
+    "w1": (_GATED,), "w3": (_GATED,), "w2": (_LAST,),
+    "gate_proj": (_GATED,), "up_proj": (_GATED, _UNGATED), "down_proj": (_LAST,),
+}  # fmt: skip
+# What transformers renames in families with experts (Mixtral, Granite, Nemotron-H).
+_RENAMED = (
+    (".block_sparse_moe.", ".mlp."),
+    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    ("backbone.layers.", "model.layers."),
+)
 
 
 @dataclass(frozen=True)
@@ -102,66 +117,63 @@ def match_statistics(
     """
     sha256 = _sha256(path)
     mode, stored = read_statistics(path)
-    prefix = _prefix([entry.name for entry, _ in tensors], stored)
-    counts = ExpertCounts(names)
+    renamed = _renaming([entry.name for entry, _ in tensors], stored)
+    # Of each matrix of an expert, how many experts have a tensor of it.
+    counts = Counter(map(_matrix_of_experts, names))
     needed: dict[str, StoredStatistics] = {}
     problems = []
     for entry, layout in tensors:
-        origin = next((o for o in origins_of(entry.name) if prefix(o.parameter) in stored), None)
+        origin = next((o for o in origins_of(entry.name) if renamed(o.parameter) in stored), None)
         if origin is None:
             problems.append(
                 f"{entry.name} has no statistics; calibrate a model with this layer, or exclude "
                 "the tensor."
             )
             continue
-        label = prefix(origin.parameter)
-        found = statistics_of(entry, origin, stored[label], counts.of(entry.name))
+        label = renamed(origin.parameter)
+        matrix = _matrix_of_experts(entry.name)
+        num_experts = 1 if matrix is None else counts[matrix]
+        found = _statistics_of(entry, origin, stored[label], num_experts)
         if found is None:
-            problems.append(_other_weight(entry, label, stored[label], counts.of(entry.name)))
+            problems.append(_other_weight(entry, label, stored[label], num_experts))
         elif problem := _misfit(entry, layout, found):
             problems.append(problem)
         else:
             needed[entry.name] = found
     if problems:
-        num_more = len(problems) - _MAX_PROBLEMS
-        shown = problems[:_MAX_PROBLEMS]
-        shown += [f"{num_more} more tensors."] if num_more > 0 else []
-        shown.append(f"It has statistics of {_listed(list(stored)) or 'nothing'}.")
-        raise SelectionError(headline(f"the file of statistics {path}", problems), shown)
-    own = {prefix(origin.parameter) for name in names for origin in origins_of(name)}
+        names_of_all = _listed(list(stored)) or "nothing"
+        details = [*shown(problems), f"It has statistics of {names_of_all}."]
+        raise SelectionError(headline(f"the file of statistics {path}", problems), details)
+    own = {renamed(origin.parameter) for name in names for origin in origins_of(name)}
     others = [label for label in stored if label not in own]
     return TensorStatistics(path, sha256, mode, needed, _warnings(path, needed, others))
 
 
-class _Prefix:
-    """How the name of a tensor becomes that of a parameter."""
+def _renaming(tensors: Sequence[str], stored: Collection[str]) -> Callable[[str], str]:
+    """How parameters that tensors may be are called in statistics.
 
-    def __init__(self, added: str = "", removed: str = "") -> None:
-        self._added = added
-        self._removed = removed
-
-    def __call__(self, name: str) -> str:
-        if self._removed:
-            return name.removeprefix(self._removed)
-        return self._added + name
-
-
-def _prefix(tensors: Sequence[str], stored: Collection[str]) -> _Prefix:
-    """The prefix that one of the sides has; none if names are equal, or none is unambiguous."""
+    One of the two may have the prefix of a base model. Names stay as they are if some are equal, or
+    if not exactly one prefix fits.
+    """
     labels = [[origin.parameter for origin in origins_of(name)] for name in tensors]
     if not labels or any(label in stored for of_one in labels for label in of_one):
-        return _Prefix()
+        return str
     pairs = [(label, own) for label in stored for own in labels[0]]
     added = {label.removesuffix(own) for label, own in pairs if label.endswith(f".{own}")}
     removed = {own.removesuffix(label) for label, own in pairs if own.endswith(f".{label}")}
-    candidates = [_Prefix(added=prefix) for prefix in added if prefix.count(".") == 1]
-    candidates += [_Prefix(removed=prefix) for prefix in removed if prefix.count(".") == 1]
+    renamings: list[Callable[[str], str]] = []
+    renamings += [partial(operator.add, prefix) for prefix in added if prefix.count(".") == 1]
+    renamings += [partial(_without, prefix) for prefix in removed if prefix.count(".") == 1]
     fitting = [
-        prefix
-        for prefix in candidates
-        if all(any(prefix(label) in stored for label in of_one) for of_one in labels)
+        rename
+        for rename in renamings
+        if all(any(rename(label) in stored for label in of_one) for of_one in labels)
     ]
-    return fitting[0] if len(fitting) == 1 else _Prefix()
+    return fitting[0] if len(fitting) == 1 else str
+
+
+def _without(prefix: str, name: str) -> str:
+    return name.removeprefix(prefix)
 
 
 def _other_weight(
@@ -242,22 +254,6 @@ def _blocks(path: str) -> Iterator[bytes]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<matrix>\w+)\.weight")
-# By name of a matrix: the parameters that it may be a part of, and how many such parts one has.
-_GATED, _UNGATED, _LAST = ("gate_up_proj", 2), ("up_proj", 1), ("down_proj", 1)
-_MERGED = {
-    "w1": (_GATED,), "w3": (_GATED,), "w2": (_LAST,),
-    "gate_proj": (_GATED,), "up_proj": (_GATED, _UNGATED), "down_proj": (_LAST,),
-}  # fmt: skip
-# What transformers renames in families with experts (Mixtral, Granite, Nemotron-H).
-_RENAMED = (
-    (".block_sparse_moe.", ".mlp."),
-    (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
-    (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
-    ("backbone.layers.", "model.layers."),
-)
-
-
 @dataclass(frozen=True)
 class Origin:
     """A parameter that a tensor on disk may be, or may be a part of.
@@ -291,24 +287,13 @@ def origins_of(name: str) -> tuple[Origin, ...]:
     return (*origins, *renamed)
 
 
-class ExpertCounts:
-    """How many experts the layers of a checkpoint have.
-
-    Args:
-        names: of all its tensors.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        matches = filter(None, map(_OF_EXPERT.fullmatch, names))
-        self._counts = Counter((match["experts"], match["matrix"]) for match in matches)
-
-    def of(self, name: str) -> int:
-        """The number of tensors that differ from this one by the expert only, and of itself."""
-        match = _OF_EXPERT.fullmatch(name)
-        return self._counts[match["experts"], match["matrix"]] if match is not None else 1
+def _matrix_of_experts(name: str) -> tuple[str, str] | None:
+    """What the tensors of all experts have in common that differ by the expert only."""
+    match = _OF_EXPERT.fullmatch(name)
+    return None if match is None else (match["experts"], match["matrix"])
 
 
-def statistics_of(
+def _statistics_of(
     entry: TensorEntry, origin: Origin, stored: StoredStatistics, num_experts: int
 ) -> StoredStatistics | None:
     """The statistics of a tensor; None if those of its parameter are of another shape.

@@ -47,7 +47,14 @@ from distprune.files.disk.destination import (
     resolve_destination,
 )
 from distprune.files.errors import CheckpointError, OutputError
-from distprune.files.journals import SMALL_FILES, FinishedUnits, is_journal, next_run
+from distprune.files.journals import (
+    SMALL_FILES,
+    is_empty,
+    is_journal,
+    next_run,
+    readable_units,
+    usable,
+)
 from distprune.files.reports.report import REPORT_FILE, RUN_FILE
 from distprune.files.text import format_size
 from distprune.files.units import Task
@@ -64,19 +71,18 @@ class Partial:
         destination: absolute.
 
     Attributes:
+        destination: what it becomes.
         folder: of the unfinished result.
         work: the folder of journals in it.
-        finished_units: those of earlier runs and of this one.
         lock: acquired by :meth:`start`.
         is_open: whether the folder was checked and belongs to this task.
     """
 
     def __init__(self, task: Task, destination: Path) -> None:
         self._task = task
-        self._destination = destination
+        self.destination = destination
         self.folder = destination.with_name(f"{destination.name}.partial-{task.digest[:16]}")
         self.work = self.folder / _WORK
-        self.finished_units = FinishedUnits(task, self.folder, self.work)
         self.lock = Lock(destination)
         self._aside = self.folder.with_name(self.folder.name + ".work")
         self._texts: list[str] = []
@@ -88,23 +94,24 @@ class Partial:
         Returns:
             A value of JSON. ``finished``: the texts of the report and of its run if the destination
             is the result of this task, else None. In the latter case also ``run``, a number for the
-            journals, and from :meth:`FinishedUnits.find` ``prepared``, ``units`` and ``num_lost``.
+            journals, and from :func:`~distprune.files.journals.usable` ``prepared``, ``units`` and
+            ``num_lost``.
 
         Raises:
             OutputError: the destination exists or is in use, the unfinished result of another task
                 or a foreign file is in its place, or the disk has too few free bytes.
         """
-        check_place(self._task.checkpoint.root, self._destination)
+        check_place(self._task.checkpoint.root, self.destination)
         finished = self._find_finished()
         if finished is not None:
             self._remove_remains()
             return {"finished": finished}
-        check_free(self._destination)
+        check_free(self.destination)
         self.lock.acquire(take_over)
-        check_free(self._destination)
+        check_free(self.destination)
         self._check_others()
         self._open_folder()
-        prepared, units, num_lost = self.finished_units.find()
+        prepared, units, num_lost = usable(self._task, self.folder, self.work)
         self._allocate()
         return {
             "finished": None,
@@ -154,15 +161,15 @@ class Partial:
         """
         self.lock.check()
         self._check_contents(is_complete=True)
-        check_free(self._destination)
-        with writing(self._destination):
+        check_free(self.destination)
+        with writing(self.destination):
             self._remove(self._aside)
             os.rename(self.work, self._aside)
             sync_folder(self.folder / SIDECAR)
             # Until now only its owner had access; from now on, the permissions of the source.
             os.chmod(self.folder, top_mode(self._task.checkpoint.folders))
-            os.rename(self.folder, self._destination)
-            sync_folder(self._destination.parent)
+            os.rename(self.folder, self.destination)
+            sync_folder(self.destination.parent)
         shutil.rmtree(self._aside, ignore_errors=True)
         return self._texts
 
@@ -172,7 +179,7 @@ class Partial:
         Args:
             only_if_empty: keep it if a unit is finished or something was prepared.
         """
-        if not self.is_open or (only_if_empty and not self.finished_units.is_empty()):
+        if not self.is_open or (only_if_empty and not is_empty(self._task, self.work)):
             return
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -180,9 +187,12 @@ class Partial:
         """A sentence on what is on the disk after a stop, and what to do with it."""
         if not self.folder.is_dir():
             return "Nothing was left on the disk."
+        num_bytes = sum(
+            self._task.units[number].num_bytes for number in readable_units(self._task, self.work)
+        )
         return (
             f"{self.folder} keeps the finished part, "
-            f"{format_size(self.finished_units.num_bytes())} of "
+            f"{format_size(num_bytes)} of "
             f"{format_size(self._task.num_bytes)}, and takes "
             f"{format_size(folder_bytes(self.folder))} of the disk: run the same command again to "
             f"resume, or {DISCARD_HINT}."
@@ -191,10 +201,10 @@ class Partial:
     def _find_finished(self) -> list[str] | None:
         """The texts of the report and of its run if the destination is this task's result."""
         try:
-            texts = [(self._destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
+            texts = [(self.destination / name).read_text() for name in (REPORT_FILE, RUN_FILE)]
             report, run = (json.loads(text) for text in texts)
             sizes = self._task.sizes
-            actual = {name: os.stat(self._destination / name).st_size for name in sizes}
+            actual = {name: os.stat(self.destination / name).st_size for name in sizes}
         except (OSError, ValueError, RecursionError):
             return None
         is_ours = (
@@ -213,7 +223,7 @@ class Partial:
 
     def _check_others(self) -> None:
         own = (self.folder.name, self._aside.name)
-        others = [path for path in partial_folders(self._destination) if path.name not in own]
+        others = [path for path in partial_folders(self.destination) if path.name not in own]
         if others:
             raise OutputError(
                 f"{others[0]} is the unfinished result of another recipe or source, or the source "
@@ -287,13 +297,12 @@ class Partial:
     def _allocate(self) -> None:
         sizes = self._task.sizes
         num_needed = sum(missing_bytes(self.folder / name, size) for name, size in sizes.items())
-        check_free_bytes(self.folder, num_needed, self._destination)
-        modes = self._task.modes
-        for name, size in sizes.items():
+        check_free_bytes(self.folder, num_needed, self.destination)
+        for name, (size, mode) in self._task.files.items():
             path = self.folder / name
             with writing(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            allocate(str(path), size, modes[name])
+            allocate(str(path), size, mode)
         layout = self._task.layout
         if layout is not None:
             files = OpenFiles(WRITE)

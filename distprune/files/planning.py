@@ -14,11 +14,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distprune._common.amount import resolve_count
-from distprune._common.blocks import Layout
+from distprune._common.blocks import Blocks, Layout
+from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.selecting import natural_key
 from distprune.files.checkpoints.checkpoint import SIDECAR, Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
@@ -27,11 +29,14 @@ from distprune.files.errors import SelectionError
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import STORED_STATISTICS, FileRecipe
 from distprune.files.scoring import ScoreInputs, find_inputs
-from distprune.files.selecting import Verdict, counts_of_shapes, limits_of, select_groups
+from distprune.files.selecting import Verdict, counts_of_shapes, limits_of, select_tensors
 
 STATISTICS_FILE = f"{SIDECAR}/{STORED_STATISTICS}"  # of a result whose scores need them
 CARD_FILE = "README.md"  # the model card of a result, which is not that of its source
 MAX_CARD_BYTES = 8 << 20  # a larger README.md is no card, and is copied as it is
+CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
+# A group of more items, ranked on its own, is counted in one read and cut in another.
+MAX_IN_MEMORY = 8 * CHUNK
 # Of what a plan leads to: raised when the same plan would write other bytes.
 _VERSION = 3
 
@@ -42,25 +47,31 @@ class PlannedTensor:
 
     Attributes:
         entry: the tensor.
-        offset: elements of the tensors before it in its group; with a pattern of tiles, tiles.
-        num_groups: how many groups of its elements are ranked on their own; 0: it is ranked
-            together with other tensors (scope "global").
-        num_pruned_per_group: how many elements, or tiles, each of these groups loses.
-        group: number of the group of the plan that it is in.
+        recipe: of the group of the plan that it is in.
+        group: number of that group.
+        layout: where its inputs are; None if that makes no difference.
+        tile_size: elements of an item, which is what is ranked: of a tile, or 1.
+        num_items: how many there are.
+        offset: items of the tensors before it in its group.
+        num_blocks: how many blocks of its items are ranked on their own; 0: it is ranked together
+            with other tensors (scope "global").
+        blocks: these blocks, and how many items each of them loses; None if there are none.
         lowest, highest: how many of its elements have to be pruned at least, and at most.
         budgeted: how many a budget of shapes prunes; None if what is stored decides.
-        layout: where its inputs are; None if that makes no difference.
     """
 
     entry: TensorEntry
-    offset: int
-    num_groups: int
-    num_pruned_per_group: int
+    recipe: FileRecipe
     group: int
+    layout: Layout | None
+    tile_size: int
+    num_items: int
+    offset: int
+    num_blocks: int
+    blocks: Blocks | None
     lowest: int
     highest: int
     budgeted: int | None
-    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     inputs: ScoreInputs = field(default_factory=ScoreInputs, compare=False)
 
-    def recipe_of(self, position: int) -> FileRecipe:
-        """The recipe of the group that a tensor is in."""
-        return self.groups[self.tensors[position].group].recipe
-
-    @property
+    @cached_property
     def has_card(self) -> bool:
         """Whether README.md of the result is a model card that describes the pruning."""
         return self.recipe.card and not any(
@@ -124,7 +131,7 @@ class Plan:
             for other in self.checkpoint.others
         )
 
-    @property
+    @cached_property
     def copied(self) -> tuple[OtherFile, ...]:
         """The files without weights that are copied: all, except README.md if there is a card."""
         others = self.checkpoint.others
@@ -149,7 +156,7 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
     Cost: reads headers, and statistics of activations; some milliseconds for a hundred files.
     """
     checkpoint = open_checkpoint(source, follow_links=follow_links)
-    selection = select_groups(checkpoint, recipe)
+    selection = select_tensors(checkpoint, recipe)
     tensors: list[PlannedTensor] = []
     groups: list[PlannedGroup] = []
     for entries, part in zip(selection.groups, recipe.parts, strict=True):
@@ -161,10 +168,7 @@ def plan(source: str | Path, recipe: FileRecipe, *, follow_links: bool = False) 
             raise SelectionError(f"{where}{error.headline}", error.problems) from error
         tensors += planned
         groups.append(group)
-    scored = [
-        (group.recipe, [(t.entry, t.layout) for t in tensors[group.first : group.last]])
-        for group in groups
-    ]
+    scored = [(tensor.recipe, tensor.entry, tensor.layout) for tensor in tensors]
     inputs = find_inputs(recipe, scored, {verdict.entry.name for verdict in selection.verdicts})
     return Plan(
         checkpoint=checkpoint,
@@ -185,36 +189,35 @@ def _plan_group(
 ) -> tuple[list[PlannedTensor], PlannedGroup]:
     entries = sorted(entries, key=lambda entry: (natural_key(entry.name), entry.name))
     num_elements = sum(entry.numel for entry in entries)
-    of_tensors = [layouts.of(entry) if recipe.needs_input_dim else None for entry in entries]
     rule = recipe.group_rule
+    needs_input_dim = rule.needs_input_dim
+    of_tensors = [layouts.of(entry) if needs_input_dim else None for entry in entries]
     counts = [
         rule.counts(entry.numel, layout) for entry, layout in zip(entries, of_tensors, strict=True)
     ]
+    size = rule.tile_size
     if recipe.is_global:
-        num_to_prune = _count_of(recipe, num_elements)
+        assert recipe.sparsity is not None  # a recipe has a pattern N:M, or a sparsity
+        num_to_prune = resolve_count(recipe.sparsity, num_elements // size) * size
     else:
-        num_to_prune = sum(num_groups * num_pruned for num_groups, num_pruned in counts)
-        num_to_prune *= rule.tile_size
+        num_to_prune = sum(num_blocks * num_pruned for num_blocks, num_pruned in counts) * size
     limits = limits_of(entries, recipe, num_to_prune)
     budgeted: Sequence[int | None] | None
     budgeted = counts_of_shapes(recipe, entries, limits, num_to_prune)
     budgeted = [None] * len(entries) if budgeted is None else budgeted
     tensors, offset = [], 0
-    for entry, layout, groups, limit, count in zip(
+    for entry, layout, (num_blocks, num_pruned), limit, count in zip(
         entries, of_tensors, counts, limits, budgeted, strict=True
     ):
-        tensors.append(PlannedTensor(entry, offset, *groups, number, *limit, count, layout))
-        offset += entry.numel // rule.tile_size
+        blocks = rule.blocks(entry.numel, layout, num_pruned) if num_blocks else None
+        items = size, entry.numel // size, offset
+        tensors.append(
+            PlannedTensor(entry, recipe, number, layout, *items, num_blocks, blocks, *limit, count)
+        )
+        offset += entry.numel // size
     has_limits = any((t.lowest, t.highest) != (0, t.entry.numel) for t in tensors)
     last = first + len(tensors)
     return tensors, PlannedGroup(recipe, first, last, num_elements, num_to_prune, has_limits)
-
-
-def _count_of(recipe: FileRecipe, num_elements: int) -> int:
-    """How many of some elements the sparsity of a recipe without N:M prunes."""
-    assert recipe.sparsity is not None  # a recipe has a pattern, or a sparsity
-    size = recipe.group_rule.tile_size
-    return resolve_count(recipe.sparsity, num_elements // size) * size
 
 
 def digest_of(checkpoint: Checkpoint, recipe: FileRecipe, inputs: Mapping[str, Any]) -> str:
@@ -238,3 +241,41 @@ def source_facts(checkpoint: Checkpoint) -> dict[str, list[list[str | int]]]:
         "weights": [[f.name, f.size, f.mtime_ns, f.header_crc] for f in checkpoint.files],
         "others": [[f.name, f.size, f.mtime_ns] for f in checkpoint.others],
     }
+
+
+def bytes_to_count(plan: Plan) -> int:
+    """Bytes that are read, over all ranks, to cut the groups that are ranked together.
+
+    More if the keys around a cut do not fit into memory, or the limits of many tensors hold them.
+    """
+    together = sum(_bytes_of_group(plan, each) for each in plan.groups if each.recipe.is_global)
+    # Relative importance needs the sums of rows and columns first.
+    return together + sum(2 * t.entry.nbytes for t in plan.tensors if t.recipe.score == "ria")
+
+
+def bytes_to_count_alone(plan: Plan) -> int:
+    """Bytes that are read once more because tensors are too large to be ranked in memory."""
+    return sum(
+        tensor.entry.nbytes
+        for tensor in plan.tensors
+        if tensor.recipe.scope == "layer"
+        and tensor.recipe.score != "random"
+        and tensor.num_blocks == 1
+        and tensor.num_items > MAX_IN_MEMORY
+    )
+
+
+def _bytes_of_group(plan: Plan, group: PlannedGroup) -> int:
+    recipe = group.recipe
+    if recipe.score == "random":
+        return 0
+    entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
+    if recipe.score == "given" and plan.inputs.given is not None:
+        entries = [plan.inputs.given.entries[entry.name] for entry in entries]
+    num_bytes = sum(entry.nbytes for entry in entries)
+    of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
+    is_wide = recipe.needs_statistics or recipe.tile is not None
+    if not is_wide and all(PLAIN_FLOATS[entry.dtype].num_bytes == 2 for entry in entries):
+        return num_bytes + of_outliers  # a tally answers everything else
+    is_counted = (group.has_limits and recipe.budget is None) or recipe.budget == "lamp"
+    return num_bytes * (1 + 2 * (recipe.normalize is not None) + is_counted) + of_outliers

@@ -1,31 +1,31 @@
 """``prune``: carry out a plan, on one process or on all ranks together.
 
-plan --> find_cuts --cuts--> Rewriter --> partial folder --> destination
-         (scope "global")    (each unit once)       (one rename)
+plan --> find_cuts --cuts--> units written --> partial folder --> destination
+         (scope "global")    (each once)          (one rename)
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from distprune._common.collectives import Communicator
 from distprune._common.process_groups import world
 from distprune.files.checkpoints.mask_files import mask_layout
 from distprune.files.cuts import Cuts, add_up, find_cuts
-from distprune.files.disk.access import OpenFiles
 from distprune.files.disk.destination import resolve_destination
+from distprune.files.journals import keep_prepared
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import Partial, check_unchanged
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.reading import Source, bytes_to_count
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
+from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import check_counts, make_report
 from distprune.files.reports.model_card import card_of
-from distprune.files.reports.report import Report, RunFacts, parse_report
-from distprune.files.results import carry_out, versions
+from distprune.files.reports.report import Record, Report, RunFacts, parse_report
+from distprune.files.results import resumed, versions
 from distprune.files.team import Progress, Team
 from distprune.files.units import Task, prune_units
 
@@ -104,86 +104,73 @@ def prune(
     team = Team(communicator or world(), progress, stop)
     target = resolve_destination(destination)
     team.compare(_facts(plan, target))
-    layout = None
-    if plan.recipe.masks:
-        entries = [tensor.entry for tensor in plan.tensors]
-        layout = mask_layout(entries, plan.checkpoint.files)
+    task = _task_of(plan)
+    num_bytes = bytes_to_count(plan)
+    source = Source(plan, functools.partial(team.did_in, "count"))
+    with (
+        contextlib.closing(source),
+        resumed(
+            team,
+            task,
+            target,
+            source.files,
+            bytes_to_prepare=num_bytes,
+            take_over=take_over,
+            tell=tell,
+        ) as run,
+    ):
+        if run.texts is None:
+            with run.timing("count"):
+                if run.prepared is not None:
+                    cuts = Cuts.from_json(run.prepared)
+                    add_up(team, plan, source)
+                else:
+                    team.begin("count", num_bytes)
+                    cuts = find_cuts(team, plan, source)
+                    if any(group.recipe.is_global for group in plan.groups):
+                        team.from_leader(keep_prepared, task, run.partial.work, cuts.to_json())
+            run.write(LowestElements(plan, source, cuts))
+            run.publish(functools.partial(_complete, plan, source, cuts))
+    assert run.texts is not None  # it is published
+    return parse_report(*run.texts)
+
+
+def _task_of(plan: Plan) -> Task:
+    """The files of the result, and the units that fill them."""
+    entries = [tensor.entry for tensor in plan.tensors]
     written_last = [CARD_FILE] if plan.has_card else []
     written_last += [STATISTICS_FILE] if plan.inputs.statistics is not None else []
-    task = Task(
+    return Task(
         checkpoint=plan.checkpoint,
         digest=plan.digest,
-        tensors=[tensor.entry for tensor in plan.tensors],
+        tensors=entries,
         make_units=lambda: prune_units(plan),
-        layout=layout,
+        layout=mask_layout(entries, plan.checkpoint.files) if plan.recipe.masks else None,
         copied=plan.copied,
         written_last=written_last,
     )
-    work = _Pruning(team, plan)
-    try:
-        result, run = carry_out(team, task, work, target, take_over=take_over, tell=tell)
-        return parse_report(result, run)
-    finally:
-        work.close()
 
 
-class _Pruning:
-    """How a plan is carried out; see ``resuming.Work``."""
-
-    def __init__(self, team: Team, plan: Plan) -> None:
-        self._team = team
-        self._plan = plan
-        self._source = Source(plan, self._did_read)
-        self._is_counting = False
-        self._cuts: Cuts | None = None
-
-    @property
-    def sources(self) -> OpenFiles:
-        return self._source.files
-
-    def bytes_to_prepare(self) -> int:
-        return bytes_to_count(self._plan)
-
-    def prepare(self, partial: Partial, prepared: Any) -> None:
-        """Find where groups that are ranked together are cut; once for all runs of a plan."""
-        if prepared is not None:
-            self._cuts = Cuts.from_json(prepared)
-            self._source.divide(self._cuts.divisors)
-            add_up(self._team, self._plan, self._source)
-            return
-        self._team.begin("count", self.bytes_to_prepare())
-        self._is_counting = True
-        self._cuts = find_cuts(self._team, self._plan, self._source)
-        self._is_counting = False
-        if any(group.recipe.is_global for group in self._plan.groups):
-            self._team.from_leader(partial.finished_units.write_prepared, self._cuts.to_json())
-
-    def elements(self) -> LowestElements:
-        assert self._cuts is not None
-        return LowestElements(self._plan, self._source, self._cuts)
-
-    def complete(self, partial: Partial, run: RunFacts) -> None:
-        assert self._cuts is not None
-        report = make_report(
-            self._plan, self._source, self._cuts, partial.finished_units.records(), run
-        )
-        check_counts(report, self._plan)
-        recipe = self._plan.recipe.as_stored().to_yaml().encode()
-        card = card_of(self._plan, report)
-        others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
-        inputs = self._plan.inputs
-        if inputs.statistics is not None:
-            others[STATISTICS_FILE] = inputs.statistics.blocks()
-        if inputs.given is not None:
-            check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
-        partial.complete(recipe, report.run_json(), report.result_json(), others)
-
-    def close(self) -> None:
-        self._source.close()
-
-    def _did_read(self, num_bytes: int) -> None:
-        """Report reads: as progress, unless what is read is written too."""
-        self._team.did(num_bytes if self._is_counting else 0)
+def _complete(
+    plan: Plan,
+    source: Source,
+    cuts: Cuts,
+    partial: Partial,
+    records: Sequence[Record],
+    run: RunFacts,
+) -> None:
+    """Write the report, and what else stands beside the weights and masks."""
+    report = make_report(plan, source, cuts, records, run)
+    check_counts(report, plan)
+    card = card_of(plan, report)
+    others: dict[str, bytes | Iterable[bytes]] = {} if card is None else {CARD_FILE: card}
+    inputs = plan.inputs
+    if inputs.statistics is not None:
+        others[STATISTICS_FILE] = inputs.statistics.blocks()
+    if inputs.given is not None:
+        check_unchanged(inputs.given.checkpoint.folder, inputs.given.checkpoint.files)
+    recipe = plan.recipe.as_stored().to_yaml().encode()
+    partial.complete(recipe, report.run_json(), report.result_json(), others)
 
 
 def _facts(plan: Plan, target: Path) -> list[tuple[str, str]]:

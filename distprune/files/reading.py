@@ -10,14 +10,12 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distprune._common.blocks import Blocks
 from distprune._common.exact_sums import scale_of
 from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.hashing import draw_seed
@@ -25,7 +23,7 @@ from distprune._common.memory import Array, Runs, Scratch
 from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.statistics_file import EXPERT_LAYOUTS, StoredStatistics
 from distprune.files.disk.access import OpenFiles, read_into
-from distprune.files.planning import Plan, PlannedGroup, PlannedTensor
+from distprune.files.planning import Plan
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
 from distprune.files.tiles import Bands, TileScores
@@ -53,29 +51,126 @@ CPU = torch.device("cpu")
 _MOST_SUMS = 1 << 20  # that are added up at a time; each takes some 50 bytes until it is done
 
 
+class FileValues:
+    """The elements of a stored tensor as a source of scores: see ``selection.scores.ScoreSource``.
+
+    Args:
+        files: opens the files.
+        path: of the file.
+        entry: of the tensor.
+        did: called with the number of bytes after each read of scores.
+    """
+
+    # The files are opened and closed as they are needed, and progress is reported.
+    is_thread_safe = False
+    is_in_memory = False
+    tally = None
+
+    def __init__(
+        self, files: OpenFiles, path: str, entry: TensorEntry, did: Callable[[int], None]
+    ) -> None:
+        self._files = files
+        self._path = path
+        self._start = entry.start
+        self._did = did
+        self.dtype: torch.dtype = getattr(torch, PLAIN_FLOATS[entry.dtype].torch_name)
+        self._bits = np.dtype(f"i{self.dtype.itemsize}")
+        self._held: tuple[int, Tensor] | None = None
+
+    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
+        """The elements [start, stop).
+
+        Raises:
+            CheckpointError: the file cannot be read, or is shorter than it was.
+        """
+        if self._held is not None:
+            first, held = self._held
+            if first <= start and stop <= first + len(held):
+                return held[start - first : stop - first]
+        bits: Array = (scratch or Scratch()).array("read", stop - start, self._bits)
+        offset = self._start + start * self._bits.itemsize
+        read_into(self._files, self._path, offset, bits.data.cast("B"))
+        self._did(bits.nbytes)
+        return torch.from_numpy(bits).view(self.dtype)
+
+    def gather(self, runs: Runs) -> Tensor:
+        """The elements of some runs."""
+        bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
+        starts = runs.start + runs.numbers.numpy() * runs.length
+        offsets = (self._start + starts * self._bits.itemsize).tolist()
+        for row, offset in zip(bits, offsets, strict=True):
+            read_into(self._files, self._path, offset, row.data.cast("B"))
+        self._did(bits.nbytes)
+        return torch.from_numpy(bits.reshape(-1)).view(self.dtype)
+
+    def read_bits(self, start: int, stop: int) -> Array:
+        """The elements [start, stop) as unsigned integers, a fresh array."""
+        bits = np.empty(stop - start, dtype=f"u{self._bits.itemsize}")
+        offset = self._start + start * self._bits.itemsize
+        read_into(self._files, self._path, offset, bits.data.cast("B"))
+        return bits
+
+    @contextlib.contextmanager
+    def holding(self, start: int, stop: int) -> Iterator[Array]:
+        """:meth:`read_bits`, which :meth:`load` does not read again inside of this context."""
+        bits = self.read_bits(start, stop)
+        self._held = start, torch.from_numpy(bits.view(self._bits)).view(self.dtype)
+        try:
+            yield bits
+        finally:
+            self._held = None
+
+
 class Source:
-    """The selected tensors of a plan, and the keys that they are ranked by.
+    """The selected tensors of a plan, and the scores and keys that they are ranked by.
 
     Args:
         plan: what to prune.
         did: called with the number of bytes after each read of scores.
+
+    Attributes:
+        files: opens the files of the plan.
+        values: per tensor, its elements.
+        bands: per tensor, the bands of its tiles; None if its elements are ranked.
+        scores: per tensor, the scores of its items, before they are divided.
+        key_ranges: per tensor, the keys that it is ranked by: those of its group, if it is not
+            ranked alone.
     """
 
     def __init__(self, plan: Plan, did: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.files = OpenFiles(os.O_RDONLY)
         self._plan = plan
-        self._did = did
-        self._range_of_group: dict[int, KeyRange] = {}
-        paths = {file.name: file.path for file in plan.checkpoint.files}
-        self._values = [
-            FileValues(self.files, paths[tensor.entry.file], tensor.entry, did)
-            for tensor in plan.tensors
-        ]
         self._seed = _hash_seed(plan.recipe.seed)
         self._latest: tuple[int, str, list[list[Tensor]]] | None = None
         self._sums: dict[int, list[Tensor]] = {}  # of |w|, by position: of inputs, of outputs
-        self._raw = [self._raw_scores(position) for position in range(len(plan.tensors))]
-        self._divisors: Sequence[float | None] = ()
+        paths = {file.name: file.path for file in plan.checkpoint.files}
+        given, paths_of_given = plan.inputs.given, {}
+        if given is not None:
+            paths_of_given = {file.name: file.path for file in given.checkpoint.files}
+        self.values = [
+            FileValues(self.files, paths[tensor.entry.file], tensor.entry, did)
+            for tensor in plan.tensors
+        ]
+        self.bands: list[Bands | None] = []
+        self.scores: list[ScoreSource] = []
+        self.key_ranges: list[KeyRange] = []
+        for group in plan.groups:
+            positions = range(group.first, group.last)
+            scores: list[ScoreSource] = [*self.values[group.first : group.last]]
+            if group.recipe.score == "given":
+                assert given is not None
+                entries = [given.entries[plan.tensors[each].entry.name] for each in positions]
+                scores = [FileValues(self.files, paths_of_given[e.file], e, did) for e in entries]
+            elif group.recipe.needs_statistics:
+                scores = [self._factored(position, group.recipe.score) for position in positions]
+            bands: list[Bands | None] = [None] * len(scores)
+            if (tile := group.recipe.tile) is not None:
+                of_tiles = [Bands.of(plan.tensors[each].layout, tile) for each in positions]
+                scores = list(map(TileScores, scores, of_tiles))
+                bands = [*of_tiles]
+            self.scores += scores
+            self.bands += bands
+            self.key_ranges += _key_ranges(group.recipe, [each.dtype for each in scores])
 
     def add_up(self, team: Team) -> None:
         """Add up |w| along rows and columns, where scores are made of that. Collective.
@@ -85,8 +180,7 @@ class Source:
 
         Cost: two reads of these weights; two all-reduces of 8 bytes per input and output.
         """
-        plan = self._plan
-        positions = [p for p in range(len(plan.tensors)) if plan.recipe_of(p).score == "ria"]
+        positions = [p for p, each in enumerate(self._plan.tensors) if each.recipe.score == "ria"]
         batch: list[int] = []
         num_sums = 0
         for position in positions:
@@ -103,123 +197,59 @@ class Source:
         weights = []
         for position, share in zip(positions, team.shares(sizes), strict=True):
             matrices = self._matrices(position)
-            part = self._scored(position, self._values[position], share)
+            part = self.scored(position, share, self.values[position])
             weights.append(Summed(part, matrices.run, matrices.places, matrices.sizes))
         return weights
 
-    def divide(self, divisors: Sequence[float | None]) -> None:
-        """Rank normalised scores from now on: per tensor, what its scores are divided by."""
-        self._divisors = divisors
-        self._range_of_group.clear()
+    def scored(self, position: int, share: range, scores: ScoreSource | None = None) -> Scored:
+        """A tensor as a normalisation sees it.
 
-    def bands(self, position: int) -> Bands | None:
-        """The bands of a tensor whose tiles are ranked; None if its elements are."""
-        return bands_of(self._plan.tensors[position], self._plan.recipe_of(position))
-
-    def num_items(self, position: int) -> int:
-        """How many elements, or tiles, of a tensor are ranked."""
-        size = self._plan.recipe_of(position).group_rule.tile_size
-        return self._plan.tensors[position].entry.numel // size
-
-    def is_random(self, position: int) -> bool:
-        """Whether the keys of a tensor do not depend on what is stored."""
-        return self._plan.recipe_of(position).score == "random"
-
-    def raw_scores(self, position: int) -> ScoreSource:
-        """The scores of a tensor's items before they are divided."""
-        return self._raw[position]
-
-    def scores(self, position: int) -> ScoreSource:
-        """The scores that a tensor's items are ranked by."""
-        return self.divided(position, self._raw[position])
-
-    def scored(self, position: int, share: range) -> Scored:
-        """A tensor as a normalisation sees it; ``share``: the items that this rank counts."""
-        return self._scored(position, self._raw[position], share)
+        Args:
+            share: the items that this rank counts.
+            scores: other ones than those that it is ranked by.
+        """
+        name, keeps_nan = self._plan.tensors[position].entry.name, self._plan.recipe.nan == "keep"
+        return Scored(name, scores or self.scores[position], None, share, CPU, keeps_nan)
 
     def outlier_scores(self, position: int, share: range) -> Scored:
         """The same of the scores whose outliers OWL counts: Wanda's, whatever is ranked."""
-        return self._scored(position, self._factored(position, "wanda"), share)
-
-    def _scored(self, position: int, scores: ScoreSource, share: range) -> Scored:
-        keeps_nan = self._plan.recipe.nan == "keep"
-        name = self._plan.tensors[position].entry.name
-        return Scored(name, scores, None, share, CPU, keeps_nan)
-
-    def divided(self, position: int, raw: ScoreSource) -> ScoreSource:
-        """Raw scores of a tensor, divided as :meth:`divide` said."""
-        divisor = self._divisors[position] if position < len(self._divisors) else None
-        if divisor is None:
-            return raw
-        dtype = torch.promote_types(raw.dtype, torch.float32)
-        return ScaledScores(raw, scale_of(divisor, dtype))
-
-    def key_range(self, position: int) -> KeyRange:
-        """The keys that a tensor is ranked by: those of its group, if it is not ranked alone."""
-        if self.is_random(position):
-            return RANDOM_KEYS
-        tensor = self._plan.tensors[position]
-        group = self._plan.groups[tensor.group]
-        if not group.recipe.is_global:
-            return key_range(self.scores(position).dtype, Order.MAGNITUDE)
-        if tensor.group not in self._range_of_group:
-            dtypes = [self.scores(p).dtype for p in range(group.first, group.last)]
-            common = functools.reduce(torch.promote_types, dtypes)
-            self._range_of_group[tensor.group] = key_range(common, Order.MAGNITUDE)
-        return self._range_of_group[tensor.group]
+        return self.scored(position, share, self._factored(position, "wanda"))
 
     def part(
-        self, position: int, counted: range | None = None, scores: ScoreSource | None = None
+        self,
+        position: int,
+        divisor: float | None = None,
+        counted: range | None = None,
+        scores: ScoreSource | None = None,
     ) -> Candidates:
         """A tensor as selection sees it.
 
         Args:
+            divisor: what its scores are divided by; None: nothing.
             counted: the items that this rank counts; None: all.
-            scores: of the items, instead of :meth:`scores`.
+            scores: the same scores with a tally, if there is one.
         """
-        num_items = self.num_items(position)
-        index = IndexMap((range(num_items),), (1,), 0, dims=(0,))
+        tensor = self._plan.tensors[position]
+        whole = range(tensor.num_items)
+        index = IndexMap((whole,), (1,), 0, dims=(0,))
         keys: KeySource
-        if self.is_random(position):
-            offset = self._plan.tensors[position].offset
-            keys = RandomKeys(self._seed, offset, index, CPU)
+        if tensor.recipe.score == "random":
+            keys = RandomKeys(self._seed, tensor.offset, index, CPU)
         else:
-            keys = ScoreKeys(scores or self.scores(position), self.key_range(position))
-        counted = range(num_items) if counted is None else counted
-        return Candidates(keys, None, index, counted, num_items, num_items, CPU)
-
-    def read_bits(self, position: int, first: int, last: int) -> Array:
-        """The elements [first, last) as they are stored: unsigned integers, a fresh array."""
-        return self._values[position].read_bits(first, last)
-
-    def holding(self, position: int, first: int, bits: Array) -> AbstractContextManager[None]:
-        """Compute scores of elements that were read already without another read."""
-        return self._values[position].holding(first, bits)
-
-    def itemsize(self, position: int) -> int:
-        """Bytes of a stored element."""
-        return self._values[position].dtype.itemsize
+            scores = scores or self.scores[position]
+            if divisor is not None:
+                dtype = torch.promote_types(scores.dtype, torch.float32)
+                scores = ScaledScores(scores, scale_of(divisor, dtype))
+            keys = ScoreKeys(scores, self.key_ranges[position])
+        counted = whole if counted is None else counted
+        return Candidates(keys, None, index, counted, len(whole), len(whole), CPU)
 
     def close(self) -> None:
         self.files.close()
 
-    def _raw_scores(self, position: int) -> ScoreSource:
-        recipe, entry = self._plan.recipe_of(position), self._plan.tensors[position].entry
-        inputs = self._plan.inputs
-        scores: ScoreSource = self._values[position]
-        if recipe.score == "given":
-            assert inputs.given is not None
-            given = inputs.given.entries[entry.name]
-            paths = {file.name: file.path for file in inputs.given.checkpoint.files}
-            scores = FileValues(self.files, paths[given.file], given, self._did)
-        elif recipe.needs_statistics:
-            scores = self._factored(position, recipe.score)
-        bands = self.bands(position)
-        return scores if bands is None else TileScores(scores, bands)
-
     def _factored(self, position: int, score: str) -> ScoreSource:
         """The scores of a tensor that are made of its weights and of statistics."""
-        matrices, values = self._matrices(position), self._values[position]
+        matrices, values = self._matrices(position), self.values[position]
         dtype = torch.promote_types(values.dtype, torch.float32)
 
         def make_terms() -> list[list[Tensor]]:
@@ -236,6 +266,18 @@ class Source:
         entry, statistics = self._plan.tensors[position].entry, self._plan.inputs.statistics
         assert statistics is not None
         return _Matrices.of(statistics.of_tensor[entry.name], entry.numel)
+
+
+def _key_ranges(recipe: FileRecipe, dtypes: list[torch.dtype]) -> list[KeyRange]:
+    """The keys of scores of these dtypes, which are the tensors of a group."""
+    if recipe.score == "random":
+        return [RANDOM_KEYS] * len(dtypes)
+    if not recipe.is_global:
+        return [key_range(dtype, Order.MAGNITUDE) for dtype in dtypes]
+    common = functools.reduce(torch.promote_types, dtypes)
+    if recipe.normalize is not None:
+        common = torch.promote_types(common, torch.float32)
+    return [key_range(common, Order.MAGNITUDE)] * len(dtypes)
 
 
 def _hash_seed(seed: int | None) -> int:
@@ -321,140 +363,3 @@ class _Matrices:
     def _of_outputs(self, values: Tensor) -> Tensor:
         count, rows, columns = self.shape
         return values.reshape((count, 1, columns) if self.are_turned else (count, rows, 1))
-
-
-class FileValues:
-    """The elements of a stored tensor, which are read when they are needed.
-
-    Args:
-        files: opens the files.
-        path: of the file.
-        entry: of the tensor.
-        did: called with the number of bytes after each read.
-    """
-
-    # The files are opened and closed as they are needed, and progress is reported.
-    is_thread_safe = False
-    is_in_memory = False
-    tally = None
-
-    def __init__(
-        self, files: OpenFiles, path: str, entry: TensorEntry, did: Callable[[int], None]
-    ) -> None:
-        self._files = files
-        self._path = path
-        self._entry = entry
-        self._did = did
-        self.dtype: torch.dtype = getattr(torch, PLAIN_FLOATS[entry.dtype].torch_name)
-        self._bits = np.dtype(f"i{self.dtype.itemsize}")
-        self._held: tuple[int, Array] | None = None
-
-    def load(self, start: int, stop: int, scratch: Scratch | None = None) -> Tensor:
-        """The elements [start, stop).
-
-        Raises:
-            CheckpointError: the file cannot be read, or is shorter than it was.
-        """
-        if self._held is not None:
-            first, bits = self._held
-            if first <= start and stop <= first + len(bits):
-                return self._as_tensor(bits[start - first : stop - first])
-        bits = (scratch or Scratch()).array("read", stop - start, self._bits)
-        self._read(start, bits)
-        self._did(bits.nbytes)
-        return self._as_tensor(bits)
-
-    def gather(self, runs: Runs) -> Tensor:
-        """The elements of some runs."""
-        bits = np.empty((len(runs.numbers), runs.length), dtype=self._bits)
-        starts = runs.start + runs.numbers.numpy() * runs.length
-        offsets = (self._entry.start + starts * self._bits.itemsize).tolist()
-        for row, offset in zip(bits, offsets, strict=True):
-            read_into(self._files, self._path, offset, row.data.cast("B"))
-        self._did(bits.nbytes)
-        return self._as_tensor(bits.reshape(-1))
-
-    def read_bits(self, start: int, stop: int) -> Array:
-        """The elements [start, stop) as unsigned integers, a fresh array."""
-        bits = np.empty(stop - start, dtype=self._bits)
-        self._read(start, bits)
-        unsigned: Array = bits.view(f"u{self._bits.itemsize}")
-        return unsigned
-
-    @contextlib.contextmanager
-    def holding(self, start: int, bits: Array) -> Iterator[None]:
-        """Do not read elements again that :meth:`read_bits` has returned."""
-        self._held = start, bits.view(self._bits)
-        try:
-            yield
-        finally:
-            self._held = None
-
-    def _read(self, start: int, bits: Array) -> None:
-        offset = self._entry.start + start * self._bits.itemsize
-        read_into(self._files, self._path, offset, bits.data.cast("B"))
-
-    def _as_tensor(self, bits: Array) -> Tensor:
-        return torch.from_numpy(bits).view(self.dtype)
-
-
-def groups_of(tensor: PlannedTensor, recipe: FileRecipe) -> Blocks:
-    """The groups of a tensor that is ranked on its own; of its tiles, if the recipe has any."""
-    return recipe.group_rule.blocks(tensor.entry.numel, tensor.layout, tensor.num_pruned_per_group)
-
-
-def bands_of(tensor: PlannedTensor, recipe: FileRecipe) -> Bands | None:
-    """The bands of a tensor whose tiles are ranked; None if its elements are."""
-    if recipe.tile is None:
-        return None
-    assert tensor.layout is not None
-    return Bands.of(tensor.layout, recipe.tile)
-
-
-CHUNK = 1 << 19  # elements: the arrays of a step stay below fifty megabytes
-# A group of more items, ranked on its own, is counted in one read and cut in another.
-MAX_IN_MEMORY = 8 * CHUNK
-
-
-def bytes_to_count(plan: Plan) -> int:
-    """Bytes that are read, over all ranks, to cut the groups that are ranked together.
-
-    More if the keys around a cut do not fit into memory, or the limits of many tensors hold them.
-    """
-    together = sum(_together(plan, group) for group in plan.groups if group.recipe.is_global)
-    return together + bytes_to_add_up(plan)
-
-
-def bytes_to_add_up(plan: Plan) -> int:
-    """Bytes that are read because scores are made of sums along rows and columns."""
-    of_ria = [tensor for p, tensor in enumerate(plan.tensors) if plan.recipe_of(p).score == "ria"]
-    return 2 * sum(tensor.entry.nbytes for tensor in of_ria)
-
-
-def bytes_to_count_alone(plan: Plan) -> int:
-    """Bytes that are read once more because tensors are too large to be ranked in memory."""
-    return sum(
-        tensor.entry.nbytes
-        for group in plan.groups
-        for tensor in plan.tensors[group.first : group.last]
-        if group.recipe.scope == "layer"
-        and group.recipe.score != "random"
-        and tensor.num_groups == 1
-        and tensor.entry.numel // group.recipe.group_rule.tile_size > MAX_IN_MEMORY
-    )
-
-
-def _together(plan: Plan, group: PlannedGroup) -> int:
-    recipe = group.recipe
-    if recipe.score == "random":
-        return 0
-    entries = [tensor.entry for tensor in plan.tensors[group.first : group.last]]
-    if recipe.score == "given" and plan.inputs.given is not None:
-        entries = [plan.inputs.given.entries[entry.name] for entry in entries]
-    num_bytes = sum(entry.nbytes for entry in entries)
-    of_outliers = 3 * num_bytes if recipe.budget == "owl" else 0
-    is_wide = recipe.needs_statistics or recipe.tile is not None
-    if not is_wide and all(PLAIN_FLOATS[entry.dtype].num_bytes == 2 for entry in entries):
-        return num_bytes + of_outliers  # a tally answers everything else
-    is_counted = (group.has_limits and recipe.budget is None) or recipe.budget == "lamp"
-    return num_bytes * (1 + 2 * (recipe.normalize is not None) + is_counted) + of_outliers

@@ -1,4 +1,4 @@
-"""Carrying out a task in units, on any number of ranks; an interrupted run can be resumed.
+"""Make a result in units, on any number of ranks; an interrupted run can be resumed.
 
 [Note: resume] Units depend on the task alone. A finished unit is recorded in a journal with its
 checksum, once its bytes are on the disk. A resumed run compares all recorded units with the disk,
@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,192 +22,207 @@ from distprune._common.attempts import attempt, error_of
 from distprune._common.memory import peak_rss_bytes
 from distprune.files.disk.access import OpenFiles, copy_range
 from distprune.files.errors import FilesError, NaNError, RanksError, SelectionError
-from distprune.files.journals import Journal, Rechecker
+from distprune.files.journals import Journal, all_records, recheck
 from distprune.files.partial import Partial
-from distprune.files.reports.report import RunFacts
+from distprune.files.reports.report import Record, RunFacts
 from distprune.files.rewriting import FileSink, Pieces, Rewriter
 from distprune.files.team import Team
 from distprune.files.text import format_size
 from distprune.files.units import CopyUnit, Task, units_by_rank
 
-
-class Work(Protocol):
-    """How a task is carried out. Every rank calls the same methods in the same order."""
-
-    @property
-    def sources(self) -> OpenFiles:
-        """Files of the source."""
-        ...
-
-    def bytes_to_prepare(self) -> int:
-        """Bytes that :meth:`prepare` will read if nothing was prepared; for the progress."""
-        ...
-
-    def prepare(self, partial: Partial, prepared: Any) -> None:
-        """Compute what all units need; ``prepared`` is the value of an earlier run, or None."""
-        ...
-
-    def elements(self) -> Pieces:
-        """Which elements of the task's tensors are pruned."""
-        ...
-
-    def complete(self, partial: Partial, run: RunFacts) -> None:
-        """Write the report; called on the leader alone."""
-        ...
+# Writes the small files of a result, by the records of all units.
+Complete = Callable[[Partial, Sequence[Record], RunFacts], None]
 
 
-def carry_out(
+@contextlib.contextmanager
+def resumed(
     team: Team,
     task: Task,
-    work: Work,
     destination: Path,
+    sources: OpenFiles,
     *,
+    bytes_to_prepare: int = 0,
     take_over: bool = False,
     tell: Callable[[str], None] | None = None,
-) -> list[str]:
-    """Make a result, or resume an unfinished one.
+) -> Iterator[Run]:
+    """Start to make a result, or go on where an earlier run was stopped. Collective.
 
     Args:
         team: the ranks that share the work.
         task: to carry out.
-        work: how to carry it out.
         destination: absolute.
+        sources: opens the files of the source.
+        bytes_to_prepare: that are read before the first unit is written.
         take_over: see ``Lock.acquire``.
         tell: called with sentences for the user.
 
-    Returns:
-        The texts of the report and of its run.
+    Yields:
+        The run. Its result appears by :meth:`Run.publish`; if that is not reached, the finished
+        units stay for the next run.
 
     Raises:
         FilesError: of any kind, on every rank; its text says what is left on the disk.
     """
-    return _Run(team, task, work, destination, tell or (lambda text: None)).run(take_over)
+    run = Run(team, task, destination, sources, tell or (lambda text: None))
+    try:
+        run.start(bytes_to_prepare, take_over)
+        yield run
+    except FilesError as error:
+        run.clear_up(error)
+        raise
+    finally:
+        run.partial.lock.release()
 
 
-class _Run:
-    """One call of :func:`carry_out`."""
+class Run:
+    """A result while it is made; see :func:`resumed`.
+
+    Attributes:
+        partial: its folder. Only the leader uses it.
+        texts: of the report and of its run, once the result is complete.
+        prepared: what an earlier run kept for all units; None if there is nothing.
+    """
 
     def __init__(
         self,
         team: Team,
         task: Task,
-        work: Work,
         destination: Path,
+        sources: OpenFiles,
         tell: Callable[[str], None],
     ) -> None:
+        self.partial = Partial(task, destination)
+        self.texts: list[str] | None = None
+        self.prepared: Any = None
         self._team = team
         self._task = task
-        self._work = work
-        self._destination = destination
+        self._sources = sources
         self._tell = tell
-        self._partial = Partial(task, destination)
+        self._number = 0  # of this run, among those that have a journal
+        self._finished: set[int] = set()  # numbers of units
         self._seconds: dict[str, float] = {}
 
-    def run(self, take_over: bool) -> list[str]:
-        try:
-            state = self._team.from_leader(self._partial.start, take_over)
-            finished: list[str] | None = state["finished"]
-            if finished is not None:
-                self._tell(
-                    f"{self._destination} is finished: this command made it before. Nothing was "
-                    "changed."
-                )
-                return finished
-            self._do(state)
-            return self._team.from_leader(self._partial.publish)
-        except FilesError as error:
-            self._clear_up(error)
-            raise
-        finally:
-            self._partial.lock.release()
-
-    def _do(self, state: dict[str, Any]) -> None:
-        """Everything before the rename."""
+    def start(self, bytes_to_prepare: int, take_over: bool) -> None:
+        """Find what earlier runs have finished, and whether it is still as they wrote it."""
+        team, task = self._team, self._task
+        state = team.from_leader(self.partial.start, take_over)
+        self.texts = state["finished"]
+        if self.texts is not None:
+            self._tell(
+                f"{self.partial.destination} is finished: this command made it before. Nothing was "
+                "changed."
+            )
+            return
+        self.prepared, self._number = state["prepared"], state["run"]
         checksums: dict[int, dict[str, int]] = dict(state["units"])
-        num_recorded = sum(self._task.units[number].num_bytes for number in checksums)
+        num_recorded = sum(task.units[number].num_bytes for number in checksums)
         if checksums:
-            self._team.expect("check", num_recorded)
-        if state["prepared"] is None:
-            self._team.expect("count", self._work.bytes_to_prepare())
-        self._team.expect("write", self._task.num_bytes, num_recorded)
-        finished: set[int] = set()
-        if checksums or state["num_lost"]:
-            with self._timing("check"):
-                finished = self._recheck(checksums, num_recorded)
-            self._tell_resuming(finished, len(checksums) - len(finished) + state["num_lost"])
-        with self._timing("count"):
-            self._work.prepare(self._partial, state["prepared"])
-        with self._timing("write"):
-            self._write(finished, state["run"])
+            team.expect("check", num_recorded)
+        if self.prepared is None:
+            team.expect("count", bytes_to_prepare)
+        team.expect("write", task.num_bytes, num_recorded)
+        if not checksums and not state["num_lost"]:
+            return
+        with self.timing("check"):
+            self._finished = self._recheck(checksums, num_recorded)
+        num_bytes = sum(task.units[number].num_bytes for number in self._finished)
+        self._tell(
+            f"Resuming: {format_size(num_bytes)} of {format_size(task.num_bytes)} are finished."
+        )
+        num_damaged = len(checksums) - len(self._finished) + state["num_lost"]
+        if num_damaged:
+            parts = "finished part is" if num_damaged == 1 else "finished parts are"
+            self._tell(f"{num_damaged} {parts} missing or damaged and will be written again.")
+
+    def write(self, pieces: Pieces) -> None:
+        """Do the units that are missing. Collective.
+
+        Args:
+            pieces: which elements of the task's tensors are pruned.
+        """
+        team, task = self._team, self._task
+        missing = [(i, unit) for i, unit in enumerate(task.units) if i not in self._finished]
+        mine = units_by_rank(missing, team.size)[team.index]
+        sink = FileSink(self.partial.folder, task.tensors, task.layout)
+        journal = Journal(self.partial.work, task.digest, self._number, team.index, sink.outputs)
+        num_missing = sum(unit.num_bytes for _, unit in missing)
+        with self.timing("write"), contextlib.closing(sink.outputs):
+            try:
+                team.begin("write", task.num_bytes, task.num_bytes - num_missing)
+                team.work(self._steps(mine, Rewriter(pieces, sink), sink.outputs, journal))
+            finally:
+                # Record the finished units, whatever stopped the others; that error comes first.
+                error = error_of(attempt(journal.flush))
+            team.check(error)
+
+    def publish(self, complete: Complete) -> None:
+        """Let the leader write the last files, and rename the folder. Collective."""
         peaks = torch.zeros(self._team.size, dtype=torch.int64)
         peaks[self._team.index] = peak_rss_bytes()
-        run = RunFacts(
+        facts = RunFacts(
             num_ranks=self._team.size,
             seconds=self._seconds,
             peak_rss_bytes=self._team.sum(peaks).tolist(),
             num_bytes=self._task.num_bytes,
             versions=versions(),
         )
-        self._team.from_leader(self._work.complete, self._partial, run)
+        self._team.from_leader(self._complete, complete, facts)
+        self.texts = self._team.from_leader(self.partial.publish)
+
+    def _complete(self, complete: Complete, facts: RunFacts) -> None:
+        complete(self.partial, all_records(self._task, self.partial.work), facts)
+
+    @contextlib.contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Measure a phase, for the report."""
+        began = time.monotonic()
+        yield
+        self._seconds[phase] = round(time.monotonic() - began, 3)
+
+    def clear_up(self, error: FilesError) -> None:
+        """Remove what no run can use, and add to the error what is left."""
+        is_lost = isinstance(error, RanksError)
+        if not is_lost:  # wait until every rank has closed its files
+            with contextlib.suppress(RanksError):
+                self._team.check(None)
+        if not self._team.is_leader:
+            if is_lost and self.partial.folder.is_dir():
+                error.say_more(self.partial.left())
+            return
+        if not self.partial.is_open:
+            return
+        if isinstance(error, (NaNError, SelectionError)):  # the same task would fail again
+            self.partial.discard()
+        elif not is_lost:
+            self.partial.discard(only_if_empty=True)
+        error.say_more(self.partial.left())
 
     def _recheck(self, checksums: dict[int, dict[str, int]], num_bytes: int) -> set[int]:
         """The recorded units whose bytes are on the disk; the same on every rank."""
         numbered = [(number, self._task.units[number]) for number in checksums]
         mine = units_by_rank(numbered, self._team.size)[self._team.index]
-        checker = Rechecker(self._task, self._partial.folder, self._work.sources)
-        try:
-            steps = checker.steps([(number, checksums[number]) for number in mine])
-            self._team.begin("check", num_bytes)
-            self._team.work(steps)
-        finally:
-            checker.close()
+        recorded = [(number, checksums[number]) for number in mine]
+        found: list[int] = []
+        self._team.begin("check", num_bytes)
+        self._team.work(recheck(self._task, self.partial.folder, self._sources, recorded, found))
         damaged = torch.zeros(len(self._task.units), dtype=torch.int64)
-        damaged[checker.damaged] = 1
+        damaged[found] = 1
         damaged = self._team.sum(damaged)
         return {number for number in checksums if not damaged[number]}
 
-    def _tell_resuming(self, finished: set[int], num_damaged: int) -> None:
-        num_bytes = sum(self._task.units[number].num_bytes for number in finished)
-        self._tell(
-            f"Resuming: {format_size(num_bytes)} of {format_size(self._task.num_bytes)} are "
-            "finished."
-        )
-        if num_damaged:
-            parts = "finished part is" if num_damaged == 1 else "finished parts are"
-            self._tell(f"{num_damaged} {parts} missing or damaged and will be written again.")
-
-    def _write(self, finished: set[int], run: int) -> None:
-        missing = [(i, unit) for i, unit in enumerate(self._task.units) if i not in finished]
-        mine = units_by_rank(missing, self._team.size)[self._team.index]
-        sink = FileSink(self._partial.folder, self._task.tensors, self._task.layout)
-        journal = Journal(
-            self._partial.work, self._task.digest, run, self._team.index, sink.outputs
-        )
-        total = self._task.num_bytes
-        num_finished = total - sum(unit.num_bytes for _, unit in missing)
-        try:
-            try:
-                self._team.begin("write", total, num_finished)
-                self._team.work(self._steps(mine, sink, journal))
-            finally:
-                # Record the finished units, whatever stopped the others; that error comes first.
-                error = error_of(attempt(journal.flush))
-            self._team.check(error)
-        finally:
-            sink.outputs.close()
-
-    def _steps(self, mine: list[int], sink: FileSink, journal: Journal) -> Iterator[int]:
-        folder, outputs = self._partial.folder, sink.outputs
-        rewriter = Rewriter(self._work.elements(), sink)
+    def _steps(
+        self, mine: list[int], rewriter: Rewriter, outputs: OpenFiles, journal: Journal
+    ) -> Iterator[int]:
+        folder = self.partial.folder
         for number in mine:
-            self._partial.lock.check()
+            self.partial.lock.check()
             unit = self._task.units[number]
             outputs.take_checksums()
             record: dict[str, Any] = {"unit": number}
             if isinstance(unit, CopyUnit):
                 output = str(folder / unit.name)
                 yield from copy_range(
-                    self._work.sources, unit.path, outputs, output, unit.start, unit.stop
+                    self._sources, unit.path, outputs, output, unit.start, unit.stop
                 )
             else:
                 yield from rewriter.rewrite(unit)
@@ -217,30 +232,6 @@ class _Run:
                     for path, checksum in outputs.take_checksums().items()
                 }
             journal.add(record, unit.num_bytes)
-
-    def _clear_up(self, error: FilesError) -> None:
-        """Remove what no run can use, and add to the error what is left."""
-        is_lost = isinstance(error, RanksError)
-        if not is_lost:  # wait until every rank has closed its files
-            with contextlib.suppress(RanksError):
-                self._team.check(None)
-        if not self._team.is_leader:
-            if is_lost and self._partial.folder.is_dir():
-                error.say_more(self._partial.left())
-            return
-        if not self._partial.is_open:
-            return
-        if isinstance(error, (NaNError, SelectionError)):  # the same task would fail again
-            self._partial.discard()
-        elif not is_lost:
-            self._partial.discard(only_if_empty=True)
-        error.say_more(self._partial.left())
-
-    @contextlib.contextmanager
-    def _timing(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._seconds[phase] = round(time.monotonic() - began, 3)
 
 
 def versions() -> dict[str, str]:

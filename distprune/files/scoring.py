@@ -8,20 +8,17 @@ headers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distprune._common.blocks import Layout
 from distprune.files.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.errors import SelectionError, headline
+from distprune.files.errors import SelectionError, headline, shown
 from distprune.files.recipe import FileRecipe
 
 if TYPE_CHECKING:  # numpy comes with it
     from distprune.files.matching import TensorStatistics
-
-# Group by group of the recipe, its tensors, each with the place of its inputs if that is known.
-ScoredGroups = Sequence[tuple[FileRecipe, Sequence[tuple[TensorEntry, Layout | None]]]]
 
 
 @dataclass(frozen=True)
@@ -60,12 +57,16 @@ class ScoreInputs:
         return replace(self, given=self.given.with_times(facts.get("scores")))
 
 
-def find_inputs(recipe: FileRecipe, groups: ScoredGroups, names: Collection[str]) -> ScoreInputs:
+def find_inputs(
+    recipe: FileRecipe,
+    tensors: Sequence[tuple[FileRecipe, TensorEntry, Layout | None]],
+    names: Collection[str],
+) -> ScoreInputs:
     """Find what the scores of some tensors are made from.
 
     Args:
         recipe: the whole of it.
-        groups: of the recipe.
+        tensors: each with the recipe of its group, and the place of its inputs if that is known.
         names: of all tensors of the checkpoint.
 
     Raises:
@@ -75,47 +76,27 @@ def find_inputs(recipe: FileRecipe, groups: ScoredGroups, names: Collection[str]
 
     Cost: a read of the statistics; headers of the scores.
     """
-    measured, given = _Wanted(), _Wanted()
-    for part, tensors in groups:
-        if part.reads_statistics:
-            need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
-            measured.add(need, tensors)
-        if part.score == "given":
-            given.add("score given", tensors)
     statistics = scores = None
-    if measured.needs:
+    if measured := [(entry, layout) for part, entry, layout in tensors if part.reads_statistics]:
         if recipe.statistics is None:
+            part = next(part for part, _, _ in tensors if part.reads_statistics)
+            need = f"score {part.score}" if part.needs_statistics else f"budget {part.budget}"
             raise SelectionError(
-                f"{measured.needs[0]} needs statistics of activations; expected "
-                "--statistics FILE, or 'statistics' in the recipe: the file that `distprune "
-                "calibrate` or ActivationStatistics.save writes."
+                f"{need} needs statistics of activations; expected --statistics FILE, or "
+                "'statistics' in the recipe: the file that `distprune calibrate` or "
+                "ActivationStatistics.save writes."
             )
         from distprune.files.matching import match_statistics
 
-        statistics = match_statistics(recipe.statistics, measured.tensors, names)
-    if given.needs:
+        statistics = match_statistics(recipe.statistics, measured, names)
+    if given := [entry for part, entry, _ in tensors if part.score == "given"]:
         if recipe.scores is None:
             raise SelectionError(
                 "score given needs scores; expected --scores FOLDER, or 'scores' in the recipe: "
                 "safetensors files with a tensor of the same name and shape for each pruned one."
             )
-        scores = find_scores(recipe.scores, [entry for entry, _ in given.tensors])
+        scores = find_scores(recipe.scores, given)
     return ScoreInputs(statistics, scores)
-
-
-@dataclass
-class _Wanted:
-    """Tensors that need inputs of one kind."""
-
-    needs: list[str] = field(default_factory=list)
-    tensors: list[tuple[TensorEntry, Layout | None]] = field(default_factory=list)
-
-    def add(self, need: str, tensors: Sequence[tuple[TensorEntry, Layout | None]]) -> None:
-        self.needs.append(need)
-        self.tensors += tensors
-
-
-_MAX_PROBLEMS = 12
 
 
 @dataclass(frozen=True)
@@ -184,8 +165,5 @@ def find_scores(path: str, tensors: Sequence[TensorEntry]) -> GivenScores:
                 f"{', '.join(PLAIN_FLOATS)}."
             )
     if problems:
-        num_more = len(problems) - _MAX_PROBLEMS
-        shown = problems[:_MAX_PROBLEMS]
-        shown += [f"{num_more} more tensors."] if num_more > 0 else []
-        raise SelectionError(headline(f"the scores in {path}", problems), shown)
+        raise SelectionError(headline(f"the scores in {path}", problems), shown(problems))
     return GivenScores(checkpoint, {tensor.name: found[tensor.name] for tensor in tensors})

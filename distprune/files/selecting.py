@@ -17,7 +17,7 @@ from distprune._common.float_formats import PLAIN_FLOATS
 from distprune._common.selecting import ADAPTER, reason_of_shape, reason_to_keep
 from distprune.files.checkpoints.checkpoint import Checkpoint
 from distprune.files.checkpoints.header import TensorEntry
-from distprune.files.errors import SelectionError, headline
+from distprune.files.errors import MAX_PROBLEMS, SelectionError, headline, shown
 from distprune.files.layouts import Layouts, UnknownLayout, matched
 from distprune.files.recipe import FileRecipe
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # torch comes with it
     from distprune.budgets.base import Division
 
 _ADAPTER_CONFIG = "adapter_config.json"
-_MAX_PROBLEMS = 12
 # Elements between neighbours along the inputs: a pass has a counter for each.
 _MAX_STRIDE = 1 << 22
 
@@ -46,48 +45,78 @@ class Verdict:
     reason: str
 
 
-def select_tensors(checkpoint: Checkpoint, recipe: FileRecipe) -> list[Verdict]:
-    """Decide for every tensor whether it is pruned, in the order of the checkpoint.
+@dataclass(frozen=True)
+class Selection:
+    """Which tensors of a checkpoint are pruned, and in which group of the recipe.
+
+    Attributes:
+        verdicts: of every tensor, in the order of the checkpoint.
+        groups: per group of the recipe, its tensors in that order; one group if the recipe has
+            none.
+        warnings: sentences on what is no error, but probably not meant.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    groups: tuple[list[TensorEntry], ...]
+    warnings: tuple[str, ...]
+
+
+def select_tensors(checkpoint: Checkpoint, recipe: FileRecipe) -> Selection:
+    """Decide for every tensor whether it is pruned, and in which group.
 
     Raises:
-        SelectionError: with every problem: an ``include``, an ``also`` or an ``input_dims`` that
-            matches nothing, a selected tensor that is no plain float or does not fit the pattern,
-            inputs along an unknown dimension, tied weights stored twice, an adapter that the recipe
-            does not name, nothing selected. An ``exclude`` that matches nothing is no error; see
-            :func:`warnings_of`.
+        SelectionError: with every problem of every group: an ``include``, an ``also`` or an
+            ``input_dims`` that matches nothing, a selected tensor that is no plain float or does
+            not fit the pattern, inputs along an unknown dimension, tied weights stored twice, an
+            adapter that the recipe does not name, nothing selected; or tensors that are in two
+            groups. An ``exclude`` that matches nothing is a warning.
     """
+    subject = f"the selection in {checkpoint.folder}"
+    problems: list[str] = []
+    warnings: list[str] = []
+    by_group = []
+    for number, part in enumerate(recipe.parts):
+        where = f"groups[{number}]: " if recipe.groups else ""
+        verdicts, own_problems, own_warnings = _select(checkpoint, part)
+        by_group.append(verdicts)
+        problems += [where + problem for problem in own_problems]
+        warnings += [where + warning for warning in own_warnings]
+    if problems:
+        raise SelectionError(headline(subject, problems), problems)
+    groups = tuple([v.entry for v in verdicts if v.is_pruned] for verdicts in by_group)
+    if not recipe.groups:
+        return Selection(tuple(by_group[0]), groups, tuple(warnings))
+    merged = [_merged(of_tensor, problems) for of_tensor in zip(*by_group, strict=True)]
+    if problems:
+        details = shown(problems, "more tensors are in two groups.")
+        raise SelectionError(headline(subject, problems), details)
+    return Selection(tuple(merged), groups, tuple(warnings))
+
+
+def _merged(verdicts: Sequence[Verdict], problems: list[str]) -> Verdict:
+    """The verdict on a tensor from those of all groups; a problem if it is in two."""
+    entry = verdicts[0].entry
+    numbers = [number for number, verdict in enumerate(verdicts) if verdict.is_pruned]
+    if len(numbers) > 1:
+        where = " and ".join(f"groups[{number}]" for number in numbers)
+        problems.append(
+            f"tensor {entry.name} is in {where}; expected every tensor in one group at most, as "
+            "each has a budget of its own. Exclude it from the others."
+        )
+    if numbers:
+        return Verdict(entry, True, "")
+    reasons = {verdict.reason for verdict in verdicts}
+    common = reasons.pop() if len(reasons) == 1 else ""
+    return Verdict(entry, False, common if common not in ("", "not included") else "in no group")
+
+
+def _select(
+    checkpoint: Checkpoint, recipe: FileRecipe
+) -> tuple[list[Verdict], list[str], list[str]]:
+    """Verdicts on all tensors by a recipe without groups; problems, and warnings."""
+    names = [entry.name for entry in checkpoint.tensors]
     problems: list[str] = []
     unmatched: list[str] = []
-    verdicts = _verdicts(checkpoint, recipe, problems, unmatched)
-    selected = [verdict.entry for verdict in verdicts if verdict.is_pruned]
-    problems += _adapter_problems(checkpoint, recipe, verdicts)
-    bad = _entry_problems(checkpoint, selected, recipe)
-    problems += bad[:_MAX_PROBLEMS]
-    if len(bad) > _MAX_PROBLEMS:
-        problems.append(f"{len(bad) - _MAX_PROBLEMS} more tensors have the same problems.")
-    problems += _tied_problems(checkpoint, selected)
-    if not selected and not problems:
-        reasons = sorted({verdict.reason for verdict in verdicts})
-        problems.append(
-            f"nothing is selected: the {len(verdicts)} tensors are left out as "
-            f"{'; '.join(reasons)}."
-        )
-    if problems:
-        problems += unmatched  # no error by itself, but perhaps the cause of one
-        raise SelectionError(headline(f"the selection in {checkpoint.folder}", problems), problems)
-    return verdicts
-
-
-def _verdicts(
-    checkpoint: Checkpoint, recipe: FileRecipe, problems: list[str], unmatched: list[str]
-) -> list[Verdict]:
-    """Apply the patterns and the default selection.
-
-    Args:
-        problems: gets the patterns of ``include`` and ``also`` that match nothing.
-        unmatched: gets those of ``exclude``.
-    """
-    names = [entry.name for entry in checkpoint.tensors]
     included = matched("include", recipe.include or (), names, problems)
     also = matched("also", recipe.also, names, problems)
     excluded = matched("exclude", recipe.exclude, names, unmatched)
@@ -103,28 +132,25 @@ def _verdicts(
             if not reason and not is_named:
                 reason = reason_to_keep(entry.name, entry.shape, entry.dtype)
         verdicts.append(Verdict(entry, not reason, reason))
-    return verdicts
-
-
-def warnings_of(
-    checkpoint: Checkpoint, recipe: FileRecipe, verdicts: Sequence[Verdict]
-) -> tuple[str, ...]:
-    """Sentences on what is no error in a selection, but probably not meant.
-
-    Args:
-        checkpoint, recipe: as for :func:`select_tensors`.
-        verdicts: that it returned.
-    """
-    names = [entry.name for entry in checkpoint.tensors]
-    warnings: list[str] = []
-    matched("exclude", recipe.exclude, names, warnings)
-    also = matched("also", recipe.also, names, [])
+    selected = [verdict.entry for verdict in verdicts if verdict.is_pruned]
+    problems += _adapter_problems(checkpoint, recipe, verdicts)
+    bad = _entry_problems(checkpoint, selected, recipe)
+    problems += shown(bad, "more tensors have the same problems.")
+    problems += _tied_problems(checkpoint, selected)
+    if not selected and not problems:
+        reasons = sorted({verdict.reason for verdict in verdicts})
+        problems.append(
+            f"nothing is selected: the {len(verdicts)} tensors are left out as "
+            f"{'; '.join(reasons)}."
+        )
+    if problems:  # what is no error by itself may be the cause of one
+        return verdicts, [*problems, *unmatched], []
     left_out = [
         f"also: {verdict.entry.name} is left alone all the same: {verdict.reason}."
         for verdict in verdicts
         if verdict.entry.name in also and verdict.reason not in ("", "excluded")
     ]
-    return (*warnings, *left_out[:_MAX_PROBLEMS])
+    return verdicts, [], [*unmatched, *left_out[:MAX_PROBLEMS]]
 
 
 def _entry_problems(
@@ -136,6 +162,7 @@ def _entry_problems(
         layouts = Layouts(checkpoint, recipe.input_dims)
     except SelectionError as error:
         return [error.headline, *error.problems]
+    needs_input_dim = recipe.needs_input_dim
     for entry in selected:
         if entry.dtype not in PLAIN_FLOATS:
             problem = (
@@ -143,7 +170,7 @@ def _entry_problems(
                 f"{', '.join(PLAIN_FLOATS)}. Dequantise the checkpoint, or exclude the tensor."
             )
             problems[problem] = None
-        elif recipe.needs_input_dim:
+        elif needs_input_dim:
             try:
                 layout = layouts.of(entry)
             except UnknownLayout as error:
@@ -220,87 +247,6 @@ def _tied_problems(checkpoint: Checkpoint, selected: Iterable[TensorEntry]) -> l
             f"stored, and a model loads one of them for both. Exclude {names_of_both}."
         ]
     return []
-
-
-@dataclass(frozen=True)
-class GroupedSelection:
-    """Which tensors of a checkpoint are pruned, and in which group.
-
-    Attributes:
-        verdicts: of every tensor, in the order of the checkpoint.
-        groups: per group of the recipe, its tensors in that order; one group if the recipe has
-            none.
-        warnings: see :func:`warnings_of`.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    groups: tuple[list[TensorEntry], ...]
-    warnings: tuple[str, ...]
-
-
-def select_groups(checkpoint: Checkpoint, recipe: FileRecipe) -> GroupedSelection:
-    """Decide for every tensor whether it is pruned, and in which group.
-
-    Raises:
-        SelectionError: with every problem: those of :func:`select_tensors` for each group, and
-            tensors that are in two groups.
-    """
-    if not recipe.groups:
-        verdicts = select_tensors(checkpoint, recipe)
-        entries = [verdict.entry for verdict in verdicts if verdict.is_pruned]
-        warnings = warnings_of(checkpoint, recipe, verdicts)
-        return GroupedSelection(tuple(verdicts), (entries,), warnings)
-    by_group, all_warnings = _select_each(checkpoint, recipe.groups)
-    merged: list[Verdict] = []
-    shared: list[str] = []
-    groups: tuple[list[TensorEntry], ...] = tuple([] for _ in by_group)
-    for verdicts_of_tensor in zip(*by_group, strict=True):
-        verdict, numbers = _merged(verdicts_of_tensor)
-        merged.append(verdict)
-        for number in numbers:
-            groups[number].append(verdict.entry)
-        if len(numbers) > 1:
-            where = " and ".join(f"groups[{number}]" for number in numbers)
-            shared.append(
-                f"tensor {verdict.entry.name} is in {where}; expected every tensor in one group at "
-                "most, as each has a budget of its own. Exclude it from the others."
-            )
-    if shared:
-        num_more = len(shared) - _MAX_PROBLEMS
-        problems = shared[:_MAX_PROBLEMS]
-        problems += [f"{num_more} more tensors are in two groups."] if num_more > 0 else []
-        raise SelectionError(headline(f"the selection in {checkpoint.folder}", shared), problems)
-    return GroupedSelection(tuple(merged), groups, tuple(all_warnings))
-
-
-def _select_each(
-    checkpoint: Checkpoint, recipes: Sequence[FileRecipe]
-) -> tuple[list[list[Verdict]], list[str]]:
-    """The verdicts of every group, and warnings; raises SelectionError with all problems."""
-    problems: list[str] = []
-    warnings: list[str] = []
-    by_group = []
-    for number, recipe in enumerate(recipes):
-        try:
-            verdicts = select_tensors(checkpoint, recipe)
-        except SelectionError as error:
-            problems += [f"groups[{number}]: {problem}" for problem in error.problems]
-            continue
-        by_group.append(verdicts)
-        group_warnings = warnings_of(checkpoint, recipe, verdicts)
-        warnings += [f"groups[{number}]: {warning}" for warning in group_warnings]
-    if problems:
-        raise SelectionError(headline(f"the selection in {checkpoint.folder}", problems), problems)
-    return by_group, warnings
-
-
-def _merged(verdicts: Sequence[Verdict]) -> tuple[Verdict, list[int]]:
-    """The verdict on a tensor from those of all groups, and the groups that prune it."""
-    numbers = [number for number, verdict in enumerate(verdicts) if verdict.is_pruned]
-    reasons = {verdict.reason for verdict in verdicts}
-    common = reasons.pop() if len(reasons) == 1 else ""
-    reason = common if common not in ("", "not included") else "in no group"
-    return Verdict(verdicts[0].entry, bool(numbers), "" if numbers else reason), numbers
 
 
 def limits_of(

@@ -8,43 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from distprune._common.attempts import Failed, attempt, error_of
 from distprune._common.collectives import Communicator, Op
-from distprune.files.errors import (
-    CheckpointError,
-    FilesError,
-    Interrupted,
-    MachineError,
-    NaNError,
-    OutputError,
-    RanksError,
-    SelectionError,
-    TextError,
-    explained,
-)
+from distprune.files import errors
+from distprune.files.errors import FilesError, Interrupted, RanksError, explained
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        FilesError,
-        Interrupted,
-        MachineError,
-        NaNError,
-        OutputError,
-        RanksError,
-        SelectionError,
-        TextError,
-    )
-}
 # A rank works so long before it communicates; then it also notices a lost rank.
 _ROUND_SECONDS = 0.5
 
@@ -113,6 +88,11 @@ class Team:
         communicator: of all ranks.
         progress: called about twice a second, on this rank.
         stop: called often; if it returns True on any rank, all of them stop.
+
+    Attributes:
+        size: how many ranks there are.
+        index: this rank's place among them.
+        is_leader: whether this is rank 0, which alone changes folders.
     """
 
     def __init__(
@@ -123,6 +103,7 @@ class Team:
     ) -> None:
         self.size = communicator.size
         self.index = communicator.index
+        self.is_leader = self.index == 0
         self._communicator = communicator
         self._progress = progress
         self._stop = stop or (lambda: False)
@@ -135,11 +116,6 @@ class Team:
         self._until: float | None = None  # when to communicate next; None: not at work
         self._error_of_progress: BaseException | None = None
 
-    @property
-    def is_leader(self) -> bool:
-        """Whether this is rank 0, which alone changes folders."""
-        return self.index == 0
-
     def shares(self, sizes: Sequence[int]) -> Iterator[range]:
         """What this rank counts of some tensors: one run of all elements, so that reads go on."""
         total, offset = sum(sizes), 0
@@ -151,21 +127,18 @@ class Team:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, int64."""
-        with _noticing_lost_ranks():
-            return self._communicator.sum(values)
+        return values if self.size == 1 else _unless_lost(self._communicator.sum, values)
 
     def max(self, values: Tensor) -> Tensor:
         """The elementwise maximum over all ranks, int64."""
-        with _noticing_lost_ranks():
-            return self._communicator.max(values)
+        return values if self.size == 1 else _unless_lost(self._communicator.max, values)
 
     def compare(self, facts: Sequence[tuple[str, str]]) -> None:
         """Raise RanksError on every rank if the ranks differ in a fact; names the fact."""
-        with _noticing_lost_ranks():
-            try:
-                self._communicator.agree(facts)
-            except ValueError as error:
-                raise RanksError(str(error)) from error
+        try:
+            _unless_lost(self._communicator.agree, facts)
+        except ValueError as error:
+            raise RanksError(str(error)) from error
 
     def check(self, error: BaseException | None) -> None:
         """Raise the error of the first rank that has one, on every rank."""
@@ -174,31 +147,39 @@ class Team:
                 raise error
             return
         text = "" if error is None else _packed(error, self.index)
-        with _noticing_lost_ranks():
-            texts, _ = self._communicator.distinct_texts(text)
+        texts, _ = _unless_lost(self._communicator.distinct_texts, text)
         failures = [text for text in texts if text]
         if failures:
             raise _unpacked(failures[0]) from error
 
     def attempt(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on every rank; if it raises on one, all ranks raise its error."""
-        outcome = attempt(function, *args, **kwargs)
-        self.check(error_of(outcome))
-        assert not isinstance(outcome, Failed)  # check has raised
-        return outcome
+        error: BaseException | None = None
+        try:
+            result = function(*args, **kwargs)
+        except Exception as caught:  # of any type: every rank is to raise it
+            error = caught
+        self.check(error)
+        return result
 
     def from_leader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on the leader; every rank returns its result, which must be JSON."""
-        result = attempt(function, *args, **kwargs) if self.is_leader else None
-        self.check(error_of(result))
         if self.size == 1:
-            return cast("T", result)  # the only rank is the leader
-        with _noticing_lost_ranks():
-            texts, _ = self._communicator.distinct_texts(
-                json.dumps(result) if self.is_leader else ""
-            )
+            return function(*args, **kwargs)
+
+        def packed() -> str:
+            return json.dumps(function(*args, **kwargs)) if self.is_leader else ""
+
+        texts, _ = _unless_lost(self._communicator.distinct_texts, self.attempt(packed))
         shared: T = json.loads(texts[0])
         return shared
+
+    def gather(self, value: object) -> list[Any]:
+        """The values of all ranks, in order of rank; each must be JSON."""
+        if self.size == 1:
+            return [value]
+        texts, indices = _unless_lost(self._communicator.distinct_texts, json.dumps(value))
+        return [json.loads(texts[index]) for index in indices]
 
     def expect(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
         """Announce a phase, so that the progress covers all phases from the beginning.
@@ -210,14 +191,6 @@ class Team:
         """
         self._totals[phase] = total_bytes
         self._done[phase] = num_done
-
-    def gather(self, value: object) -> list[Any]:
-        """The values of all ranks, in order of rank; each must be JSON."""
-        if self.size == 1:
-            return [value]
-        with _noticing_lost_ranks():
-            texts, indices = self._communicator.distinct_texts(json.dumps(value))
-        return [json.loads(texts[index]) for index in indices]
 
     def begin(self, phase: str, total_bytes: int, num_done: int = 0) -> None:
         """Begin a phase: the bytes of :meth:`did` are of it from now on.
@@ -247,6 +220,10 @@ class Team:
             if self._error_of_progress is not None:
                 raise self._error_of_progress
 
+    def did_in(self, phase: str, num_bytes: int) -> None:
+        """:meth:`did`, where bytes that are read in another phase are no progress of it."""
+        self.did(num_bytes if phase == self._phase else 0)
+
     def work(self, steps: Iterator[int]) -> None:
         """Run steps on every rank until all have finished; each yields bytes for :meth:`did`.
 
@@ -255,12 +232,9 @@ class Team:
             Exception: the error of the first rank that failed, in a step, in ``progress`` or in
                 ``stop``; on every rank.
         """
-
-        def run() -> None:
+        with self._at_work():
             for num_bytes in steps:
                 self.did(num_bytes)
-
-        self._run(run)
 
     def reduce(self, size: int, step: Callable[[], Tensor], op: Op = "sum") -> Tensor:
         """Run a local step on every rank, which may call :meth:`did`, and reduce what it returns.
@@ -268,34 +242,39 @@ class Team:
         Raises:
             as :meth:`work`.
         """
-        values = self._run(step)
+        with self._at_work():
+            values = step()
         return self.max(values) if op == "max" else self.sum(values)
 
-    def _run(self, function: Callable[[], T]) -> T:
-        """Run a function on every rank, and communicate until all ranks have finished."""
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Communicate until all ranks have finished a block; if one raised, all raise its error."""
         self._until = time.monotonic() + _ROUND_SECONDS
-        outcome = attempt(function)
-        error = error_of(outcome)
-        if self._until is None:  # all ranks have raised already
-            assert error is not None
-            raise error
-        is_over = False
-        while not is_over:
-            is_over = not self._communicate(error, is_finished=True)
+        error: BaseException | None = None
+        try:
+            yield
+        except Exception as caught:  # of any type: every rank is to raise it
+            if self._until is None:  # all ranks have raised already
+                raise
+            error = caught
+        is_unfinished = True
+        while is_unfinished:
+            is_unfinished = self._communicate(error, is_finished=True)
             error = self._error_of_progress
         self._until = None
         self.check(error)
-        assert not isinstance(outcome, Failed)  # _communicate has raised
-        return outcome
 
     def _communicate(self, error: BaseException | None, *, is_finished: bool) -> bool:
         """Share errors, stops and progress; whether a rank is still at work.
 
         An error of ``progress`` is told in the next round.
         """
-        stop = attempt(self._stop)
-        error = error or error_of(stop)
-        facts = [error is not None, stop is True, not is_finished, self._mine]
+        is_stopped = False
+        try:
+            is_stopped = self._stop()
+        except Exception as caught:
+            error = error or caught
+        facts = [error is not None, is_stopped is True, not is_finished, self._mine]
         until, self._until = self._until, None  # if this raises, all ranks have raised
         shared = self.sum(torch.tensor(facts, dtype=torch.int64)).tolist()
         failed, stopped, unfinished, num_bytes = shared
@@ -308,37 +287,39 @@ class Team:
         if self._phase:
             self._pace.add(num_bytes - self._shared)
             self._shared = num_bytes
-            done = self._done[self._phase] + num_bytes
-            if self._progress is not None:
-                state = self._state(min(done, self._totals[self._phase]))
-                self._error_of_progress = error_of(attempt(self._progress, state))
+            try:
+                if self._progress is not None:
+                    self._progress(self._state())
+            except Exception as caught:
+                self._error_of_progress = caught
         return bool(unfinished)
 
-    def _state(self, done_of_phase: int) -> Progress:
-        done = sum(self._done.values()) - self._done[self._phase] + done_of_phase
+    def _state(self) -> Progress:
+        total = self._totals[self._phase]
+        done = sum(self._done.values()) + min(self._shared, total - self._done[self._phase])
         return Progress(self._phase, done, sum(self._totals.values()), self._pace.bytes_per_second)
 
 
 def _packed(error: BaseException, rank: int) -> str:
     """An error as text that other ranks can raise."""
     error = explained(error) or error
-    kind = type(error).__name__ if isinstance(error, FilesError) else FilesError.__name__
-    headline = (
-        error.headline if isinstance(error, FilesError) else f"{type(error).__name__}: {error}"
-    )
-    problems = error.problems if isinstance(error, FilesError) else ()
-    return json.dumps([kind, f"on rank {rank}: {headline}", problems])
+    if isinstance(error, FilesError):
+        return json.dumps(
+            [type(error).__name__, f"on rank {rank}: {error.headline}", error.problems]
+        )
+    return json.dumps(["FilesError", f"on rank {rank}: {type(error).__name__}: {error}", []])
 
 
 def _unpacked(text: str) -> FilesError:
     kind, headline, problems = json.loads(text)
-    return _KINDS[kind](headline, problems)
+    error: FilesError = getattr(errors, kind)(headline, problems)
+    return error
 
 
-@contextlib.contextmanager
-def _noticing_lost_ranks() -> Iterator[None]:
+def _unless_lost(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call, and say what to do if torch.distributed finds that a rank is gone."""
     try:
-        yield
+        return function(*args, **kwargs)
     except RuntimeError as error:  # of torch.distributed, with any backend
         raise RanksError(
             f"a rank was lost, or did not answer in time ({error}). Run the same command again: it "

@@ -43,8 +43,9 @@ class Bands:
     kernel: int
 
     @classmethod
-    def of(cls, layout: Layout, tile: tuple[int, int]) -> Bands:
+    def of(cls, layout: Layout | None, tile: tuple[int, int]) -> Bands:
         """The bands of a tensor that the tiles fit."""
+        assert layout is not None  # it is known where tiles go along the inputs
         outputs, inputs = tile
         if layout.columns > 1:
             return cls(inputs, layout.columns, outputs, layout.kernel)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from distprune.files.checkpoints.checkpoint import Checkpoint, SourceFile
-from distprune.files.checkpoints.header import TensorEntry, WeightFile
+from distprune.files.checkpoints.header import TensorEntry
 from distprune.files.checkpoints.mask_files import MASK_FILE, MaskLayout
 from distprune.files.disk.listing import OtherFile
 from distprune.files.planning import Plan
-from distprune.files.reading import bands_of, groups_of
+from distprune.files.tiles import Bands
 
 # So few that a histogram for each fits into memory: 128 of 256 KiB, or 192 with as many groups as
 # there may be.
@@ -61,17 +61,6 @@ class SpanUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class PruneUnit(SpanUnit):
-    """Elements of one group to prune, in the order of ranking.
-
-    Attributes:
-        group: number of the group.
-    """
-
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
 class CopyUnit:
     """Bytes [start, stop) of a file that stay as they are."""
 
@@ -88,7 +77,7 @@ class CopyUnit:
 Unit = SpanUnit | CopyUnit
 
 
-def prune_units(plan: Plan) -> list[PruneUnit]:
+def prune_units(plan: Plan) -> list[SpanUnit]:
     """All selected elements, cut into units of about equal size, in the order of ranking.
 
     No unit has elements of two groups. There are at most 128 units, and one more for each group
@@ -97,45 +86,39 @@ def prune_units(plan: Plan) -> list[PruneUnit]:
     num_units = max(_MAX_UNITS + 1 - len(plan.groups), _MIN_UNITS)
     size = max(_MIN_ELEMENTS, math.ceil(plan.num_elements / num_units))
     entries = [tensor.entry for tensor in plan.tensors]
-    units: list[PruneUnit] = []
-    for number, group in enumerate(plan.groups):
-        positions = range(group.first, group.last)
-        runs = full_runs(((p, entries[p].numel, _grain(plan, p)) for p in positions), size)
-        units += [PruneUnit(tuple(spans), span_bytes(spans, entries), number) for spans in runs]
+    units: list[SpanUnit] = []
+    for group in plan.groups:
+        grains = [(position, _grain(plan, position)) for position in range(group.first, group.last)]
+        units += span_units(entries, grains, size)
     return units
 
 
-def full_runs(tensors: Iterable[tuple[int, int, int]], size: int) -> Iterator[list[Span]]:
-    """Cut tensors into runs of ``size`` elements, or a few more; the last run may have fewer.
+def span_units(
+    entries: Sequence[TensorEntry], grains: Iterable[tuple[int, int]], size: int
+) -> Iterator[SpanUnit]:
+    """Cut tensors into units of ``size`` elements, or a few more; the last one may have fewer.
 
     Args:
-        tensors: position, number of elements and grain of each tensor. A tensor is cut at multiples
-            of its grain, which is itself a multiple of 8 or the whole tensor.
+        entries: of all tensors that are rewritten.
+        grains: positions of those to cut, each with the number of elements that it is cut at
+            multiples of: a multiple of 8, or the whole tensor.
         size: elements.
     """
     spans: list[Span] = []
-    num_missing = size
-    for position, numel, grain in tensors:
-        first = 0
+    num_missing, num_bytes = size, 0
+    for position, grain in grains:
+        numel, first = entries[position].numel, 0
         while first < numel:
             last = min(first + math.ceil(num_missing / grain) * grain, numel)
             spans.append(Span(position, first, last))
             num_missing -= last - first
+            num_bytes += (last - first) * (entries[position].nbytes // numel)
             first = last
             if num_missing <= 0:
-                yield spans
-                spans, num_missing = [], size
+                yield SpanUnit(tuple(spans), num_bytes)
+                spans, num_missing, num_bytes = [], size, 0
     if spans:
-        yield spans
-
-
-def span_bytes(spans: Iterable[Span], entries: Sequence[TensorEntry]) -> int:
-    """Bytes of spans in the files of their tensors."""
-    num_bytes = 0
-    for span in spans:
-        entry = entries[span.position]
-        num_bytes += (span.last - span.first) * (entry.nbytes // entry.numel)
-    return num_bytes
+        yield SpanUnit(tuple(spans), num_bytes)
 
 
 def copy_units(
@@ -180,12 +163,12 @@ def units_by_rank(units: Sequence[tuple[int, Unit]], num_ranks: int) -> list[lis
 
 def _grain(plan: Plan, position: int) -> int:
     """Where a tensor may be cut: between whole groups or tiles, and whole bytes of its mask."""
-    tensor, recipe = plan.tensors[position], plan.recipe_of(position)
-    bands = bands_of(tensor, recipe)
-    grain = 8 if bands is None else math.lcm(bands.size, 8)
-    if tensor.num_groups:
-        block = groups_of(tensor, recipe).band * recipe.group_rule.tile_size
-        grain = math.lcm(grain, block)
+    tensor = plan.tensors[position]
+    grain = 8
+    if tensor.recipe.tile is not None:
+        grain = math.lcm(grain, Bands.of(tensor.layout, tensor.recipe.tile).size)
+    if tensor.blocks is not None:
+        grain = math.lcm(grain, tensor.blocks.band * tensor.tile_size)
     return min(grain, tensor.entry.numel) if grain > 8 else 8
 
 
@@ -229,25 +212,23 @@ class Task:
         rewritten = {entry.name for entry in self.tensors}
         return [*self.make_units(), *copy_units(self.checkpoint, rewritten, self.copied)]
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of each file, by name."""
-        files: list[SourceFile] = [*self.checkpoint.files, *self.copied]
-        sizes = {file.name: file.size for file in files}
-        if self.layout is not None:
-            sizes[MASK_FILE] = self.layout.size
-        return sizes
+        return {name: size for name, (size, _) in self.files.items()}
 
-    @property
-    def modes(self) -> dict[str, int]:
-        """Permissions of each file, by name, before the umask."""
-        files: list[SourceFile] = [*self.checkpoint.files, *self.copied]
-        modes = {file.name: file.mode for file in files}
-        if self.layout is not None:
-            modes[MASK_FILE] = mask_mode(self.checkpoint.files)
-        return modes
+    @cached_property
+    def files(self) -> dict[str, tuple[int, int]]:
+        """Size of each file, and its permissions before the umask, by name."""
+        sources: list[SourceFile] = [*self.checkpoint.files, *self.copied]
+        files = {file.name: (file.size, file.mode) for file in sources}
+        if self.layout is not None:  # those that all weight files have in common
+            modes = (file.mode for file in self.checkpoint.files)
+            mode = functools.reduce(operator.and_, modes, 0o666)
+            files[MASK_FILE] = self.layout.size, mode
+        return files
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of all units, without the masks."""
         return sum(unit.num_bytes for unit in self.units)
@@ -267,8 +248,3 @@ class Task:
                 piece = (start + span.first // 8, start + -(-span.last // 8))
                 ranges.setdefault(MASK_FILE, []).append(piece)
         return ranges
-
-
-def mask_mode(files: Iterable[WeightFile]) -> int:
-    """Permissions of the mask file: those that all weight files have in common."""
-    return functools.reduce(operator.and_, (file.mode for file in files), 0o666)

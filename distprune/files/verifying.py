@@ -9,6 +9,7 @@ have to be those that ``prune`` writes, and so has the report.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -35,8 +36,8 @@ from distprune.files.errors import (
 )
 from distprune.files.lowest import LowestElements
 from distprune.files.partial import RECIPE_FILE, check_unchanged
-from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, plan
-from distprune.files.reading import Source, bytes_to_count
+from distprune.files.planning import CARD_FILE, STATISTICS_FILE, Plan, bytes_to_count, plan
+from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.building import make_report, with_digest
 from distprune.files.reports.model_card import card_problem
@@ -291,8 +292,7 @@ class _Verification:
         self._team = team
         self._result = result
         self._plan = result.plan
-        self._source = Source(result.plan, self._did_read)
-        self._is_counting = True
+        self._source = Source(result.plan, functools.partial(team.did_in, "count"))
         self._comparison = _Comparison(result)
 
     def run(self) -> VerifyReport:
@@ -301,7 +301,6 @@ class _Verification:
             self._team.expect("verify", sum(unit.num_bytes for unit in self._result.units))
             self._team.begin("count", bytes_to_count(self._plan))
             cuts = find_cuts(self._team, self._plan, self._source)
-            self._is_counting = False
             records = self._compare(cuts)
             problems = self._team.from_leader(self._problems, cuts, records)
         finally:
@@ -311,9 +310,6 @@ class _Verification:
         return VerifyReport(
             tuple(problems), comparison.num_bytes, num_elements, comparison.num_pruned
         )
-
-    def _did_read(self, num_bytes: int) -> None:
-        self._team.did(num_bytes if self._is_counting else 0)
 
     def _compare(self, cuts: Cuts) -> list[Record]:
         """Compare all files; returns the records of all units, as ``prune`` makes them."""

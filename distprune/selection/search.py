@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -272,7 +273,10 @@ def cut_ties(
         return histogram
 
     while not descent.is_done:
-        descent, num_ties = narrowed(descent, (yield descent.num_bins, count_bins))
+        step: Callable[[], Tensor] = count_bins
+        if tally is not None and part.index.is_ascending:  # no scan has collected any
+            step = partial(count_in_bins, part, key, descent)
+        descent, num_ties = narrowed(descent, (yield descent.num_bins, step))
         if descent.rank == num_ties - 1:  # all ties of the bin are pruned, as if there are few
             return descent.high + 1
     return descent.low + 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from distprune._common import memory
 from distprune._common.collectives import Reducer
 from distprune._common.memory import Array, Scratch
 from distprune.selection.candidates import Candidates
-from distprune.selection.normalizing import Scored, live_array, per_chunk
+from distprune.selection.kernels import call_all, num_threads, spans_of
+from distprune.selection.normalizing import Scored, live_array
 from distprune.selection.scores import ScoreSource, TalliedScores, Tally
 
 _BINS = 1 << 15
@@ -49,8 +50,13 @@ def tallied(
     tallies: list[Tally] = []
 
     def make() -> Tensor:
-        if all(_is_tallied(part) for part in parts):
-            tallies.extend(_make_tallies(parts, most_bytes, block))
+        num_bytes = 0
+        for part in parts if all(map(_is_tallied, parts)) else ():
+            tally = _tally_of(part, block or max(part.counted.stop, 1))
+            num_bytes += tally.scores.nbytes + tally.counts_of_blocks.nbytes
+            if num_bytes > most_bytes:
+                break
+            tallies.append(tally)
         return torch.tensor([len(tallies) < len(parts)], dtype=torch.int64)
 
     if int(communicator.reduce(1, make)):
@@ -63,50 +69,41 @@ def _is_tallied(part: Scored) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 2 and memory.takes_numpy(part.device)
 
 
-def _make_tallies(parts: Sequence[Scored], most_bytes: int, block: int | None) -> list[Tally]:
-    """The tallies of all parts; of the first ones, if all take too much memory."""
-    tallies: list[Tally] = []
-    num_bytes = 0
-    for part in parts:
-        size = block or max(part.counted.stop, 1)
-        blocks = [
-            _counts(replace(part, counted=range(max(start, part.counted.start), stop)))
-            for start in range(0, part.counted.stop, size)
-            if (stop := min(start + size, part.counted.stop)) > part.counted.start
-        ]
-        num_before = part.counted.start // size  # blocks that only other ranks count
-        bits = np.flatnonzero(sum(blocks, start=np.zeros(_BINS, dtype=np.int64)))
-        dtype = np.min_scalar_type(max((int(counts.max()) for counts in blocks), default=0))
-        counts = np.zeros((num_before + len(blocks), len(bits)), dtype)
-        for row, of_block in zip(counts[num_before:], blocks, strict=True):
-            row[:] = of_block[bits]
-        scores = torch.from_numpy(bits.astype(np.int16)).view(part.scores.dtype)
-        num_bytes += scores.nbytes + counts.nbytes
-        if num_bytes > most_bytes:
-            break
-        tallies.append(Tally(scores, counts, size))
-    return tallies
+def _count(
+    part: Scored, span: range, counts: Array, lock: threading.Lock, scratch: Scratch
+) -> None:
+    """Add to int64 [2**15] how often each magnitude of 16 bits occurs in a chunk."""
+    bits = part.scores.load(span.start, span.stop, scratch).contiguous().view(torch.int16)
+    magnitudes = np.bitwise_and(
+        bits.numpy(), np.int16(_MAGNITUDE), out=scratch.array("tally", bits.numel(), np.int16)
+    )
+    if part.live is not None:
+        magnitudes = magnitudes[live_array(part.live, span, scratch)]
+    of_chunk = torch.bincount(torch.from_numpy(magnitudes), minlength=_BINS).numpy()
+    with lock:
+        np.add(counts, of_chunk, out=counts)
 
 
-def _counts(part: Scored) -> Array:
-    """int64 [2**15]: how often each magnitude of 16 bits occurs."""
-    counts = np.zeros(_BINS, dtype=np.int64)
-    lock = threading.Lock()
-
-    def add(part: Scored, span: range, scratch: Scratch) -> int:
-        bits = part.scores.load(span.start, span.stop, scratch).contiguous().view(torch.int16)
-        magnitudes = np.bitwise_and(
-            bits.numpy(), np.int16(_MAGNITUDE), out=scratch.array("tally", bits.numel(), np.int16)
-        )
-        if part.live is not None:
-            magnitudes = magnitudes[live_array(part.live, span, scratch)]
-        of_chunk = torch.bincount(torch.from_numpy(magnitudes), minlength=_BINS).numpy()
-        with lock:
-            np.add(counts, of_chunk, out=counts)
-        return 0
-
-    per_chunk([part], [add])
-    return counts
+def _tally_of(part: Scored, block: int) -> Tally:
+    """The tally of a part. Memory: 64 or 128 KiB for each block that this rank counts."""
+    counted, lock = part.counted, threading.Lock()
+    num_before = counted.start // block  # blocks that only other ranks count
+    rows = []
+    for start in range(num_before * block, counted.stop, block):
+        span = range(max(start, counted.start), min(start + block, counted.stop))
+        counts = np.zeros(_BINS, dtype=np.int64)
+        chunks = list(spans_of(span, part.device, part.dtype.itemsize))
+        width = part.dtype.itemsize if part.scores.is_thread_safe else 0
+        threads = num_threads(len(span) * width, len(chunks))
+        call_all([partial(_count, part, chunk, counts, lock) for chunk in chunks], threads)
+        rows.append(counts.astype(np.min_scalar_type(int(counts.max()))))
+    bits = np.flatnonzero(sum(rows, start=np.zeros(_BINS, dtype=np.int64)))
+    dtype = np.result_type(np.uint8, *rows)
+    counts_of_blocks = np.zeros((num_before + len(rows), len(bits)), dtype)
+    for own, row in zip(counts_of_blocks[num_before:], rows, strict=True):
+        own[:] = row[bits]
+    scores = torch.from_numpy(bits.astype(np.int16)).view(part.scores.dtype)
+    return Tally(scores, counts_of_blocks, block)
 
 
 def are_tallied(parts: Sequence[Candidates]) -> bool:

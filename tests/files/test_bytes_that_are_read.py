@@ -10,7 +10,8 @@ from distprune.files import lowest, planning, pruning, reading
 from distprune.files.checkpoints.header import read_header
 from distprune.files.cuts import find_cuts
 from distprune.files.lowest import ColumnCuts
-from distprune.files.reading import Source, bytes_to_count, groups_of
+from distprune.files.planning import bytes_to_count
+from distprune.files.reading import Source
 from distprune.files.recipe import FileRecipe
 from distprune.files.team import Team
 from helpers import file_oracle, tiny_checkpoints
@@ -62,11 +63,7 @@ def num_read(monkeypatch):
 def test_the_search_reads_no_more_than_it_has_to(
     tmp_path, num_read, recipe, dtype, least, most, num_ranks
 ):
-    g = torch.Generator().manual_seed(0)
-    tensors = {}
-    for scale in (1, 2, 3, 4):
-        weight = torch.randn(1000, 600, generator=g) * scale
-        tensors[f"{scale}.weight"] = weight.to(dtype)
+    tensors = weights(dtype)
     source = tiny_checkpoints.save(tmp_path / "source", tensors)
     plan = planning.plan(source, FileRecipe(0.5, **RECIPES[recipe]))
 
@@ -81,6 +78,36 @@ def test_the_search_reads_no_more_than_it_has_to(
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     assert least <= sum(num_read) / num_bytes <= most
     assert bytes_to_count(plan) == least * num_bytes
+
+
+def weights(dtype):
+    g = torch.Generator().manual_seed(0)
+    scaled = {s: torch.randn(1000, 600, generator=g) * s for s in (1, 2, 3, 4)}
+    return {f"{scale}.weight": weight.to(dtype) for scale, weight in scaled.items()}
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_bf16", "of_fp32"),
+    [
+        ({}, 9_632_768, 19_486_720),  # 2.01 and 2.03 times the weights
+        (RECIPES["rms"], 9_632_768, 38_686_720),  # 2.01 and 4.03
+        (RECIPES["limits"], 9_731_072, 41_959_232),  # 2.03 and 4.37
+        (RECIPES["erk"], 9_698_304, 19_655_168),  # 2.02 and 2.05
+        (RECIPES["lamp"], 9_718_656, 29_255_168),  # 2.02 and 3.05
+        (RECIPES["random"], 4_800_000, 9_600_000),  # once, to write; so where tensors are ranked
+        ({"scope": "layer"}, 4_800_000, 9_600_000),  # on their own
+        ({"scope": "row"}, 4_800_000, 9_600_000),
+        ({"sparsity": None, "pattern": "2:4"}, 4_800_000, 9_600_000),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_a_pruning_reads_in_all(tmp_path, num_read, fields, of_bf16, of_fp32, dtype):
+    """The search and the write; a change of these numbers has to be meant."""
+    source = tiny_checkpoints.save(tmp_path / "source", weights(dtype))
+    recipe = FileRecipe(**{"sparsity": 0.5, "masks": False, **fields})
+    pruning.prune(planning.plan(source, recipe), tmp_path / "target")
+    assert sum(num_read) == (of_bf16 if dtype is BF16 else of_fp32)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +141,14 @@ def test_columns_are_cut_without_reading_them(tmp_path, monkeypatch):
         tmp_path / "source", {name: weight}, config={"model_type": "gpt2"}
     )
     plan = planning.plan(source, FileRecipe(0.4, "row", score="random", seed=3))
-    groups = groups_of(plan.tensors[0], plan.recipe_of(0))
-    assert lowest.is_too_large(groups)
+    blocks = plan.tensors[0].blocks
+    assert lowest.is_too_large(blocks)
     path = source / "model.safetensors"
     os.truncate(path, min(entry.start for entry in read_header(path).tensors))
 
     reader = Source(plan)
     part = reader.part(0)
-    cuts = ColumnCuts(part, 0, groups)
+    cuts = ColumnCuts(part, 0, blocks)
     keys = part.keys.load(0, weight.numel()).values.numpy()
     pruned = [cuts.lowest(part) for part in np.split(keys, range(cuts.step, len(keys), cuts.step))]
     reader.close()

@@ -173,7 +173,7 @@ def test_scores_of_any_range_of_elements(tmp_path, dtype, on_disk, in_model):
         numel = tensor.entry.numel
         ranges = [sorted(draws.choices(range(numel + 1), k=2)) for _ in range(60)]
         for first, last in [(0, numel), *ranges]:
-            found = files.raw_scores(position).load(first, last)
+            found = files.scores[position].load(first, last)
             assert found.equal(expected[first:last])
     files.close()
     assert len(plan.tensors) == 2

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from distprune.files.errors import CheckpointError, Interrupted, NaNError, Selec
 from distprune.files.recipe import FileRecipe
 from distprune.files.verifying import verify
 from distprune.recipe import parse_recipe
-from helpers.disk_crashes import Steps, kill_self, run_forked, stop_after
+from helpers.disk_crashes import stop_after
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import save, tree_digest
 
@@ -140,24 +139,6 @@ def test_a_run_continues_with_the_same_inputs_only(source, statistics, scores, t
         os.utime(file, ns=(0, 12345))
         changed = recipe
     assert planning.plan(source, changed).digest != plan.digest
-
-
-def killed_at(step, source, target, recipe):
-    with Steps(step, kill_self), small_units():
-        pruning.prune(planning.plan(source, recipe), target)
-
-
-@pytest.mark.parametrize("from_the_end", [60, 30, 20, 16, 12, 8, 4, 0])
-def test_killed_at_a_step_it_ends_the_same(source, statistics, tmp_path, from_the_end):
-    recipe = wanda(statistics, normalize="rms")
-    with Steps() as steps, small_units():
-        pruning.prune(planning.plan(source, recipe), tmp_path / "whole")
-    target = tmp_path / "target"
-    status = run_forked(killed_at, steps.count - from_the_end, source, target, recipe)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    with small_units():
-        pruning.prune(planning.plan(source, recipe), target)
-    assert tree_digest(target, RUN) == tree_digest(tmp_path / "whole", RUN)
 
 
 def test_inputs_that_change_during_a_run_are_noticed(source, statistics, tmp_path):

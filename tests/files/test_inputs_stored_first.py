@@ -13,10 +13,9 @@ from distprune.files.inspecting import inspect
 from distprune.files.layouts import Layouts
 from distprune.files.recipe import FileRecipe
 from distprune.selection import cpu
-from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units
-from helpers.tiny_checkpoints import load, tree_digest
+from helpers.tiny_checkpoints import load
 
 WAYS = [
     {"pattern": "2:4"},
@@ -110,26 +109,6 @@ def test_equals_the_oracle_of_the_transpose(tmp_path, case, sizes):
         file_oracle.check(source, target, masks, load)
         assert report.num_pruned == plan.num_to_prune
         assert verifying.verify(target, source).problems == ()
-
-
-def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
-    tensors, turned, config = CASES["gpt_oss"]
-    source = tiny_checkpoints.save(tmp_path / "source", tensors, config=config)
-    for way in (WAYS[0], WAYS[3]):
-        digests = set()
-        for world_size in (1, 2, 3):
-            target = tmp_path / f"target{way.get('pattern', 'row')}on{world_size}"
-            run_ranks(prune_in_pieces, world_size, source, target, way)
-            digests.add(tree_digest(target, ("distprune/run.json",)))
-        file_oracle.check(source, target, expected(tensors, turned, way), load)
-        assert len(digests) == 1
-
-
-@small_units(num_elements=40)
-def prune_in_pieces(source, target, way):
-    with pytest.MonkeyPatch.context() as patch:
-        small_chunks(patch, 24, 12)
-        return pruning.prune(pruning.plan_together(source, FileRecipe(**way)), target).num_pruned
 
 
 def test_inspect_counts_along_the_inputs(tmp_path):
@@ -272,9 +251,9 @@ def test_transposed_convolutions(tmp_path, sizes):
         file_oracle.check(source, target, masks, load)
         assert verifying.verify(target, source).problems == ()
     said = FileRecipe(**WAYS[3], input_dims={"up.conv": (0, 2)})
-    assert (
-        planning.plan(source, said).tensors == planning.plan(source, FileRecipe(**WAYS[3])).tensors
-    )
+    plans = [planning.plan(source, recipe) for recipe in (said, FileRecipe(**WAYS[3]))]
+    found = [[(t.entry, t.layout, t.blocks, t.num_blocks) for t in plan.tensors] for plan in plans]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dims", [3, -4, (), (1, 0), (0, 1), (2, 2), (0, 3)])

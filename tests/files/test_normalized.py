@@ -5,13 +5,11 @@ import json
 
 import pytest
 import torch
-from test_verifying import exchange
 
 from distprune.files import cuts, planning, pruning, rewriting, verifying
 from distprune.files.errors import CheckpointError, NaNError, SelectionError
 from distprune.files.recipe import FileRecipe
 from distprune.files.reports.report import read_report
-from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
 from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
@@ -159,39 +157,11 @@ def test_what_does_not_fit_is_read_again(tmp_path, monkeypatch, kind, name, limi
         assert tree_digest(tmp_path / f"limit{limit}", RUN) == tree_digest(tmp_path / "kept", RUN)
 
 
-@small_units(num_elements=40)
-def prune_here(source, target, fields):
-    """On every rank of a group."""
-    plan = pruning.plan_together(source, FileRecipe(**fields))
-    pruning.prune(plan, target)
-    return verifying.verify(target, source).problems
-
-
 GROUPS = (
     FileRecipe(0.5, include=("layers.1*",), normalize="mean", max_sparsity=0.7),
     FileRecipe(0.4, include=("layers.2*",)),
     FileRecipe(0.25, include=("layers.9*",), normalize="rms"),
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sparsity": 0.5, "normalize": "rms", "max_sparsity": 0.8},
-        {"sparsity": 0.5, "normalize": "l2"},
-        {"groups": GROUPS},
-    ],
-)
-def test_any_number_of_ranks_writes_the_same_bytes(tmp_path, fields):
-    tensors = weights("mixed")
-    source = save(tmp_path / "source", tensors)
-    for size in (1, 2, 3):
-        found = run_ranks(prune_here, size, source, tmp_path / f"target{size}", fields)
-        assert found == [()] * size
-        digest = tree_digest(tmp_path / f"target{size}", RUN)
-        assert digest == tree_digest(tmp_path / "target1", RUN)
-    check(tensors, FileRecipe(**fields), source, tmp_path / "here")
 
 
 def test_numbers_that_have_no_statistic(tmp_path, small_pieces):
@@ -242,34 +212,6 @@ def test_verify_finds_another_normalisation_than_the_one_claimed(tmp_path, claim
     path.write_text(json.dumps(values, indent=1) + "\n")
     problems = verifying.verify(target, source).problems
     assert any("against the order of scores" in text for text in problems)
-
-
-def test_verify_finds_an_exchange_of_two_elements(tmp_path):
-    """As many elements are pruned as before, but others."""
-    g = torch.Generator().manual_seed(0)
-    tensors = {f"{n}.weight": torch.randn(4, 40, generator=g) * 9**i for i, n in enumerate("ab")}
-    source, target = tiny_checkpoints.save(tmp_path / "source", tensors), tmp_path / "target"
-    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), target)
-    assert verifying.verify(target, source).is_good
-    exchange(source, target, "a.weight", "b.weight")
-    problems = verifying.verify(target, source).problems
-    assert len(problems) == 2 and all(
-        "1 elements are pruned or kept against" in p for p in problems
-    )
-
-
-@pytest.mark.parametrize("field", ["divisor", "threshold"])
-def test_verify_derives_the_divisors(tmp_path, field):
-    source, target = save(tmp_path / "source", weights()), tmp_path / "target"
-    pruning.prune(planning.plan(source, FileRecipe(0.5, normalize="rms")), target)
-    path = target / "distprune" / "report.json"
-    values = json.loads(path.read_text())
-    where = values["tensors"][2] if field == "divisor" else values
-    where[field] += 1e-9
-    path.write_text(json.dumps(values, indent=1) + "\n")
-    problems = verifying.verify(target, source).problems
-    wrong = "tensors" if field == "divisor" else field
-    assert problems == (f"distprune/report.json is not the report of this result ({wrong}).",)
 
 
 @pytest.mark.parametrize(

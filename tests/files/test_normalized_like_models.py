@@ -6,7 +6,6 @@ import pytest
 import torch
 from test_meets_the_library import masks_of
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import distprune
 from distprune.files import planning, pruning
@@ -33,19 +32,13 @@ def make_model(dtype, *, ties):
     return model
 
 
-def masks_of_model(dtype, ties, calls, is_sharded):
-    """In the library, plain or under FSDP2: the whole masks of each call, by name."""
+def masks_of_model(dtype, ties, calls):
+    """In the library: the masks of each call, by name."""
     found = []
     for keywords in calls:
-        model = make_model(dtype, ties=ties)
-        if is_sharded:
-            for layer in model["layers"]:
-                fully_shard(layer)
-        parameters = distprune.select(model)
+        parameters = distprune.select(make_model(dtype, ties=ties))
         distprune.global_unstructured(parameters, distprune.L1Unstructured, **keywords)
-        masks = {p.fqn: p[0].weight_mask for p in parameters}
-        whole = {n: m.full_tensor() if is_sharded else m for n, m in masks.items()}
-        found.append({name: mask.bool() for name, mask in whole.items()})
+        found.append({pair.fqn: pair[0].weight_mask.bool() for pair in parameters})
     return found
 
 
@@ -86,13 +79,9 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, ties):
     model = make_model(dtype, ties=ties)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     source = tiny_checkpoints.save(tmp_path / "source", state)
-    (wanted,) = run_ranks(masks_of_model, 1, dtype, ties, CALLS, False)
+    wanted = masks_of_model(dtype, ties, CALLS)
     check(source, tmp_path / "one", wanted, 1, chunk=1 << 19)
     check(source, tmp_path / "two", wanted, 2, chunk=24)
-    if dtype != "mixed":
-        for sharded in run_ranks(masks_of_model, 2, dtype, ties, CALLS, True):
-            for masks, whole in zip(sharded, wanted, strict=True):
-                assert all(masks[name].equal(keep) for name, keep in whole.items())
 
 
 @pytest.mark.parametrize("version", [1, 2])

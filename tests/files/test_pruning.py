@@ -120,22 +120,6 @@ def prune_here(source, target, way):
     return pruning.prune(plan, target).num_pruned
 
 
-def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
-    source = tiny_checkpoints.save(tmp_path / "source", KINDS["bf16"], KINDS_2)
-    for which, way in enumerate(WAYS[:6]):
-        masks = expected(KINDS["bf16"] | KINDS_2, way, [*SELECTED, *KINDS_2])
-        digests = set()
-        for world_size in (1, 2, 3):
-            target = tmp_path / f"target{which}on{world_size}"
-            run_ranks(prune_here, world_size, source, target, way)
-            digests.add(tree_digest(target, RUN))
-        file_oracle.check(source, target, masks, load)
-        assert len(digests) == 1
-
-
-KINDS_2 = {f"model.layers.{n}.k.weight": weights(n)[SELECTED[1]] for n in range(3, 9)}
-
-
 def test_convolutions_and_experts_have_their_inputs_where_they_are(tmp_path, small_pieces):
     g = torch.Generator().manual_seed(1)
     tensors = {

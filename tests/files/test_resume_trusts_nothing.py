@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,7 +18,6 @@ from distprune.files.recipe import FileRecipe
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
 from helpers.disk_crashes import Steps
-from helpers.sampling import every
 from helpers.small_work_units import small_units
 from helpers.tiny_checkpoints import tree_digest
 
@@ -34,38 +34,53 @@ def many_small_units():
         yield
 
 
-@pytest.fixture
-def source(tmp_path):
-    return tiny_checkpoints.save_two_files(tmp_path / "source")
-
-
 def prune(source, target, way="global", **kwargs):
     return pruning.prune(planning.plan(source, WAYS[way]), target, **kwargs)
 
 
-@pytest.fixture(params=WAYS)
-def way(request):
-    return request.param
+def stop(*_):
+    raise Interrupted("here")
+
+
+class Made(NamedTuple):
+    """What all tests of a recipe begin with.
+
+    Attributes:
+        way: the recipe.
+        source: the checkpoint.
+        wanted: the digest of an undisturbed result.
+        stopped: the folder of a run that was stopped when all units were done.
+    """
+
+    way: str
+    source: Path
+    wanted: str
+    stopped: Path
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def made(request, tmp_path_factory):
+    folder, way = tmp_path_factory.mktemp("made"), request.param
+    source = tiny_checkpoints.save_two_files(folder / "source")
+    with small_units(), pytest.MonkeyPatch.context() as patch:
+        prune(source, folder / "undisturbed", way)
+        patch.setattr(Partial, "complete", stop)
+        with pytest.raises(Interrupted):
+            prune(source, folder / "target", way)
+    (stopped,) = folder.glob("target.partial-????????????????")
+    assert len(done_lines(stopped)) > 8
+    return Made(way, source, tree_digest(folder / "undisturbed", RUN), stopped)
 
 
 @pytest.fixture
-def wanted(source, tmp_path, way):
-    prune(source, tmp_path / "undisturbed", way)
-    return tree_digest(tmp_path / "undisturbed", RUN)
+def folder(made, tmp_path):
+    """The unfinished folder of ``tmp_path / "target"``."""
+    return Path(shutil.copytree(made.stopped, tmp_path / made.stopped.name))
 
 
-def stopped_with_all_units_done(source, target, way):
-    """The unfinished folder."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(Partial, "complete", stop)
-        prune(source, target, way)
-    (folder,) = target.parent.glob(f"{target.name}.partial-????????????????")
-    assert len(done_lines(folder)) > 8
-    return folder
-
-
-def stop(*_):
-    raise Interrupted("here")
+def assert_the_next_run_ends_the_same(made, tmp_path):
+    prune(made.source, tmp_path / "target", made.way)
+    assert tree_digest(tmp_path / "target", RUN) == made.wanted
 
 
 def done_lines(folder):
@@ -106,11 +121,9 @@ DAMAGE = (delete, empty, cut, cut_and_extend, lengthen, flip_a_bit)
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", [WEIGHTS, LAST_WEIGHTS, MASKS, "tokenizer.json"])
-def test_a_damaged_output_is_written_again(source, tmp_path, way, wanted, name, damage):
-    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+def test_a_damaged_output_is_written_again(made, folder, tmp_path, name, damage):
     damage(folder / name)
-    prune(source, tmp_path / "target", way)
-    assert tree_digest(tmp_path / "target", RUN) == wanted
+    assert_the_next_run_ends_the_same(made, tmp_path)
 
 
 @small_units()
@@ -119,25 +132,22 @@ def outcome(source, target, way):
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, MASKS])
-def test_ranks_find_damage_together(source, tmp_path, way, wanted, name):
-    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+def test_ranks_find_damage_together(made, folder, tmp_path, name):
     cut_and_extend(folder / name)
-    assert len(set(run_ranks(outcome, 3, source, tmp_path / "target", way))) == 1
-    assert tree_digest(tmp_path / "target", RUN) == wanted
+    assert len(set(run_ranks(outcome, 3, made.source, tmp_path / "target", made.way))) == 1
+    assert tree_digest(tmp_path / "target", RUN) == made.wanted
 
 
-def test_what_is_whole_is_not_done_again(source, tmp_path, way, wanted):
+@pytest.mark.usefixtures("folder")
+def test_what_is_whole_is_not_done_again(made, tmp_path):
     """Without this, doing everything again would pass the tests above."""
-    stopped_with_all_units_done(source, tmp_path / "target", way)
     with Steps(names=("copy_file_range",)) as copies, Steps(names=("pwrite",)) as writes:
-        prune(source, tmp_path / "target", way)
+        assert_the_next_run_ends_the_same(made, tmp_path)
     assert copies.count == 0
     assert writes.count <= 2  # the lock and the header of the masks
-    assert tree_digest(tmp_path / "target", RUN) == wanted
 
 
-def test_only_damaged_units_are_done_again(source, tmp_path, way, wanted):
-    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+def test_only_damaged_units_are_done_again(made, folder, tmp_path):
     before = len(done_lines(folder))
     flip_a_bit(folder / LAST_WEIGHTS)
     seen = []
@@ -148,10 +158,9 @@ def test_only_damaged_units_are_done_again(source, tmp_path, way, wanted):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(Partial, "complete", count)
-        prune(source, tmp_path / "target", way)
+        prune(made.source, tmp_path / "target", made.way)
     assert seen == [before + 1]
-    prune(source, tmp_path / "target", way)
-    assert tree_digest(tmp_path / "target", RUN) == wanted
+    assert_the_next_run_ends_the_same(made, tmp_path)
 
 
 def edit_a_count(folder):
@@ -216,34 +225,28 @@ TAMPERING = (
 
 
 @pytest.mark.parametrize("tamper", TAMPERING)
-def test_a_tampered_record_is_not_believed(source, tmp_path, way, wanted, tamper):
-    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+def test_a_tampered_record_is_not_believed(made, folder, tmp_path, tamper):
     tamper(folder)
-    prune(source, tmp_path / "target", way)
-    assert tree_digest(tmp_path / "target", RUN) == wanted
+    assert_the_next_run_ends_the_same(made, tmp_path)
 
 
-def test_an_edited_report_of_a_complete_folder_is_written_anew(source, tmp_path, way, wanted):
-    target = tmp_path / "target"
+def test_an_edited_report_of_a_complete_folder_is_written_anew(made, folder, tmp_path):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr(Partial, "publish", stop)
-        prune(source, target, way)
-    (folder,) = tmp_path.glob("target.partial-????????????????")
+        prune(made.source, tmp_path / "target", made.way)
     path = folder / "distprune/report.json"
     report = json.loads(path.read_text())
     report["num_pruned"] -= 1
     report["tensors"][0]["num_pruned"] -= 1
     path.write_text(json.dumps(report))
-    prune(source, target, way)
-    assert tree_digest(target, RUN) == wanted
-    assert {p.name for p in tmp_path.iterdir()} == {"source", "undisturbed", "target"}
+    assert_the_next_run_ends_the_same(made, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_file_that_nobody_wrote_is_not_published(source, tmp_path, way):
-    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
+def test_a_file_that_nobody_wrote_is_not_published(made, folder, tmp_path):
     (folder / "model-00003-of-00002.safetensors").write_bytes(b"x")
     with pytest.raises(OutputError, match="model-00003-of-00002"):
-        prune(source, tmp_path / "target", way)
+        prune(made.source, tmp_path / "target", made.way)
     assert not (tmp_path / "target").exists()
 
 
@@ -261,18 +264,14 @@ with small_units():
 """
 
 
-@pytest.mark.parametrize("tamper", every(2, [lose_a_line, edit_a_count, forge_a_report]))
-def test_python_without_assertions_publishes_nothing_tampered(
-    source, tmp_path, way, wanted, tamper
-):
-    folder = stopped_with_all_units_done(source, tmp_path / "target", way)
-    tamper(folder)
+def test_python_without_assertions_publishes_nothing_tampered(made, folder, tmp_path):
+    edit_a_count(folder)
+    forge_a_report(folder)
     tests = Path(__file__).resolve().parents[1]
     environment = {**os.environ, "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
-    arguments = [str(each) for each in (source, tmp_path / "target", way, tests)]
+    arguments = [str(each) for each in (made.source, tmp_path / "target", made.way, tests)]
     done = subprocess.run(
         [sys.executable, "-O", "-c", SCRIPT, *arguments], env=environment, timeout=300
     )
     assert done.returncode == 0
-    assert tree_digest(tmp_path / "target", RUN) == wanted
-    shutil.rmtree(tmp_path / "target")
+    assert tree_digest(tmp_path / "target", RUN) == made.wanted

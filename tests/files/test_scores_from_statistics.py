@@ -7,8 +7,6 @@ import pytest
 import torch
 from test_meets_the_library import masks_of
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import distprune
 from distprune import budgets
@@ -20,6 +18,7 @@ from distprune.files.verifying import verify
 from distprune.statistics import ActivationStatistics
 from distprune.testing import run_ranks
 from helpers import tiny_checkpoints
+from helpers.sampling import every
 from helpers.small_work_units import small_chunks, small_units
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
@@ -121,14 +120,11 @@ def given_scores(model, dtype):
     }
 
 
-def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
-    """In the library, plain or under FSDP2: the whole masks of each call, by name."""
+def masks_of_model(dtype, statistics, scores_dtype):
+    """In the library: the masks of each call, by name."""
     found = []
     for call in CALLS:
         model = make_model(dtype)
-        if is_sharded:
-            for layer in model["layers"]:
-                fully_shard(layer)
         parameters = selected(model)
         keywords = {name: value for name, value in call.items() if name != "score"}
         collected = ActivationStatistics.load(statistics, parameters)
@@ -140,21 +136,12 @@ def masks_of_model(dtype, statistics, scores_dtype, is_sharded):
             if call["score"] in ("wanda", "stade", "ria"):
                 scores = getattr(collected, call["score"])()
         if call["score"] == "given":
-            whole = given_scores(make_model(dtype), scores_dtype)
-            scores = {}
-            for pair in parameters:
-                scores[pair] = whole[pair.fqn]
-                if is_sharded:
-                    weight = pair[0].weight
-                    scores[pair] = distribute_tensor(
-                        whole[pair.fqn], weight.device_mesh, weight.placements
-                    )
+            given = given_scores(make_model(dtype), scores_dtype)
+            scores = {pair: given[pair.fqn] for pair in parameters}
         distprune.global_unstructured(
             parameters, distprune.L1Unstructured, importance_scores=scores, **keywords
         )
-        masks = {pair.fqn: pair[0].weight_mask for pair in parameters}
-        whole = {n: m.full_tensor() if is_sharded else m for n, m in masks.items()}
-        found.append({name: mask.bool() for name, mask in whole.items()})
+        found.append({pair.fqn: pair[0].weight_mask.bool() for pair in parameters})
     return found
 
 
@@ -207,19 +194,15 @@ def test_masks_of_the_model_and_of_its_checkpoint(tmp_path, dtype, scores_dtype)
     source = tiny_checkpoints.save(tmp_path / "source", state)
     statistics = str(make_statistics(tmp_path / "statistics.safetensors"))
     scores = str(tiny_checkpoints.save(tmp_path / "scores", given_scores(model, scores_dtype)))
-    (wanted,) = run_ranks(masks_of_model, 1, dtype, statistics, scores_dtype, False)
+    wanted = masks_of_model(dtype, statistics, scores_dtype)
     assert all(sum(int((~keep).sum()) for keep in masks.values()) > 0 for masks in wanted)
     inputs = (statistics, scores)
     check(source, tmp_path / "one", inputs, wanted, 1, chunk=1 << 19)
     check(source, tmp_path / "three", inputs, wanted, 3, chunk=24)
-    for number, call in enumerate(CALLS):
+    for number, call in every(3, enumerate(CALLS), len(str(dtype))):
         given = scores if call["score"] == "given" else None
         result = verify(tmp_path / "three" / str(number), source, scores=given)
         assert not result.problems, (call, result.problems)
-    if dtype != "mixed":
-        for sharded in run_ranks(masks_of_model, 2, dtype, statistics, scores_dtype, True):
-            for masks, whole in zip(sharded, wanted, strict=True):
-                assert all(masks[name].equal(keep) for name, keep in whole.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -247,7 +230,7 @@ def test_scores_are_those_of_the_model_to_the_bit(tmp_path, dtype, score):
         expected = (weight.to(wide) * factor.to(wide)).flatten()
         ranges = [sorted(draws.choices(range(tensor.entry.numel + 1), k=2)) for _ in range(60)]
         for first, last in [(0, tensor.entry.numel), *ranges]:
-            found = files.raw_scores(position).load(first, last)
+            found = files.scores[position].load(first, last)
             assert found.dtype is wide and torch.equal(found, expected[first:last])
     files.close()
     assert len(plan.tensors) == 5

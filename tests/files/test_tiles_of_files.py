@@ -1,9 +1,5 @@
 """Whole tiles of checkpoints: the oracle's masks in any layout, in pieces, on ranks; verify."""
 
-import os
-import random
-import signal
-
 import pytest
 import torch
 
@@ -12,9 +8,7 @@ from distprune.files.checkpoints.header import read_header
 from distprune.files.checkpoints.mask_files import MASK_FILE, open_masks
 from distprune.files.errors import NaNError, SelectionError
 from distprune.files.recipe import FileRecipe
-from distprune.testing import run_ranks
 from helpers import file_oracle, tiny_checkpoints
-from helpers.disk_crashes import Steps, kill_self, run_forked
 from helpers.reference import prune as lowest_of
 from helpers.small_work_units import small_chunks, small_units
 from helpers.tiny_checkpoints import load, tree_digest
@@ -118,56 +112,6 @@ def test_equals_the_oracle(tmp_path, monkeypatch, sizes, dtype):
             assert verifying.verify(target, source).problems == ()
         file_oracle.check(source, target, expected(tensors, way), load)
         assert report.num_pruned == plan.num_to_prune
-
-
-def digests_here(source, folder, numbers):
-    """On every rank: the digest of the result of each way, after a comparison."""
-    digests = []
-    with pytest.MonkeyPatch.context() as patch, small_units(num_elements=64, copy_bytes=100):
-        small_chunks(patch, 24, 4)
-        for which in numbers:
-            target = folder / str(which)
-            pruning.prune(pruning.plan_together(source, recipe_of(WAYS[which])), target)
-            assert verifying.verify(target, source).problems == ()
-            digests.append(tree_digest(target, RUN))
-    return digests
-
-
-def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
-    tensors, numbers = weights(), (0, 1, 2, 6)
-    source = make_source(tmp_path / "source", tensors)
-    found = []
-    for world_size in (1, 2, 3):
-        folder = tmp_path / str(world_size)
-        folder.mkdir()
-        found += run_ranks(digests_here, world_size, source, folder, numbers)
-    for which in numbers:
-        file_oracle.check(source, folder / str(which), expected(tensors, WAYS[which]), load)
-    assert all(digests == found[0] for digests in found)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_killed_at_any_step_it_goes_on_and_ends_the_same(tmp_path, which):
-    source = make_source(tmp_path / "source", weights())
-
-    def prune(target):
-        with small_units(num_elements=64, copy_bytes=300):
-            pruning.prune(planning.plan(source, recipe_of(WAYS[which])), target)
-
-    def killed_at(step, target):
-        with Steps(step, kill_self):
-            prune(target)
-
-    with Steps() as steps:
-        prune(tmp_path / "undisturbed")
-    wanted, num_steps = tree_digest(tmp_path / "undisturbed", RUN), steps.count
-    middle = random.Random(which).sample(range(6, num_steps - 12), 4)
-    for step in (*middle, num_steps - 6, num_steps):
-        target = tmp_path / f"target{step}"
-        status = run_forked(killed_at, step, target)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, step
-        prune(target)
-        assert tree_digest(target, RUN) == wanted, step
 
 
 def zero_out(target, name, elements):

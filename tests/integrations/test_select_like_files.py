@@ -8,7 +8,7 @@ from torch import nn
 import distprune as prune
 from distprune.files.checkpoints.checkpoint import open_checkpoint
 from distprune.files.recipe import FileRecipe
-from distprune.files.selecting import select_groups, select_tensors
+from distprune.files.selecting import select_tensors
 from distprune.recipe import parse_recipe
 from helpers.architecture_checkpoints import ARCHITECTURES
 from helpers.sampling import every
@@ -104,7 +104,7 @@ def check_like_files(model, folder):
         for module, name in prune.select(model):
             getattr(module, name).zero_()
     model.save_pretrained(folder)
-    verdicts = select_tensors(open_checkpoint(folder), FileRecipe(sparsity=0.5))
+    verdicts = select_tensors(open_checkpoint(folder), FileRecipe(sparsity=0.5)).verdicts
     weights = load_file(folder / "model.safetensors")
     zero = {name for name, weight in weights.items() if weight.ndim > 1 and not weight.any()}
     assert zero == {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
@@ -128,7 +128,7 @@ def test_nets_for_images(net, tmp_path):
     model = net()
     assert names(prune.select(model)) == NETS[net]
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    verdicts = select_tensors(open_checkpoint(tmp_path), FileRecipe(sparsity=0.5))
+    verdicts = select_tensors(open_checkpoint(tmp_path), FileRecipe(sparsity=0.5)).verdicts
     pruned = {verdict.entry.name for verdict in verdicts if verdict.is_pruned}
     assert pruned == set(NETS[net])
 
@@ -149,7 +149,7 @@ def test_a_recipe_selects_the_same_of_a_model_and_its_files(family, select, tmp_
     recipe = parse_recipe(mapping)
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    found = select_groups(open_checkpoint(tmp_path), FileRecipe.parse(mapping))
+    found = select_tensors(open_checkpoint(tmp_path), FileRecipe.parse(mapping))
     entries = {entry.name for entry in found.groups[0]}
     assert entries and set(names(recipe.pruner(model).parameters)) == entries
 

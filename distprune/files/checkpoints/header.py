@@ -23,6 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ _MAX_NUMEL = 2**63 - 1
 _MAX_PROBLEMS = 20  # of one file
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorEntry:
     """A tensor as a header describes it.
 
@@ -58,7 +59,7 @@ class TensorEntry:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)

@@ -53,7 +53,7 @@ def make_report(
         if cut is not None:
             report = replace(
                 report,
-                threshold=_score(source.key_range(group.first), cut.threshold),
+                threshold=_score(source.key_ranges[group.first], cut.threshold),
                 threshold_bits=hex(cut.threshold),
                 num_ties=cut.num_ties,
                 num_ties_pruned=cut.num_ties_pruned,
@@ -144,7 +144,7 @@ def _tensor_reports(
                 num_elements=entry.numel,
                 num_pruned=num_pruned[position],
                 num_nan=num_nan[position],
-                threshold=None if key is None else _score(source.key_range(position), key),
+                threshold=None if key is None else _score(source.key_ranges[position], key),
                 num_zero=num_zero[position],
                 group=tensor.group,
                 limits=(tensor.lowest, tensor.highest) if group.has_limits else None,

@@ -1,0 +1,129 @@
+"""A result has the same bytes on any number of ranks, and after a kill at any step."""
+
+import os
+import random
+import signal
+
+import pytest
+import test_budgets
+import test_inputs_of_scores
+import test_inputs_stored_first
+import test_normalized
+import test_pruning
+import test_tiles_of_files
+
+from distprune.files import planning, pruning, verifying
+from distprune.files.recipe import FileRecipe
+from distprune.testing import run_ranks
+from helpers import tiny_checkpoints
+from helpers.disk_crashes import Steps, kill_self, run_forked
+from helpers.small_work_units import small_chunks, small_units
+from helpers.tiny_checkpoints import tree_digest
+
+RUN = ("distprune/run.json",)
+MANY = {
+    f"model.layers.{n}.k.weight": test_pruning.weights(n)["model.layers.2.mlp.weight"]
+    for n in range(3, 9)
+}
+
+
+def sources(folder):
+    """Checkpoints of every kind, and the recipes for each."""
+    files = test_pruning.KINDS["bf16"]
+    first, config = test_inputs_stored_first.CASES["gpt_oss"][::2]
+    made = {
+        "plain": tiny_checkpoints.save(folder / "plain", files, MANY),
+        "llama": test_budgets.save(folder / "llama", test_budgets.llama("mixed")),
+        "scales": test_normalized.save(folder / "scales", test_normalized.weights("mixed")),
+        "tiles": test_tiles_of_files.make_source(folder / "tiles", test_tiles_of_files.weights()),
+        "turned": tiny_checkpoints.save(folder / "turned", first, config=config),
+    }
+    tiles, turned = test_tiles_of_files.WAYS, test_inputs_stored_first.WAYS
+    recipes = {
+        "plain": [FileRecipe(**way) for way in test_pruning.WAYS[:6]],
+        "llama": [
+            *(
+                FileRecipe(groups=test_budgets.GROUPS[name], seed=5)
+                for name in ("all ways", "limits")
+            ),
+            FileRecipe(0.5, min_sparsity=0.4, max_sparsity=0.6),
+        ],
+        "scales": [
+            FileRecipe(0.5, normalize="rms", max_sparsity=0.8),
+            FileRecipe(0.5, normalize="l2"),
+            FileRecipe(groups=test_normalized.GROUPS),
+        ],
+        "tiles": [test_tiles_of_files.recipe_of(tiles[which]) for which in (0, 1, 2, 6)],
+        "turned": [FileRecipe(**turned[which]) for which in (0, 3)],
+    }
+    return [(made[kind], recipe) for kind, of_kind in recipes.items() for recipe in of_kind]
+
+
+def digests_here(cases, folder):
+    """On every rank: the digest of each result, after a comparison with its source."""
+    digests = []
+    with pytest.MonkeyPatch.context() as patch, small_units(num_elements=60, copy_bytes=100):
+        small_chunks(patch, 24, 12)
+        for number, (source, recipe) in enumerate(cases):
+            target = folder / str(number)
+            pruning.prune(pruning.plan_together(source, recipe), target)
+            assert verifying.verify(target, source).problems == ()
+            digests.append(tree_digest(target, RUN))
+    return digests
+
+
+def test_any_number_of_ranks_writes_the_same_bytes(tmp_path):
+    """Those of one rank are compared with the oracle where each kind of recipe is tested."""
+    cases, found = sources(tmp_path), []
+    for world_size in (1, 2, 3):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        found += run_ranks(digests_here, world_size, cases, folder)
+    assert all(digests == found[0] for digests in found)
+
+
+def made_of_statistics(folder):
+    names = test_inputs_of_scores
+    statistics = names.write(folder / "statistics.safetensors")
+    source = tiny_checkpoints.save(folder / "source", names.weights())
+    return source, names.wanda(statistics, normalize="rms")
+
+
+def made_of_groups(folder):
+    groups = (
+        *test_budgets.GROUPS["kinds"][:1],
+        test_budgets.part(0.7, "*mlp*", max_sparsity=0.75),
+    )
+    source = test_budgets.save(folder / "source", test_budgets.llama("mixed"))
+    return source, FileRecipe(groups=groups)
+
+
+def made_of_tiles(folder):
+    tiles = test_tiles_of_files
+    source = tiles.make_source(folder / "source", tiles.weights())
+    return source, tiles.recipe_of(tiles.WAYS[2])
+
+
+def prune(source, target, recipe):
+    with small_units(num_elements=60, copy_bytes=300):
+        pruning.prune(planning.plan(source, recipe), target)
+
+
+def killed_at(step, *what):
+    with Steps(step, kill_self):
+        prune(*what)
+
+
+@pytest.mark.parametrize("make", [made_of_statistics, made_of_groups, made_of_tiles])
+def test_killed_at_any_step_it_goes_on_and_ends_the_same(tmp_path, make):
+    source, recipe = make(tmp_path)
+    with Steps() as steps:
+        prune(source, tmp_path / "undisturbed", recipe)
+    wanted, num_steps = tree_digest(tmp_path / "undisturbed", RUN), steps.count
+    middle = random.Random(0).sample(range(6, num_steps - 12), 3)
+    for step in (*middle, num_steps - 12, num_steps - 6, num_steps - 4, num_steps):
+        target = tmp_path / f"target{step}"
+        status = run_forked(killed_at, step, source, target, recipe)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, step
+        prune(source, target, recipe)
+        assert tree_digest(target, RUN) == wanted, step
