@@ -328,11 +328,13 @@ class RankedTiles:
             for chunk in own.chunks:
                 kept = chunk.spread(flag[chunk.places], own.sizes)
                 span = slice(chunk.positions.start, chunk.positions.stop)
-                out[span] = torch.from_numpy(kept).to(out.device)
+                mask = torch.from_numpy(kept).to(out.device)
                 gone = ~kept
-                if part.live is not None:
+                if part.live is None:
+                    out[span] = mask
+                else:  # whose dtype may be another one than that of the new mask
                     gone &= (part.live[span] == 1).cpu().numpy()
-                    out[span] *= part.live[span]
+                    out[span] = part.live[span] * mask
                 num_pruned += int(np.count_nonzero(gone[part.counted_in(chunk.positions)]))
             counts.append(num_pruned)
         return counts

@@ -149,3 +149,30 @@ def test_shards_of_columns(wrapping):
     size = wrappings.world_size(wrapping)
     cases = every(3, CASES, wrappings.FSDP2_DIM1.index(wrapping))
     assert_nothing_wrong(run_ranks(differences, size, wrapping, LinearNet, cases))
+
+
+def pruned_before_it_is_sharded(wrapping: str) -> list[str]:
+    """The mask in force is a whole one, of the weight's dtype, until new masks are written."""
+    call = {"pattern": "2x2", "amount": 0.5}
+    alone, sharded = (fill(LinearNet(), "normal", "float32", 3) for _ in range(2))
+    indices = wrappings.local_indices(alone, wrapping)
+    names = [name for name in fqns(alone) if alone.get_parameter(name).ndim > 1]
+    names = [name for name in names if fits(alone.get_parameter(name).shape, name, call)]
+    scores = {name: alone.get_parameter(name).detach().clone() for name in names}
+    keeps = {}
+    for name in names:
+        module, own = target(sharded, name)
+        prune.l1_unstructured(module, own, amount=0.2)
+        keeps[name] = getattr(module, own + "_mask").bool()
+    sharded = wrappings.wrap(sharded, wrapping)
+    pairs = [target(wrappings.unwrapped(sharded), name) for name in names]
+    prune.global_unstructured(pairs, prune.L1Unstructured, **call)
+    keeps = expected_masks(scores, call, keeps, 0)
+    assert any(not keep.all() for keep in keeps.values())
+    return wrong_masks(sharded, keeps, indices)
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2-1", "fsdp2-2"])
+def test_pruned_before_it_is_sharded(wrapping):
+    size = wrappings.world_size(wrapping)
+    assert_nothing_wrong(run_ranks(pruned_before_it_is_sharded, size, wrapping))
