@@ -124,7 +124,8 @@ def save_sharded(
     """
     require_extra()
     communicator = world()
-    facts = [("folder", os.fspath(folder)), ("max_shard_size", str(max_shard_size))]
+    max_bytes = communicator.run(lambda: _parse_size(max_shard_size))
+    facts = [("folder", os.fspath(folder)), ("max_shard_size", str(max_bytes))]
     extra = (sidecar or {}, files or {})
 
     def arguments() -> ParameterArguments:
@@ -138,7 +139,7 @@ def save_sharded(
     ):
         _, targets = read_parameters(arguments, communicator)
         count_live_and_compare(targets, True, communicator)
-        weights, buffers = communicator.run(lambda: _plan(model, targets, max_shard_size))
+        weights, buffers = communicator.run(lambda: _plan(model, targets, max_bytes))
 
         def start() -> None:
             if communicator.index == 0:
@@ -182,7 +183,7 @@ def _parameters(model: nn.Module) -> list[NamedParameter]:
 
 
 def _plan(
-    model: nn.Module, targets: list[Target], max_shard_size: int | str
+    model: nn.Module, targets: list[Target], max_bytes: int
 ) -> tuple[WeightFiles, dict[str, Tensor]]:
     pretrained = pretrained_model(model)
     buffers = persistent_buffers(model)
@@ -195,7 +196,7 @@ def _plan(
         del shapes[name]
         buffers.pop(name, None)
     saved = as_saved(model, shapes, shapes)
-    return WeightFiles(saved, shapes, dtypes, max_shard_size), buffers
+    return WeightFiles(saved, shapes, dtypes, max_bytes), buffers
 
 
 def _gather(
@@ -309,7 +310,7 @@ class WeightFiles:
     Args:
         saved: what is written of which parameters; SavedMasks converts any tensors.
         shapes, dtypes: of the parameters.
-        max_shard_size: of :func:`save_sharded`.
+        max_bytes: of tensors in one file; a larger tensor has a file of its own.
 
     Attributes:
         num_bytes: of all tensors.
@@ -322,7 +323,7 @@ class WeightFiles:
         saved: Sequence[SavedMasks],
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, torch.dtype],
-        max_shard_size: int | str,
+        max_bytes: int,
     ) -> None:
         self._saved_of = {name: item for item in saved for name in item.parameters}
         self._shapes = shapes
@@ -331,7 +332,7 @@ class WeightFiles:
             for item in saved
             for name, shape in item.tensors.items()
         }
-        self._headers, self._places, self.sizes = _lay_out(tensors, max_shard_size)
+        self._headers, self._places, self.sizes = _lay_out(tensors, max_bytes)
         self.num_bytes = sum(map(_num_bytes, tensors.values()))
         self.zeros = dict.fromkeys(shapes, 0)
         self._numel = sum(math.prod(shape) for shape, _ in tensors.values())
@@ -404,26 +405,42 @@ def _num_bytes(tensor: _Described) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def _parse_size(size: int | str) -> int:
+    """A number of bytes: 5_000_000_000, "5GB" or "512MiB".
+
+    Raises:
+        ValueError: it is none, or not positive.
+    """
+    units = {f"{unit}B": 1000**n for n, unit in enumerate("KMGT", 1)}
+    units |= {f"{unit}IB": 1024**n for n, unit in enumerate("KMGT", 1)}
+    try:
+        if isinstance(size, str):
+            text = size.strip().upper()
+            unit = next((unit for unit in units if text.endswith(unit)), "")
+            num_bytes = int(float(text.removesuffix(unit)) * units.get(unit, 1))
+        else:
+            num_bytes = int(size)
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ValueError(
+            f"max_shard_size={size!r}; expected a number of bytes, or a text such as '5GB'."
+        )
+    return num_bytes
+
+
 def _lay_out(
-    tensors: Mapping[str, _Described], max_shard_size: int | str
+    tensors: Mapping[str, _Described], max_bytes: int
 ) -> tuple[dict[str, bytes], dict[str, _Place], dict[str, int]]:
     """Headers by file, the place of every tensor, and sizes by file, as transformers has them."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    try:
-        if isinstance(max_shard_size, int) and max_shard_size < 1:
-            raise ValueError("it is not positive")
-        split = split_state_dict_into_shards_factory(
-            dict(tensors),
-            get_storage_size=_num_bytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"max_shard_size={max_shard_size!r}; expected a number of bytes, or a text such as "
-            f"'5GB' ({error})."
-        ) from error
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=_num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_bytes,
+    )
     headers: dict[str, bytes] = {}
     places: dict[str, _Place] = {}
     sizes: dict[str, int] = {}
