@@ -47,7 +47,7 @@ class Ranks:
         share: use gloo, on accelerators too, so that several ranks may have one of them.
 
     Raises:
-        LostError: the ranks do not find each other.
+        LostError: the ranks do not find each other, or would use different devices.
 
     Attributes:
         rank, size: this rank, and the number of ranks.
@@ -64,6 +64,12 @@ class Ranks:
             self._store, self.rank, self.size = meet(patience)
             self._store.set_timeout(patience)
             self.device, self.backend, self.note = choose_device(self.rank, self.size, cpu, share)
+            kinds = sorted(set(self.share(self.device.type)))
+            if len(kinds) > 1:
+                raise LostError(
+                    f"the ranks would use different devices ({', '.join(kinds)}); expected one "
+                    "kind of device on every machine. Pass --cpu to use none."
+                )
             dist.init_process_group(
                 self.backend,
                 store=PrefixStore("group", self._store),
@@ -72,6 +78,8 @@ class Ranks:
                 timeout=timedelta(seconds=timeout),
                 device_id=None if self.backend == "gloo" else self.device,
             )
+        except LostError:
+            raise
         except (ValueError, RuntimeError) as error:
             raise LostError(f"the ranks did not meet: {error}") from error
 
@@ -127,7 +135,8 @@ def choose_device(rank: int, size: int, cpu: bool, share: bool) -> tuple[torch.d
     kind, number = accelerator.type, torch.accelerator.device_count()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = "gloo" if share else dist.get_default_backend_for_device(kind)
-    if not share and (backend == "gloo" or local_size > number):
+    has_backend = backend != "gloo" and dist.is_backend_available(backend)
+    if not share and (not has_backend or local_size > number):
         note = (
             f"{local_size} ranks would share {number} {kind} devices, or {kind} has no backend: "
             "the CPU is tested. With --share they have the devices in common, over gloo"
