@@ -178,12 +178,17 @@ def managed_parameters() -> dict[tuple[int, str], ManagedParameter]:
 
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether FSDP2 shards what it registers on a module under a name."""
-    return any(
-        owner is module and own_name == name
-        for group in _groups()
-        for fsdp_param in group.fsdp_params
-        for owner, own_name in _owners(fsdp_param)
-    )
+    for group in _groups():
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            if info.module is module and info.param_name == name:
+                return True
+            # A first forward asks this of every pruned parameter: no list of owners for each.
+            if info.shared_modules and any(
+                owner is module and own_name == name for owner, own_name in _owners(fsdp_param)
+            ):
+                return True
+    return False
 
 
 def _owners(fsdp_param: FSDPParam) -> list[tuple[nn.Module, str]]:
