@@ -18,7 +18,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ class _DamagedError(Exception):
 
 def recheck(
     task: Task, folder: Path, sources: OpenFiles, recorded: Sequence[Recorded], damaged: list[int]
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Check units that are recorded as done; yields the bytes that were processed.
 
     Args:

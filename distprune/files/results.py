@@ -204,7 +204,9 @@ class Run:
         recorded = [(number, checksums[number]) for number in mine]
         found: list[int] = []
         self._team.begin("check", num_bytes)
-        self._team.work(recheck(self._task, self.partial.folder, self._sources, recorded, found))
+        steps = recheck(self._task, self.partial.folder, self._sources, recorded, found)
+        with contextlib.closing(steps):  # its files too, if another rank stops this one
+            self._team.work(steps)
         damaged = torch.zeros(len(self._task.units), dtype=torch.int64)
         damaged[found] = 1
         damaged = self._team.sum(damaged)

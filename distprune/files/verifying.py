@@ -357,12 +357,11 @@ class _Verification:
             problems.append(
                 f"{REPORT_FILE} was not compared, as not all weights and masks could be."
             )
-        num_bytes = sum(unit.num_bytes for unit in result.units)
-        if result.run_text != replace(result.report.run, num_bytes=num_bytes).to_json():
-            problems.append(
-                f"{RUN_FILE} is not what prune writes: its bytes, or num_bytes, which is "
-                f"{result.report.run.num_bytes} (expected {num_bytes})."
-            )
+        run, num_bytes = result.report.run, sum(unit.num_bytes for unit in result.units)
+        if run.num_bytes != num_bytes:
+            problems.append(f"{RUN_FILE}: num_bytes is {run.num_bytes}; expected {num_bytes}.")
+        if result.run_text != run.to_json():
+            problems.append(f"{RUN_FILE}: its bytes are not those that prune writes.")
         if RECIPE_FILE not in result.bad:
             recipe = result.recipe.as_stored().to_yaml().encode()
             if read_text(result.folder, RECIPE_FILE) != recipe:
@@ -415,7 +414,8 @@ def _look_through(
         except FileNotFoundError:
             continue  # so its files are missing
         except OSError as error:
-            problems[parent] = f"{printable(parent)} cannot be listed: {error.strerror}."
+            shown = folder if parent == "." else printable(parent)
+            problems[parent] = f"{shown} cannot be listed: {error.strerror}."
             continue
         for entry in entries:
             name = os.path.normpath(os.path.join(parent, entry))

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -172,14 +173,18 @@ def write_error(path: str | Path, error: OSError) -> OutputError:
     return OutputError(f"{path} cannot be written: {error.strerror}.{hint}")
 
 
-_MAX_OPEN = 32  # few enough for four instances where a process may have 256 open files
+_MAX_OPEN = 32
+# Of the files that a process may open: descriptors left to other code, which cannot close files of
+# OpenFiles to open its own, and the number of instances of OpenFiles that share the rest.
+_NUM_RESERVED, _NUM_INSTANCES = 32, 4
 _PIECE = 16 << 20  # bytes that are copied at a time
 
 
 class OpenFiles:
     """File descriptors by path; opens files when they are needed and closes the oldest ones.
 
-    At most 32 files are open. If the system refuses to open one more, the oldest are closed.
+    At most 32 files are open, or fewer if ``ulimit -n`` is low. If the system refuses to open one
+    more, the oldest are closed.
 
     Args:
         flags: those of ``os.open``.
@@ -189,7 +194,10 @@ class OpenFiles:
         self._flags = flags | os.O_CLOEXEC
         self._open: OrderedDict[str, int] = OrderedDict()
         self._dirty: set[str] = set()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._limit = _MAX_OPEN
+        if allowed != resource.RLIM_INFINITY:
+            self._limit = min(max((allowed - _NUM_RESERVED) // _NUM_INSTANCES, 1), _MAX_OPEN)
         self._checksums: dict[str, int] = {}
 
     def __getitem__(self, path: str) -> int:

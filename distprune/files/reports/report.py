@@ -107,7 +107,7 @@ class RunFacts:
     Attributes:
         num_ranks: how many ranks the run had that finished it.
         seconds: how long that run took, by phase: "check" if it continued an earlier run, "count"
-            and "write".
+            if it pruned by scores, and "write".
         peak_rss_bytes: the peak memory of each of its ranks.
         num_bytes: how many bytes were written, over all runs, without the masks.
         versions: the versions of Python, torch and numpy.
